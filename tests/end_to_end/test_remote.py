@@ -6,21 +6,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from zeromesh.launch.messages import line
-from zeromesh.launch.ssh import Host, HostFailure, HostStream, LaunchPlan, Output, Reach, supervise
+from zeromesh.launch.rank_processes import RankRange, WorkersFailed
+from zeromesh.launch.ssh import Host, HostStream, LaunchPlan, Output, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\
 import os, signal, subprocess, sys, time
 from zeromesh.launch.heartbeat import Lifeline
-folder, host, index, hosts, silence = sys.argv[1:]
+folder, silence, alone, *bodies = sys.argv[1:]
+host = os.environ.get("HOST_NAME", "a")
 line = Lifeline(float(silence))
-line.read_variables()
+place = line.read_start()
 
 def there():
     open(f"{folder}/{host}", "a").write(f"{os.getpid()}\\n")
@@ -38,36 +41,29 @@ class Launch:
         self.told: list[str] = []
         ssh = folder / "ssh"
         ssh.write_text(
-            '#!/bin/sh\n[ -e refused-$1 ] && { echo Connection refused >&2; exit 255; }\nshift\nexec sh -c "$*"\n'
+            "#!/bin/sh\nexport HOST_NAME=$1\n[ -e refused-$1 ] && { echo Connection refused >&2; exit 255; }\n"
+            'shift\nexec sh -c "$*"\n'
         )
         ssh.chmod(0o755)
         self.ssh = str(ssh)
 
     def plan(self, a: str, b: str, *, alone: str = "", least: int = 2, restarts: int = 0) -> LaunchPlan:
-        bodies = {"a": a, "b": b}
-
-        def command(host: Host, index: int, hosts: int, endpoint: str) -> Sequence[str]:
-            body = alone if hosts == 1 and alone else bodies[host.name]
-            words = (str(self.folder), host.name, str(index), str(hosts), str(SILENCE))
-            return [sys.executable, "-c", HEAD + "".join(f"    {each}\n" for each in body.splitlines()), *words]
-
+        body = "    exec(alone if place.world_size == 1 and alone else bodies['ab'.index(host)])\n"
         return LaunchPlan(
-            hosts=tuple(Host(name=name, slots=1, address="127.0.0.1") for name in bodies),
-            reach=Reach(
-                ssh=(self.ssh,),
-                directory=str(self.folder),
-                python_path=str(ROOT),
-                variables={"SAID_ON_THE_LINE": "hush"},
-                silence_seconds=SILENCE,
-            ),
+            hosts=tuple(Host(name=name, slots=1, address="127.0.0.1") for name in "ab"),
+            command=(sys.executable, "-c", HEAD + body, str(self.folder), str(SILENCE), alone, a, b),
+            ssh=(self.ssh,),
+            directory=str(self.folder),
+            python_path=str(ROOT),
+            variables={"SAID_ON_THE_LINE": "hush"},
+            silence_seconds=SILENCE,
             port=None,
             least=least,
             max_restarts=restarts,
-            command=command,
             check=lambda hosts: None,
         )
 
-    def run(self, a: str, b: str, **how: object) -> HostFailure | int:
+    def run(self, a: str, b: str, **how: object) -> WorkersFailed | int:
         return supervise(self.plan(a, b, **how), self.told.append)  # type: ignore[arg-type]
 
     def pids(self, host: str) -> list[int]:
@@ -109,8 +105,8 @@ def test_hosts_that_end_well(launch: Launch, capfd: pytest.CaptureFixture[str]) 
 
 def test_a_failure_is_told_with_its_host_and_ends_the_others(launch: Launch) -> None:
     failed = launch.run(WAIT, MET + "line.end(2, text='rank 1: no text in it')")
-    assert isinstance(failed, HostFailure)
-    assert (str(failed), failed.exit_code, failed.lost) == ("host b: rank 1: no text in it", 2, False)
+    assert isinstance(failed, WorkersFailed)
+    assert (str(failed), failed.exit_code) == ("host b: rank 1: no text in it", 2)
     assert not is_running(*launch.pids("a"))
 
 
@@ -118,7 +114,7 @@ def test_who_only_noticed_waits_for_the_cause(launch: Launch) -> None:
     """Host b stops in the middle, processes and all; a's rank says that it waits for a rank."""
     stop = "there()\ntime.sleep(0.5)\nos.kill(os.getpid(), signal.SIGSTOP)"
     failed = launch.run("time.sleep(1)\nline.end(1, text='rank 0: rank 1 is late', noticed=True)", stop)
-    assert isinstance(failed, HostFailure)
+    assert isinstance(failed, WorkersFailed)
     assert str(failed).startswith("host b: nothing has been heard for")
     wait_for(lambda: not is_running(*launch.pids("b")), 5.0)
 
@@ -130,14 +126,13 @@ def test_a_connection_that_fails_is_told_with_its_words(launch: Launch) -> None:
         failed = launch.run(WAIT, WAIT)
     finally:
         os.chdir(ROOT)
-    assert isinstance(failed, HostFailure)
-    assert failed.lost
+    assert isinstance(failed, WorkersFailed)
     assert "exit code 255 before the host had said how its part ended: Connection refused" in str(failed)
 
 
 def test_the_run_goes_on_without_a_lost_host(launch: Launch) -> None:
     lost = MET + "os._exit(9)"
-    assert launch.run(WAIT, lost, alone="assert (index, hosts) == ('0', '1')\nline.end(0)", least=1) == 0
+    assert launch.run(WAIT, lost, alone="assert (place.first, place.processes) == (0, 1)\nline.end(0)", least=1) == 0
     assert launch.told[0].startswith("host b: ")
     assert launch.told[1] == "going on from the newest checkpoint with 1 host (a) and 1 process"
     assert not is_running(*launch.pids("a"))
@@ -151,7 +146,7 @@ def test_the_first_host_may_be_the_lost_one(launch: Launch) -> None:
 
 def test_a_failing_rank_starts_all_again_a_few_times(launch: Launch) -> None:
     failed = launch.run("there()\nline.end(1, text='out of memory')", WAIT, restarts=1)
-    assert isinstance(failed, HostFailure)
+    assert isinstance(failed, WorkersFailed)
     assert str(failed) == "host a: out of memory"
     assert len(launch.pids("a")) == 2
 
@@ -159,7 +154,7 @@ def test_a_failing_rank_starts_all_again_a_few_times(launch: Launch) -> None:
 @pytest.mark.full
 def test_what_the_user_has_to_change_is_not_tried_again(launch: Launch) -> None:
     failed = launch.run("there()\nline.end(2, text='no such file')", WAIT, least=1, restarts=3)
-    assert isinstance(failed, HostFailure)
+    assert isinstance(failed, WorkersFailed)
     assert len(launch.pids("a")) == 1
 
 
@@ -201,13 +196,14 @@ class Alone:
 
     def __init__(self, folder: Path) -> None:
         body = "    subprocess.Popen(['sleep', '60'])\n    there()\n    time.sleep(60)\n"
-        command = [sys.executable, "-c", HEAD + body, str(folder), "a", "0", "1", "1.0"]
+        command = [sys.executable, "-c", HEAD + body, str(folder), "1.0", ""]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True
         )
         assert self.process.stdin is not None
         self.stdin = self.process.stdin
-        self.say({"variables": {}})
+        place = RankRange(first=0, processes=1, world_size=1, master_address="a", master_port=1, run_id="")
+        self.say({"variables": {}, "start": asdict(place)})
         wait_for(lambda: (folder / "a").exists())
         self.group = os.getpgid(self.process.pid)
 

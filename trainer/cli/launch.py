@@ -6,12 +6,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from zeromesh.environment import INTERFACE, python_arguments, setting
 from zeromesh.errors import ConfigError
-from zeromesh.launch.ssh import SSH, Host, HostFailure, LaunchPlan, Reach, read_hosts, supervise
+from zeromesh.launch.rank_processes import WorkersFailed
+from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -26,7 +26,7 @@ PASSED = (
 SILENCE_SECONDS = 15.0
 
 
-def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> HostFailure | int:
+def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> WorkersFailed | int:
     """Do what the command line asks for; returns an exit code, or why the run failed.
 
     Raises:
@@ -38,9 +38,11 @@ def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> Host
     if not options.dry_run:
         return supervise(plan, tell)
     plan.check(plan.hosts)
-    for arguments in plan.arguments():
-        sys.stdout.write(f"{shlex.join(arguments)}\n")
-    names = ", ".join(sorted(plan.reach.variables)) or "none"
+    for host, place in zip(plan.hosts, plan.places(), strict=True):
+        last = place.first + place.processes - 1
+        ranks = f"ranks {place.first} to {last} of {place.world_size}, which meet at {place.master_address}:{place.master_port}"
+        sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
+    names = ", ".join(sorted(plan.variables)) or "none"
     sys.stdout.write(f"# variables set on every host, whose values are sent over standard input: {names}\n")
     return 0
 
@@ -56,29 +58,23 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)
     return LaunchPlan(
         hosts=hosts,
-        reach=Reach(
-            ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
-            directory=os.getcwd(),
-            python_path=setting("PYTHONPATH"),
-            variables=_variables(options.env),
-            silence_seconds=options.host_timeout,
-        ),
+        command=_command(options),
+        ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
+        directory=os.getcwd(),
+        python_path=setting("PYTHONPATH"),
+        variables=_variables(options.env),
+        silence_seconds=options.host_timeout,
         port=options.port,
         least=options.min_hosts or len(hosts),
         max_restarts=restarts,
-        command=partial(_command, options),
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )
 
 
-def _command(options: argparse.Namespace, host: Host, index: int, hosts: int, endpoint: str) -> Sequence[str]:
+def _command(options: argparse.Namespace) -> tuple[str, ...]:
     """The command of a host's launcher, whose arguments `zeromesh train` understands."""
-    words = (
-        *("train", "--attached", f"{options.host_timeout:g}", "--nproc", str(host.slots)),
-        *("--nnodes", str(hosts), "--node-rank", str(index), "--rdzv-endpoint", endpoint),
-        *("--", options.config, *options.overrides),
-    )
-    return [sys.executable, *python_arguments("zeromesh", words)]
+    words = ("train", "--attached", f"{options.host_timeout:g}", "--", options.config, *options.overrides)
+    return (sys.executable, *python_arguments("zeromesh", words))
 
 
 def _hosts(path: Path) -> tuple[Host, ...]:

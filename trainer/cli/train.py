@@ -27,7 +27,6 @@ from zeromesh.trainer.monitoring.start_times import StartTimes
 
 if TYPE_CHECKING:
     from zeromesh.launch.rank_processes import WorkersFailed
-    from zeromesh.launch.ssh import HostFailure
 
 EVALUATED = "evaluated.jsonl"
 """In a run's directory: a line for each time that `zeromesh evaluate` evaluated it."""
@@ -42,20 +41,21 @@ def run_train(options: argparse.Namespace) -> int:
 def _attached(options: argparse.Namespace) -> int:
     """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
     from zeromesh.launch.heartbeat import Lifeline
+    from zeromesh.launch.rendezvous import run_ranks
 
     line = Lifeline(options.attached)
-    line.read_variables()
-    with line:
-        try:
-            result = _launch(options, _processes(options, read_environment()))
-        except ZeromeshError as error:
-            line.end(exit_code_of(error), text=str(error))
-            return exit_code_of(error)
+    place = line.read_start()
+    with line, kept_environment({BEGAN: str(options.began)}):
+        result = run_ranks(_worker_arguments(options), place)
         if isinstance(result, int):
             line.end(result)
             return result
-        line.end(result.exit_code, text=str(result), noticed=result.noticed, apart=result.apart)
+        line.end(result.exit_code, text=str(result), noticed=result.noticed)
         return result.exit_code
+
+
+def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    return python_arguments("zeromesh", (options.command, "--worker", "--", options.config, *options.overrides))
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -102,20 +102,17 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
         raise ConfigError(
             f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
         )
-    if options.node_rank is not None and options.max_restarts:
-        raise ConfigError(f"--max-restarts {options.max_restarts}: hosts that have a --node-rank start once")
     _hint(f"starting {processes} processes")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
-    command = (options.command, "--worker", "--", options.config, *options.overrides)
     with kept_environment({BEGAN: str(options.began)}):
-        return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, notify=say)
+        return launch_workers(_worker_arguments(options), processes=processes, nodes=where, notify=say)
 
 
-def report(result: WorkersFailed | HostFailure | int) -> int:
+def report(result: WorkersFailed | int) -> int:
     """Say how what was launched has ended; returns the exit code."""
     if not isinstance(result, int):
         say(str(result))

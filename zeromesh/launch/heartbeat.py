@@ -25,8 +25,10 @@ from zeromesh.launch.messages import (
     line,
     number,
     parsed,
+    rank_range,
     variables,
 )
+from zeromesh.launch.rank_processes import RankRange
 
 BEGIN = b"\x1ezeromesh:"
 BEATS = 5
@@ -70,20 +72,26 @@ class Lifeline:
         if isinstance(error, Exception):
             self.end(1, text=f"{type(error).__name__}: {error}")
 
-    def read_variables(self) -> None:
-        """Set the environment variables that the first message has. Call this before entering the context."""
+    def read_start(self) -> RankRange:
+        """Set the environment variables that the first message has, and return the ranks that it has for this host.
+
+        Call this before entering the context.
+        """
         while b"\n" not in self._partial:
             self._read()  # The other side waits longer for a first beat than for the next ones.
         first, _, self._partial = self._partial.partition(b"\n")
         try:
-            export(variables(parsed(first)))
+            message = parsed(first)
+            export(variables(message))
+            place = rank_range(message)
         except MessageError as error:
             self._refuse(error)
         self._answered_at = time.monotonic()
+        return place
 
-    def end(self, exit_code: int, *, text: str = "", noticed: bool = False, apart: bool = False) -> None:
+    def end(self, exit_code: int, *, text: str = "", noticed: bool = False) -> None:
         """Report that the processes here have ended, and why."""
-        self._send({"end": exit_code, "text": text, "noticed": noticed, "apart": apart})
+        self._send({"end": exit_code, "text": text, "noticed": noticed})
 
     def _send(self, message: Message) -> None:
         sys.stdout.flush()

@@ -16,9 +16,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from zeromesh.errors import ZeromeshError
+from zeromesh.launch.rank_processes import RankRange
 
 MAX_MESSAGE = 1 << 20
 MAX_EXIT_CODE = 255
+MAX_PROCESSES = 1 << 16
 HELLO_SECONDS = 10.0
 """How long an end of a new connection may take until its first message."""
 _BEAT_SECONDS = 1.0
@@ -77,6 +79,23 @@ def variables(message: Message) -> dict[str, str]:
         if not (_VARIABLE.fullmatch(name) and isinstance(value, str) and _VALUE.fullmatch(value)):
             raise MessageError(f"'variables' has {_shown(name)}, which cannot be set; its value is not shown")
     return found
+
+
+def rank_range(message: Message) -> RankRange:
+    """The ranks of this host under `start`. Raises `MessageError`."""
+    content = message.get("start")
+    if not isinstance(content, dict):
+        raise MessageError(f"'start' is {_shown(content)}; allowed is an object")
+    size = number(content, "world_size", least=1, most=MAX_PROCESSES**2)
+    return RankRange(
+        first=number(content, "first", most=size - 1),
+        processes=number(content, "processes", least=1, most=MAX_PROCESSES),
+        world_size=size,
+        master_address=optional(content, "master_address", ""),
+        master_port=number(content, "master_port", least=1, most=65535),
+        run_id=optional(content, "run_id", ""),
+        restart=number(content, "restart"),
+    )
 
 
 class LauncherConnection:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, kept_environment, rank_variables, setting
+from zeromesh.environment import (
+    ERRORS,
+    LaunchEnvironment,
+    die_with_launcher,
+    kept_environment,
+    rank_variables,
+    setting,
+    worker_environment,
+)
 from zeromesh.errors import CollectiveError, ZeromeshError
 
 _CAUSE_SECONDS = 2.0
@@ -37,8 +45,6 @@ class WorkersFailed:
     ranks: tuple[int, ...] = ()
     noticed: bool = False
     """Whether these ranks only noticed that others had failed."""
-    apart: bool = False
-    """Whether no ranks were started, because this host and the others did not meet."""
     pid: int = 0
     """The process of a rank that ended without an error of its own."""
 
@@ -89,10 +95,11 @@ class RankProcesses:
         self._ended: dict[int, float] = {}
         self._cause_until: float | None = None
         self._stop_until: float | None = None
+        shared = worker_environment(place.processes, alone=place.processes == place.world_size)
         for local_rank in range(place.processes):
             error = os.memfd_create(f"zeromesh-error-{local_rank}")
             self._errors.append(error)
-            variables = {**place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
+            variables = {**shared, **place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
             with kept_environment(variables):
                 self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
 

@@ -4,8 +4,9 @@
 worker records its error for it, so that one message is shown, of the rank that failed first, and not a traceback of each process.
 
 The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
-its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. Launchers that were numbered
-by the user part as soon as they have met. A launcher alone leads itself, and listens nowhere.
+its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. A launcher alone leads
+itself, and listens nowhere. A launcher that `zeromesh launch` has started over ssh meets nobody: `run_ranks` starts the ranks that
+it was given.
 """
 
 import errno
@@ -19,16 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from zeromesh.environment import LOOPBACK, SECRET, kept_environment, setting, worker_environment
+from zeromesh.environment import LOOPBACK, SECRET, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.messages import (
     HELLO_SECONDS,
     MAX_EXIT_CODE,
+    MAX_PROCESSES,
     LauncherConnection,
     Message,
     MessageError,
     number,
     optional,
+    rank_range,
 )
 from zeromesh.launch.rank_processes import (
     USERS_MISTAKE,
@@ -40,18 +43,16 @@ from zeromesh.launch.rank_processes import (
 )
 from zeromesh.mesh.network_interfaces import is_here, listen
 
-MEETING_SECONDS = 120.0
-"""How long numbered launchers, which start together, wait for each other; also how long a launcher tries to reach the leader."""
+_REACH_SECONDS = 120.0
+"""How long a launcher tries to reach the leader."""
 _JOIN_SECONDS = 600.0
-"""How long launchers that may come and go wait until there are enough of them."""
+"""How long launchers wait until there are enough of them."""
 _LAST_CALL_SECONDS = 1.0
 """How long they wait for further launchers then."""
-_PART_SECONDS = 5.0
 _TICK_SECONDS = 0.05
 _REST_SECONDS = 300.0
 """How long ranks may take to save and end when they are to start again."""
 _MOST_STRANGERS = 64
-_MOST_PROCESSES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,7 @@ class Nodes:
     workers start again; after a failure they do so at most `max_restarts` times.
 
     With a `rank` the launchers are `most`, numbered from 0, which serves the endpoint, and so are the ranks of their workers.
-    None of them comes or goes, and none starts workers again.
+    None of them joins later, and the run ends when one is lost.
     """
 
     least: int = 1
@@ -101,8 +102,10 @@ class _Member:
     """Its host's, and the address that it comes from until that is known."""
     processes: int = 0
     rank: int | None = None
+    numbered: bool = False
+    """Whether it has ranks in the present start."""
     running: bool = False
-    """Whether its ranks take part in the present start."""
+    """Whether these ranks have not ended."""
     failure: WorkersFailed | None = None
 
 
@@ -127,7 +130,6 @@ class Leader:
         """Wait until enough launchers are there; returns the ranks of this one, or why there are none."""
         nodes = self._nodes
         began, enough_since = time.monotonic(), None
-        patience = _JOIN_SECONDS if nodes.rank is None else MEETING_SECONDS
         while not self._stopped():
             self._serve()
             now, present = time.monotonic(), 1 + len(self._known)
@@ -135,7 +137,7 @@ class Leader:
                 enough_since = None
             elif present >= nodes.most or now > (enough_since := enough_since or now) + _LAST_CALL_SECONDS:
                 return self._start()
-            if now > began + patience:
+            if now > began + _JOIN_SECONDS:
                 return self._end(self._too_few(present))
             self._wait()
         return 0
@@ -143,9 +145,8 @@ class Leader:
     def poll(self) -> bool:
         """Serve the others while ranks run here; returns whether the ranks of all are to be ended."""
         self._serve()
-        running = [each for each in self._members if each.running]
-        waiting = len(self._known) - len(running)
-        self._joining = waiting > 0 and 1 + len(running) < self._nodes.most
+        numbered = [each for each in self._members if each.numbered]
+        self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
         failed = any(each.failure for each in self._members)
         if self._lost or failed or self._joining:
             self._stop()
@@ -163,6 +164,8 @@ class Leader:
         cause, lost = self._cause(failure), self._lost
         if cause is None and not lost:
             return self._end(0)
+        if lost and self._nodes.rank is not None:
+            return self._end(WorkersFailed(message=f"host {', '.join(lost)} is gone", exit_code=1))
         if cause is not None and cause.exit_code == USERS_MISTAKE:
             return self._end(cause)
         if not lost and not self._joining:
@@ -183,11 +186,10 @@ class Leader:
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and tell each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        host, port = self._nodes.where
-        if self._listener is None or self._nodes.rank is None:
-            # Any will do on one host, where nothing listens on it unless the user's code does.
-            with listen(host, 0) as free:
-                port = free.getsockname()[1]
+        host = self._nodes.where[0]
+        # On one host nothing listens on this port unless the user's code does.
+        with listen(host, 0) as free:
+            port = free.getsockname()[1]
         place = RankRange(
             first=0,
             processes=self._processes,
@@ -200,17 +202,12 @@ class Leader:
         first = self._processes
         for each in members:
             each.line.send({"start": {**asdict(place), "first": first, "processes": each.processes}})
-            each.running, each.failure = self._nodes.rank is None, None
+            each.running, each.failure = True, None
+        for each in self._members:
+            each.numbered = each in members
             first += each.processes
         self._starts += 1
         self._lost, self._joining, self._stopping = [], False, False
-        if self._nodes.rank is not None:
-            # The others hang up first, since what is sent to one that hangs up at once may be lost; the port is free then.
-            until = time.monotonic() + _PART_SECONDS
-            while self._members and time.monotonic() < until:
-                self._serve()
-                self._wait()
-            self._end(0)
         return place
 
     def _stop(self) -> None:
@@ -252,7 +249,7 @@ class Leader:
     def _too_few(self, present: int) -> WorkersFailed:
         nodes = self._nodes
         message = f"of the hosts (--nnodes), {present} came to {nodes.endpoint} in time, and at least {nodes.least} are needed"
-        return WorkersFailed(message=message, exit_code=1, apart=True)
+        return WorkersFailed(message=message, exit_code=1)
 
     def _wait(self) -> None:
         lines = [each.line.connection for each in self._members]
@@ -299,7 +296,7 @@ class Leader:
                 )
 
     def _introduce(self, each: _Member, message: Message) -> None:
-        processes = number(message, "processes", least=1, most=_MOST_PROCESSES)
+        processes = number(message, "processes", least=1, most=MAX_PROCESSES)
         if optional(message, "run_id", "") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
         if not optional(message, "name", "").isprintable():
@@ -324,7 +321,7 @@ class Follower:
 
     def first_start(self) -> RankRange | Result:
         """Find the leader, and wait for its answer, as `Leader.first_start` returns it."""
-        until = time.monotonic() + MEETING_SECONDS
+        until = time.monotonic() + _REACH_SECONDS
         while self._line is None:
             try:
                 self._line = self._join(socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS))
@@ -343,8 +340,6 @@ class Follower:
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
         """The ranks here are over: tell the leader; returns the ranks of the next start, or how the run has ended."""
-        if self._nodes.rank is not None:
-            return failure or 0
         self._receive()  # Sending to a leader that has ended would lose its last message.
         if self._line is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
@@ -382,8 +377,6 @@ class Follower:
                 return self._result
             if self._place is not None:
                 place, self._place, self._stop = self._place, None, False
-                if self._nodes.rank is not None:
-                    self.close()
                 return place
             if self._line is not None:
                 select.select([self._line.connection], [], [], _TICK_SECONDS)
@@ -404,7 +397,7 @@ class Follower:
 
     def _take(self, message: Message) -> None:
         if "start" in message:
-            self._place = _place(message["start"])
+            self._place = rank_range(message)
         elif "stop" in message:
             self._stop = True
         elif "over" in message:
@@ -418,7 +411,7 @@ class Follower:
             f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
             "there, start all again, and the run goes on from its newest checkpoint"
         )
-        return WorkersFailed(message=message, exit_code=1, apart=True)
+        return WorkersFailed(message=message, exit_code=1)
 
 
 def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
@@ -447,21 +440,6 @@ def _accepted(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
             yield connection, str(address[0])
 
 
-def _place(content: object) -> RankRange:
-    if not isinstance(content, dict):
-        raise MessageError("'start' is no object")
-    size = number(content, "world_size", least=1, most=_MOST_PROCESSES**2)
-    return RankRange(
-        first=number(content, "first", most=size - 1),
-        processes=number(content, "processes", least=1, most=_MOST_PROCESSES),
-        world_size=size,
-        master_address=optional(content, "master_address", ""),
-        master_port=number(content, "master_port", least=1, most=65535),
-        run_id=optional(content, "run_id", ""),
-        restart=number(content, "restart"),
-    )
-
-
 def _to_stderr(line: str) -> None:
     sys.stderr.write(f"zeromesh: {line}\n")
 
@@ -477,26 +455,33 @@ def launch_workers(
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.
     """
-    with kept_environment(worker_environment(processes, alone=nodes.alone)), noted_signals() as requests:
+    with noted_signals() as requests:
         others = meeting(nodes, processes, notify, lambda: bool(requests.first))
         try:
             found = others.first_start()
             while isinstance(found, RankRange) and not requests.first:
-                ranks = RankProcesses(arguments, found)
-                try:
-                    _run(ranks, others.poll, requests)
-                    found = others.next_start(ranks.failure())
-                finally:
-                    ranks.close()
+                found = others.next_start(_run(arguments, found, others.poll, requests))
         finally:
             others.close()
         return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
 
 
-def _run(ranks: RankProcesses, poll: Callable[[], bool], requests: StopSignals) -> None:
-    """Wait until all ranks have ended, and pass signals on to them."""
-    while not ranks.over():
-        if poll():
-            ranks.stop(signal.SIGTERM, _REST_SECONDS)
-        requests.pass_on(lambda number: ranks.stop(number, _REST_SECONDS), lambda: ranks.send(signal.SIGKILL))
-        time.sleep(_TICK_SECONDS)
+def run_ranks(arguments: Sequence[str], place: RankRange) -> Result:
+    """Run `python ARGUMENTS` as the ranks that `place` names, once, and return as `launch_workers` does."""
+    with noted_signals() as requests:
+        failure = _run(arguments, place, lambda: False, requests)
+        return requests.exit_code() or failure or 0
+
+
+def _run(arguments: Sequence[str], place: RankRange, poll: Stopped, requests: StopSignals) -> WorkersFailed | None:
+    """Start ranks, pass signals on to them until all have ended, and return the failure that caused the others."""
+    ranks = RankProcesses(arguments, place)
+    try:
+        while not ranks.over():
+            if poll():
+                ranks.stop(signal.SIGTERM, _REST_SECONDS)
+            requests.pass_on(lambda number: ranks.stop(number, _REST_SECONDS), lambda: ranks.send(signal.SIGKILL))
+            time.sleep(_TICK_SECONDS)
+        return ranks.failure()
+    finally:
+        ranks.close()

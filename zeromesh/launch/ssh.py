@@ -12,7 +12,6 @@ import os
 import queue
 import random
 import re
-import secrets
 import selectors
 import shlex
 import signal
@@ -20,17 +19,17 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import IO
 
-from zeromesh.environment import SECRET
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.heartbeat import BEGIN
 from zeromesh.launch.messages import MAX_EXIT_CODE, MAX_MESSAGE, Message, MessageError
-from zeromesh.launch.rank_processes import USERS_MISTAKE, StopSignals, noted_signals
+from zeromesh.launch.rank_processes import USERS_MISTAKE, RankRange, StopSignals, WorkersFailed, noted_signals
 
 MAX_SLOTS = 1024
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -98,95 +97,66 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
-    """How commands get to hosts: `ssh` is called with `HOST COMMAND`, and `variables` are sent over standard input."""
+class LaunchPlan:
+    """How to start a run on `hosts`, and when to start it again.
 
-    ssh: tuple[str, ...] = SSH
+    `ssh` is called with `HOST COMMAND`; it runs the launcher's `command` in `directory`, and `variables` are sent over its standard
+    input. The ranks find each other at `port` of the first host, or at any port. `check` refuses hosts that the run cannot use.
+    After a failure of ranks the run starts again at most `max_restarts` times; after a loss of hosts, which count as lost when they
+    are silent for `silence_seconds`, it goes on with the others, `least` at least.
+    """
+
+    hosts: tuple[Host, ...]
+    command: tuple[str, ...]
+    ssh: tuple[str, ...]
     directory: str
     python_path: str | None
     variables: Mapping[str, str]
     silence_seconds: float
-
-    def arguments(self, host: Host, command: Sequence[str]) -> list[str]:
-        """The local command that runs `command` on `host`, in the same directory."""
-        path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
-        return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *command])}"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchPlan:
-    """How to start a run on `hosts`, and when to start it again. Raises `ConfigError`.
-
-    `command` gives the command of a host's launcher from its host, its number, the number of hosts, and where they meet. `check`
-    refuses hosts that the run cannot use. After a failure of ranks the run starts again at most `max_restarts` times; after a loss
-    of hosts it goes on with the others, `least` at least.
-    """
-
-    hosts: tuple[Host, ...]
-    reach: Reach
     port: int | None
     least: int
     max_restarts: int
-    command: Callable[[Host, int, int, str], Sequence[str]]
     check: Callable[[Sequence[Host]], None]
 
-    def __post_init__(self) -> None:
-        if self.least < 1 or self.max_restarts < 0:
-            raise ConfigError(f"--min-hosts {self.least} with --max-restarts {self.max_restarts}: at least 1, and 0")
+    def arguments(self, host: Host) -> list[str]:
+        """The local command that runs the launcher on `host`."""
+        path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
+        return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *self.command])}"]
 
-    def arguments(self) -> list[list[str]]:
-        """The local command for each host. The launchers meet at the first host."""
-        endpoint = f"{self.hosts[0].address}:{self.port or random.choice(_PORTS)}"
-        return [
-            self.reach.arguments(host, self.command(host, index, len(self.hosts), endpoint))
-            for index, host in enumerate(self.hosts)
-        ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostFailure:
-    """Why a host ended, and the exit code for the command.
-
-    `at` is when it began, in seconds of the monotonic clock; of a lost host, the time of its last message. `noticed`: it followed
-    from a failure elsewhere. `apart`: the host and the others did not meet.
-    """
-
-    host: Host
-    text: str
-    exit_code: int
-    at: float
-    lost: bool = False
-    noticed: bool = False
-    apart: bool = False
-
-    def __str__(self) -> str:
-        return f"host {self.host.name}: {self.text}"
+    def places(self) -> list[RankRange]:
+        """The ranks of each host in a start."""
+        slots = [host.slots for host in self.hosts]
+        first = RankRange(
+            first=0,
+            processes=slots[0],
+            world_size=sum(slots),
+            master_address=self.hosts[0].address,
+            master_port=self.port or random.choice(_PORTS),
+            run_id=uuid.uuid4().hex,
+        )
+        return [replace(first, first=sum(slots[:index]), processes=count) for index, count in enumerate(slots)]
 
 
-def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | int:
+def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed | int:
     """Run until all hosts have ended. `notify` gets lines for a person.
 
     Returns 0 when all succeed, the first failure when one does not, and 128 plus the signal's number when this process got a
     signal to stop. Nothing is left running then, except on hosts that cannot be reached, which end by themselves.
 
     Raises:
-        ConfigError: when the command of `Reach.ssh` cannot be started, or `check` refuses the hosts.
+        ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.
     """
     failures = 0
     with noted_signals() as requests:
         while True:
             plan.check(plan.hosts)
-            ended, safe_at = _start(plan, requests)
+            cause, lost, safe_at = _start(plan, requests)
             code = requests.exit_code()
-            if not ended or code:
+            if cause is None or code:
                 return code
-            cause = ended[0]
-            # Left out are lost hosts, and those that cannot reach the first one.
-            gone = {each.host for each in ended if each.lost or (each.apart and each.host != plan.hosts[0])}
-            left = tuple(host for host in plan.hosts if host not in gone)
-            failures += not gone
-            hopeless = not cause.lost and cause.exit_code == USERS_MISTAKE
-            if hopeless or failures > plan.max_restarts or len(left) < plan.least:
+            left = tuple(host for host in plan.hosts if host not in lost)
+            failures += not lost
+            if cause.exit_code == USERS_MISTAKE or failures > plan.max_restarts or len(left) < plan.least:
                 return cause
             processes = sum(host.slots for host in left)
             notify(str(cause))
@@ -201,18 +171,17 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | 
                 return code
 
 
-def _start(plan: LaunchPlan, requests: StopSignals) -> tuple[list[HostFailure], float]:
-    """Start the command on all hosts, and `watch` them until all have ended."""
+def _start(plan: LaunchPlan, requests: StopSignals) -> tuple[WorkersFailed | None, set[Host], float]:
+    """Start the launchers of all hosts, and `watch` them until all have ended."""
     output = Output()
     lines: list[HostLine] = []
-    reach = replace(plan.reach, variables={SECRET: secrets.token_hex(), **plan.reach.variables})
     try:
-        for host, arguments in zip(plan.hosts, plan.arguments(), strict=True):
+        for host, place in zip(plan.hosts, plan.places(), strict=True):
             try:
-                lines.append(HostLine(host, arguments, reach, output))
+                lines.append(HostLine(host, place, plan, output))
             except OSError as error:
-                raise ConfigError(f"--ssh: {reach.ssh[0]!r} cannot be started ({error.strerror or error})") from error
-        return watch(lines, requests, reach.silence_seconds)
+                raise ConfigError(f"--ssh: {plan.ssh[0]!r} cannot be started ({error.strerror or error})") from error
+        return watch(lines, requests, plan.silence_seconds)
     finally:
         for line in lines:
             line.close()
@@ -302,28 +271,34 @@ class HostLine:
         OSError: when the local command cannot be started.
     """
 
-    def __init__(self, host: Host, arguments: Sequence[str], reach: Reach, output: Output) -> None:
+    def __init__(self, host: Host, place: RankRange, plan: LaunchPlan, output: Output) -> None:
         self.host = host
-        self.failure: HostFailure | None = None
+        self.failure: WorkersFailed | None = None
+        self.last_message = time.monotonic()
+        """When the host sent its last message; of a failure, when it began."""
+        self.lost = False
         self.over = False
         """Whether nothing more is to come."""
         self.safe_at = 0.0
         """The time from which on nothing of the run is alive on the host, if it was lost, in seconds of the monotonic clock."""
-        self._program = arguments[0]
-        self._silence = reach.silence_seconds
+        self._program = plan.ssh[0]
+        self._silence = plan.silence_seconds
         self._beating = False
-        self._last_message = time.monotonic()
         self._reported_at: float | None = None
         self._ended_at: float | None = None
         self._killed_at: float | None = None
         self._streams = {number: HostStream(output, number, host.name) for number in (1, 2)}
         # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
         self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            plan.arguments(host),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         for pipe in self._pipes.values():
             os.set_blocking(pipe.fileno(), False)
-        self.send({"variables": dict(reach.variables)})
+        self.send({"variables": dict(plan.variables), "start": asdict(place)})
 
     @property
     def _pipes(self) -> dict[int, IO[bytes]]:
@@ -366,23 +341,17 @@ class HostLine:
     def _take(self, message: Message) -> None:
         if self.over or self._reported_at is not None:
             return
-        self._last_message = time.monotonic()
+        self.last_message = time.monotonic()
         if "beat" in message:
             self._beating = True
             self.send({"echo": messages.number(message, "beat")})
         elif "end" in message:
             code = messages.number(message, "end", most=MAX_EXIT_CODE)
-            failure = HostFailure(
-                host=self.host,
-                text=messages.optional(message, "text", "") or f"ended with exit code {code}",
-                exit_code=code,
-                at=self._last_message,
-                noticed=messages.optional(message, "noticed", False),
-                apart=messages.optional(message, "apart", False),
-            )
-            self._reported_at = self._last_message
+            text = messages.optional(message, "text", "") or f"ended with exit code {code}"
+            noticed = messages.optional(message, "noticed", False)
+            self._reported_at = self.last_message
             if code and self._killed_at is None:
-                self.failure = failure
+                self._fail(text, code, noticed=noticed)
         else:
             raise MessageError(f"a message has neither 'beat' nor 'end': {', '.join(map(repr, message)) or 'nothing'}")
 
@@ -395,7 +364,7 @@ class HostLine:
             self._ended_at = now
         # A process that somebody left behind may keep the pipes for ever.
         closed = self._ended_at is not None and (not reading or now - self._ended_at > _LINGER_SECONDS)
-        quiet = now - max(self._last_message, self._killed_at or 0.0)
+        quiet = now - max(self.last_message, self._killed_at or 0.0)
         if self._reported_at is not None:
             self.over = closed or now - self._reported_at > _LINGER_SECONDS
         elif closed:
@@ -406,13 +375,16 @@ class HostLine:
             )
         elif quiet > (self._silence if self._beating or self._killed_at is not None else START_SECONDS):
             gone = "; the host, its network or its connection is gone" if self._beating else " since it was to start"
-            self._lose(f"nothing has been heard for {now - self._last_message:.0f} s{gone}")
+            self._lose(f"nothing has been heard for {now - self.last_message:.0f} s{gone}")
 
     def _lose(self, text: str) -> None:
-        known = self._last_message if self._beating else time.monotonic()
+        known = self.last_message if self._beating else time.monotonic()
         self.safe_at = known + self._silence + _MARGIN_SECONDS
-        self.over = True
-        self.failure = HostFailure(host=self.host, text=text, exit_code=1, at=self._last_message, lost=True)
+        self.over = self.lost = True
+        self._fail(text, 1)
+
+    def _fail(self, text: str, exit_code: int, *, noticed: bool = False) -> None:
+        self.failure = WorkersFailed(message=f"host {self.host.name}: {text}", exit_code=exit_code, noticed=noticed)
 
     def close(self) -> None:
         """End the local process of the connection; the host ends its own when the connection is gone."""
@@ -429,10 +401,12 @@ class HostLine:
             self._pipes[number].close()
 
 
-def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float) -> tuple[list[HostFailure], float]:
+def watch(
+    lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float
+) -> tuple[WorkersFailed | None, set[Host], float]:
     """Print what hosts print and pass signals on until all have ended; when one fails, end all.
 
-    Returns the failures, the one that caused the others first, and the time from which on nothing is alive on lost hosts.
+    Returns the failure that caused the others, the lost hosts, and the time from which on nothing is alive on them.
     """
 
     def signal_all(number: int) -> None:
@@ -466,5 +440,6 @@ def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: flo
             late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
             if (known or late) and not requests.passed_on:
                 kill_all()
-    found = sorted((each.failure for each in lines if each.failure), key=lambda each: (each.noticed, each.at))
-    return found, max(each.safe_at for each in lines)
+    found = [(each.failure.noticed, each.last_message, index) for index, each in enumerate(lines) if each.failure]
+    cause = lines[min(found)[2]].failure if found else None
+    return cause, {each.host for each in lines if each.lost}, max(each.safe_at for each in lines)

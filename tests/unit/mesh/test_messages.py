@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from zeromesh.launch import messages
 from zeromesh.launch.heartbeat import frame
 from zeromesh.launch.messages import LauncherConnection, MessageError
 from zeromesh.launch.rank_processes import RankRange, StopSignals
-from zeromesh.launch.rendezvous import Follower, Leader, Nodes, WorkersFailed, _place, launch_workers
-from zeromesh.launch.ssh import HostLine, HostStream, Output, Reach, watch
+from zeromesh.launch.rendezvous import Follower, Leader, Nodes, WorkersFailed, launch_workers
+from zeromesh.launch.ssh import HostLine, HostStream, LaunchPlan, Output, watch
 
 VALUES = st.recursive(
     st.none()
@@ -34,9 +35,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = st.sampled_from(
-    ["beat", "end", "text", "noticed", "apart", "echo", "signal", "variables", "start", "rest", "x"]
-)
+FIELDS = st.sampled_from(["beat", "end", "text", "noticed", "echo", "signal", "variables", "start", "rest", "x"])
 MESSAGES = st.dictionaries(FIELDS, VALUES, max_size=4)
 
 
@@ -72,7 +71,7 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
         lambda: messages.optional(message, "text", ""),
         lambda: messages.optional(message, "noticed", False),
         lambda: os.environ.copy() | messages.variables(message),
-        lambda: _place(message.get("start")),
+        lambda: messages.rank_range(message),
     ]
     for read in readers:
         said = refusal(read)
@@ -98,14 +97,27 @@ def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any
     from zeromesh.launch.ssh import Host as Named
 
     (tmp_path / "said").write_bytes(frame(said))
-    reach = Reach(ssh=("sh",), directory="/", python_path=None, variables={}, silence_seconds=2.0)
+    plan = LaunchPlan(
+        hosts=(Named(name="b", slots=1, address="b"),),
+        command=("cat", str(tmp_path / "said")),
+        ssh=("sh", "-c", "eval $1"),
+        directory="/",
+        python_path=None,
+        variables={},
+        silence_seconds=2.0,
+        port=None,
+        least=1,
+        max_restarts=0,
+        check=lambda hosts: None,
+    )
     output = Output()
-    line = HostLine(Named(name="b", slots=1, address="b"), ["cat", str(tmp_path / "said")], reach, output)
-    failures, _ = watch([line], StopSignals(), 2.0)
+    line = HostLine(plan.hosts[0], plan.places()[0], plan, output)
+    failure, lost, _ = watch([line], StopSignals(), 2.0)
     line.close()
     output.close()
-    assert str(failures[0]).startswith("host b: what it has sent makes no sense: ")
-    assert named in str(failures[0])
+    assert lost == set(plan.hosts)
+    assert str(failure).startswith("host b: what it has sent makes no sense: ")
+    assert named in str(failure)
 
 
 @pytest.mark.parametrize(
@@ -265,3 +277,28 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
     found = follower.next_start(noticed)
     assert isinstance(found, WorkersFailed)
     assert str(found) == f"the launcher at {nodes.endpoint} has ended"
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_failure_on_another_host_counts_as_one(rank: int | None) -> None:
+    """It is not taken for a host that has come, after which all would start again without end."""
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}", rank=rank and 0)
+    found: list[object] = []
+    told: list[str] = []
+
+    def lead() -> None:
+        leader = Leader(nodes, 1, told.append, lambda: False)
+        leader.first_start()
+        while not leader.poll():
+            time.sleep(0.01)
+        found.append(leader.next_start(None))
+
+    leading = threading.Thread(target=lead)
+    leading.start()
+    follower = Follower(replace(nodes, rank=rank), 1, lambda: False)
+    assert isinstance(follower.first_start(), RankRange)
+    failure = WorkersFailed(ranks=(1,), message="out of memory", exit_code=1)
+    assert follower.next_start(failure) is failure
+    leading.join()
+    assert str(found[0]) == f"host {socket.gethostname()}: rank 1: out of memory"
+    assert not told
