@@ -11,7 +11,7 @@ zeromesh.save("out", model, optimizer)
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -24,10 +24,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.options import OptimizerSettings
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.trainer.checkpoints.manager import content_of, load_engine, load_weights, read_state
@@ -41,10 +42,12 @@ from zeromesh.trainer.setup.model import share_weights
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
-from zeromesh.zero.sharded_optimizer import ShardedOptimizer, settings_of
+from zeromesh.zero.full_state import WEIGHTS
+from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
 
 _LOGGER = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
+MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
 _LOOP = "loop"
 """The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
@@ -67,7 +70,7 @@ class _Sharding:
 
 def shard(
     model: _Model,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | MakeOptimizer | Sequence[Optimizer | MakeOptimizer] | None = None,
     config: ConfigSource = None,
     *,
     reduce: Literal["mean", "sum"] = "mean",
@@ -84,8 +87,9 @@ def shard(
     Args:
         model: a built model, whose values it starts from; rank 0's, where ranks have built different ones. It computes in the
             dtype of its parameters, unless `precision` names another.
-        optimizer: a torch optimizer over parameters of the model, with any groups; None for a model that is not trained, whose
-            parameters are frozen.
+        optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that makes one of
+            `model.parameters()`; several, each over parameters of its own, which become one; None for a model that is not trained,
+            whose parameters are frozen.
         config: a path of a YAML or JSON file, or a dict. Its sections `zero`, `parallel`, `precision`, `offload` and `ema` are
             used, and the other ones are not.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
@@ -105,6 +109,7 @@ def shard(
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     _require_plain(model)
     resolved = _resolve(model, config, options)
+    optimizer = _as_one(optimizer, model)
     trained = [] if optimizer is not None else [each for each in model.parameters() if each.requires_grad]
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
@@ -126,6 +131,18 @@ def shard(
     if optimizer is None:
         return model, None
     return model, ShardedOptimizer(optimizer, engine, 1.0 / mesh.data.size if reduce == "mean" else 1.0)
+
+
+def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
+    """The optimizer that `shard` was given, of whatever form."""
+    several = [] if given is None else given if isinstance(given, list | tuple) else [given]
+    made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
+    for each in made:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer, its class, or a list of them"
+            )
+    return ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
@@ -331,6 +348,7 @@ def load(
             reader = loader.open(each)
             state = read_state(loader, reader)
             if optimizer is not None:
+                _require_same_states(reader, engine)
                 load_engine(loader, reader, engine, state)
             else:
                 load_weights(each, engine, engine.mesh)
@@ -347,6 +365,17 @@ def load(
     if problems:
         raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")
     return None
+
+
+def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
+    """Raise `LayoutError` where a checkpoint has states that this optimizer does not keep. Those that it lacks are named later."""
+    own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
+    others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
+    if others:
+        raise LayoutError(
+            f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the one here; "
+            "load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
+        )
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zeromesh.trainer import Callback, FitReport, Trainer, TrainerConfig
 
 __version__ = "0.1.0"
-_LOOP = ("averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
+_LOOP = ("ChainedOptimizer", "averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
 __all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig", "__version__", *_LOOP]
 
 

@@ -1,17 +1,21 @@
-"""`ShardedOptimizer`: what a loop of the user's own calls in place of its torch optimizer."""
+"""`ShardedOptimizer`: what a loop of the user's own calls in place of its torch optimizer; `ChainedOptimizer`: of several."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.optimizer_trial import try_class
+from zeromesh.optim.optimizer_trial import OptimizerDriver, try_class
 from zeromesh.options import OptimizerName, OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
+
+_NUMBER = "optimizer"
+"""The key of a group that says which optimizer updates it."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -26,16 +30,17 @@ class ShardedOptimizer(Optimizer):
         self.engine = engine
         self.skipped = False
         """Whether the latest step made no update, because gradients under a loss scale were not finite."""
-        self._stands_for = optimizer
+        self._stands_for = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
         self._scaled = False
         refuse: Any = partial(_refuse_step)
         refuse._wrapped_by_lr_sched = True  # So schedulers that were made of it do not warn.
-        vars(optimizer)["step"] = refuse  # It would silently do nothing.
+        for each in self._stands_for:
+            vars(each)["step"] = refuse  # It would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
         """Whether this was made of `optimizer`, or is it."""
-        return optimizer is self or optimizer is self._stands_for
+        return any(optimizer is each for each in (self, *self._stands_for))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale of float16, for `optimizer.scale(loss).backward()`; the loss itself without one."""
@@ -63,7 +68,8 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
-        self._stands_for._opt_called = True  # type: ignore[attr-defined]  # For schedulers that were made of it.
+        for each in self._stands_for:
+            each._opt_called = True  # For schedulers that were made of it.
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -102,6 +108,39 @@ class ShardedOptimizer(Optimizer):
     def _require_scaled(self) -> None:
         if self.engine.options.precision.loss_scale is not None and not self._scaled:
             raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")
+
+
+class ChainedOptimizer(Optimizer):
+    """Several optimizers as one, each over its own parameters, such as Muon for matrices and AdamW for the rest.
+
+    `param_groups` are the groups of all, the same objects, so that schedulers of each go on working. Their steps begin anew: states
+    that they have are not taken over.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        """`optimizers` have no parameter in common; torch raises ValueError otherwise."""
+        groups = list(chain.from_iterable(each.param_groups for each in optimizers))
+        for number, each in enumerate(optimizers):
+            for group in each.param_groups:
+                group[_NUMBER] = number
+        super().__init__(groups, {})
+        self.optimizers = optimizers
+        self.state.update(chain.from_iterable(each.state.items() for each in optimizers))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one update by each of them; returns what `closure` returns, which is called before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, each in enumerate(self.optimizers):
+            twin = OptimizerDriver(each).twin
+            twin.param_groups = [group for group in self.param_groups if group[_NUMBER] == number]
+            twin.state = self.state
+            if twin.param_groups:
+                twin.step()
+        return loss
 
 
 def _refuse_step(*_: Any, **__: Any) -> None:

@@ -10,10 +10,10 @@ from torch.optim import Optimizer, _muon
 from trainer_cases import seeded
 from transformers import Adafactor
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier
-from zeromesh.trainer.shard import engine_of, load, save, shard
+from zeromesh.trainer.shard import ChainedOptimizer, engine_of, load, save, shard
 
 STEPS, SAVED = 5, 3
 BATCH = 6
@@ -104,6 +104,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "transformers": lambda groups: Adafactor(groups, beta1=0.5, relative_step=False, warmup_init=False, lr=1e-3),
     "Lamb": Lamb,
+    "Muon and AdamW": lambda groups: ChainedOptimizer(torch.optim.Muon(groups[:1]), torch.optim.AdamW(groups[1:])),
 }
 REFUSED: dict[str, Callable[..., Optimizer]] = {
     "closure": torch.optim.LBFGS,
@@ -190,6 +191,25 @@ def trained(mesh: Mesh, name: str, stages: list[int], folder: str, offload: str 
         found["off"] = max(found["off"], off)
         found["bytes"].append(engine_of(model).ledger.by_purpose(*Tier)[Purpose.MOMENTS])
         engine_of(model).close()
+    return found
+
+
+def exchanged(mesh: Mesh, folder: str) -> list[str]:
+    """What is said of a checkpoint with the states of another optimizer, here and there; of its weights alone nothing."""
+    found = []
+    for kinds in ((torch.optim.AdamW, torch.optim.SGD), (torch.optim.SGD, torch.optim.AdamW)):
+        for kind in kinds:
+            model, optimizer = shard(seeded(Net).double(), kind, stage=2)
+            if kind is kinds[0]:
+                loss_of(model, next(iter(batches()))).backward()
+                optimizer.step()  # type: ignore[union-attr]
+                save(f"{folder}/{kind.__name__}", model, optimizer)
+                continue
+            try:
+                load(f"{folder}/{kinds[0].__name__}", model, optimizer)
+            except LayoutError as error:
+                found.append(str(error))
+            assert load(f"{folder}/{kinds[0].__name__}", model) == {}
     return found
 
 

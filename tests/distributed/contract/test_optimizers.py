@@ -6,7 +6,7 @@ import pytest
 from optimizer_cases import MAKERS
 from workers import Workers
 
-WHOLE = {"Muon", "Adafactor", "transformers", "Lamb"}
+WHOLE = {"Muon", "Muon and AdamW", "Adafactor", "transformers", "Lamb"}
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every stage"])
@@ -33,6 +33,12 @@ def test_states_rest_on_files(workers: Workers, tmp_path: Path, name: str) -> No
     arguments = {"name": name, "stages": [1], "folder": str(tmp_path), "offload": "file"}
     for ranks in (2, 1):
         assert max(found["off"] for found in workers.run(ranks, "optimizer_cases:trained", **arguments)) < 1e-9
+
+
+def test_states_of_another_optimizer_are_refused(workers: Workers, tmp_path: Path) -> None:
+    for first, second in workers.run(2, "optimizer_cases:exchanged", folder=str(tmp_path)):
+        assert "exp_avg, exp_avg_sq of its optimizer" in first
+        assert "has no exp_avg in it" in second
 
 
 @pytest.mark.parametrize(
