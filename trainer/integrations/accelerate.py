@@ -399,7 +399,7 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
     found = [each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])]
     if len(found) > 1:
         raise ConfigError(
-            f"{type(model).__name__} has {len(found)} optimizers; give one optimizer several groups instead"
+            f"{type(model).__name__} has {len(found)} optimizers; make one of them by zeromesh.ChainedOptimizer"
         )
     return found[0] if found else None
 

@@ -20,6 +20,8 @@ _RESERVED = {"model", "master", "ema"}
 _SIZES = (7, 11, 5, 3, 2)
 """Dimensions of the tensors of a trial, all different: a dimension of a state is thereby known as one of its parameter's."""
 _STEPS = 24
+_LARGE = 1 << 13
+"""Elements of a tensor whose states optimizers of 8 bits keep in blocks; those of smaller tensors they keep as others do."""
 _LEAST_RATE = 0.01
 """A schedule may begin at a rate of 0, at which no update shows anything."""
 _OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -72,6 +74,7 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
     Raises:
         ConfigError: for one that cannot be run so, with the reason.
     """
+    _require_plain_states(optimizer)
     trials = {
         (number, dims): _Trial(optimizer, group, dims)
         for number, group in enumerate(optimizer.param_groups)
@@ -79,6 +82,28 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
     }
     whole = not all(each.element_wise for each in trials.values())
     return OptimizerClass(optimizer=optimizer, whole=whole, plans={key: each.plan for key, each in trials.items()})
+
+
+def _require_plain_states(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that keeps states of large tensors in blocks of fewer bits, which shards would cut."""
+    twin, value = OptimizerDriver(optimizer).twin, nn.Parameter(torch.zeros(_LARGE))
+    value.grad = torch.ones(_LARGE)
+    twin.param_groups, twin.state = [{**optimizer.param_groups[0], "params": [value]}], defaultdict(dict)
+    try:
+        twin.step()
+    except Exception:  # noqa: BLE001 - the trial will say what is wrong
+        return
+    for name, state in twin.state[value].items():
+        if isinstance(state, torch.Tensor) and (type(state) is not torch.Tensor or state.dtype.itemsize == 1):
+            raise ConfigError(_not_kept(type(optimizer).__name__, name, state))
+
+
+def _not_kept(optimizer: str, name: str, state: Any) -> str:
+    kind = state.dtype if type(state) is torch.Tensor else type(state).__name__
+    return (
+        f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, and numbers. "
+        'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
+    )
 
 
 class _Trial:
@@ -168,10 +193,7 @@ class _Trial:
             elif type(value) in (int, float) or _is_scalar(value):
                 plan.scalars[name] = value
             else:
-                kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-                raise ConfigError(
-                    f"optimizer {self._name} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, and numbers"
-                )
+                raise ConfigError(_not_kept(self._name, name, value))
         return plan
 
 
