@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import fault_injection
 import numpy as np
 import torch
 from trainer_cases import gpt2, llama, sentence_loss, sentences, settings
 from transformers import AutoModelForCausalLM
 
-from zeromesh import Callback, Trainer, fault_injection
+from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ZeromeshError
@@ -138,9 +139,8 @@ def trained(
 
 
 def struck(mesh: Mesh, *, fault: str, **arguments: Any) -> dict[str, Any]:
-    """As `trained`, with a fault as the environment would ask for it."""
-    os.environ["ZEROMESH_FAULT"] = fault
-    fault_injection._fault.cache_clear()
+    """As `trained`, with a fault that `fault_injection` describes."""
+    fault_injection.install(fault, mesh.rank)
     return trained(mesh, **arguments)
 
 

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeromesh import fault_injection
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, checksum
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
@@ -99,7 +98,6 @@ class CheckpointStore:
         Raises:
             StorageError: where there is no room, or it cannot be written.
         """
-        fault_injection.visit("before-tmp")
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         try:
@@ -135,19 +133,15 @@ class CheckpointStore:
         try:
             small = _seal_small_files(directory, manifest.files)
             whole = replace(manifest, step=step, files={**manifest.files, **small})
-            fault_injection.visit("before-manifest")
             self._put_manifest(directory, whole)
             for folder in {path.parent for path in directory.glob("*/*")}:
                 sync_directory(folder)
-            fault_injection.visit("before-rename")
             replaced = self._set_aside(step, final)
             directory.rename(final)
             sync_directory(self.root)
             self._discard(replaced)
         except OSError as error:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
-        path, record = max(whole.files.items(), key=lambda item: item[1].nbytes)
-        fault_injection.visit("after-rename", final / path, 0, record.nbytes)
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Put the small file `name` into a checkpoint that is there: first the file, then a manifest with it, all at once.
@@ -202,7 +196,6 @@ class CheckpointStore:
 
     def _discard(self, trash: Path | None) -> None:
         if trash is not None:
-            fault_injection.visit("during-retention")
             self.trash.remove(trash)
 
 

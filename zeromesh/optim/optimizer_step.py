@@ -26,7 +26,6 @@ from types import MappingProxyType
 
 import torch
 
-from zeromesh import fault_injection
 from zeromesh.errors import NonFiniteError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import (
@@ -504,7 +503,6 @@ class OptimizerStep:
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
         """Update a bucket's shard. `following` are the buckets whose turn comes next, as far as that is known."""
-        fault_injection.visit("optimizer")
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)

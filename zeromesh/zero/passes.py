@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeromesh import fault_injection
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
@@ -290,7 +289,6 @@ class Passes:
             return
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
-        fault_injection.visit("forward")
         self._progress.visit(unit.index)
         if self.gathers.keeps(unit):
             self._progress.held.add(unit.index)
@@ -475,7 +473,6 @@ class Passes:
 
     def before_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
-        fault_injection.visit("reduce")
         self.gathers.announce(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def on_complete(self, bucket: Bucket) -> None:

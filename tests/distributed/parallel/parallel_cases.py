@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fault_injection
 import torch
 import transformers as tf
 from trainer_cases import (
@@ -23,7 +24,7 @@ from trainer_cases import (
     settings,
 )
 
-from zeromesh import Callback, Trainer, fault_injection
+from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
@@ -287,9 +288,7 @@ def refused(
 
 def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str, Any], stage: int) -> None:
     """One rank is killed as it comes to a unit's forward for the `count`-th time; says when."""
-    if mesh.rank == rank:
-        os.environ["ZEROMESH_FAULT"] = f"kill@forward:{rank}:{count}"
-    fault_injection._fault.cache_clear()
+    fault_injection.install(f"kill@forward:{rank}:{count}", mesh.rank)
     with Trainer(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences()) as trainer:
         trainer.fit()
 

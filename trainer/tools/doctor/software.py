@@ -140,8 +140,6 @@ def launch() -> Iterator[Finding]:
     for name, (slow, means) in _DEBUGGING.items():
         if setting(name) == slow:
             yield warning(name, slow, means, f"Unset {name} when the mistake is found.")
-    if fault := setting("ZEROMESH_FAULT"):
-        yield warning("ZEROMESH_FAULT", fault, "Runs that are started here fail on purpose.", "Unset ZEROMESH_FAULT.")
 
 
 def network() -> Iterator[Finding]:

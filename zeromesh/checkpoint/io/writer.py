@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from zeromesh import fault_injection
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
 from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.write_plan import WritePiece
@@ -149,7 +148,6 @@ class ShardWriter:
                 file.write(data, where.start)
             else:
                 piece.sources[0].write(data, file)
-            fault_injection.visit("mid-write", Path(file.path), where.start, where.end)
         finally:
             pool.give(buffer)
         with self._changed:

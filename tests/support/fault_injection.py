@@ -1,0 +1,184 @@
+"""Faults on demand, at named sites of this process, so that tests see what a run does when things break.
+
+`install("KIND@SITE[:RANK][:COUNT]", rank)` strikes when rank RANK (default 0) comes to SITE for the COUNT-th time (default 1):
+
+    kind    kill         the process is killed (SIGKILL)
+            hang         it stops for ever (SIGSTOP)
+            disk-full    the system says that the disk is full
+            short-write  the second half of what is written there never reaches the disk
+            bit-flip     one bit of the file that is written there changes
+            truncate     that file loses its second half
+    site    before-tmp, mid-write, before-manifest, before-rename, after-rename, during-retention, forward, reduce, optimizer
+"""
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zeromesh.checkpoint.io.reader import manifest_of
+from zeromesh.checkpoint.io.writer import ShardWriter
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.optim.optimizer_step import OptimizerStep
+from zeromesh.zero.passes import Passes, PassMode
+
+KINDS = ("kill", "hang", "disk-full", "short-write", "bit-flip", "truncate")
+SITES = (
+    *("before-tmp", "mid-write", "before-manifest", "before-rename", "after-rename", "during-retention"),
+    *("forward", "reduce", "optimizer"),
+)
+_UNDO: list[Callable[[], None]] = []
+"""Puts back the methods that the latest fault has replaced."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """A kind of fault, its site, its rank, and the visit of the site at which it strikes; `visits` counts the visits."""
+
+    kind: str
+    site: str
+    rank: int
+    count: int
+    visits: int = 0
+
+    def visit(self, site: str, path: Path | None = None, start: int = 0, end: int = 0) -> None:
+        """Note that this process is at a site, where it may have just written bytes [start, end) of `path`."""
+        if site == self.site:
+            self.visits += 1
+            if self.visits == self.count:
+                self.strike(path, start, end)
+
+    def strike(self, path: Path | None, start: int, end: int) -> None:
+        """Cause the fault. `path` and its bytes [start, end) are what has just been written at the site, if anything."""
+        if self.kind == "disk-full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.kind in ("kill", "hang"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        elif path is not None:
+            middle = (start + end) // 2
+            with path.open("rb+") as file:
+                if self.kind == "truncate":
+                    file.truncate(middle)
+                    return
+                file.seek(middle)
+                data = bytes([file.read(1)[0] ^ 1]) if self.kind == "bit-flip" else bytes(end - middle)
+                file.seek(middle)
+                file.write(data)
+
+
+def parse(text: str) -> Fault:
+    """The fault that a text describes."""
+    kind, _, rest = text.partition("@")
+    site, *numbers = rest.split(":")
+    assert kind in KINDS, text
+    assert site in SITES, text
+    rank, count = (int(word) for word in (*numbers, *("0", "1")[len(numbers) :]))
+    return Fault(kind=kind, site=site, rank=rank, count=count)
+
+
+def install(text: str, rank: int) -> None:
+    """Have the fault that a text describes strike in this process, if it is that of its rank, in place of an earlier one."""
+    while _UNDO:
+        _UNDO.pop()()
+    fault = parse(text)
+    if fault.rank == rank:
+        _Sites(fault)
+
+
+class _Sites:
+    """Replaces the methods in which the sites lie."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._visit = fault.visit
+        self._committing = False
+        for owner, name in (
+            *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest", "_set_aside", "_discard")),
+            *((ShardWriter, "_store"), (Passes, "before_forward"), (Passes, "before_reduction")),
+            (OptimizerStep, "_update"),
+        ):
+            original = owner.__dict__[name]
+            _UNDO.append(partial(setattr, owner, name, original))
+            function = original.__func__ if isinstance(original, staticmethod) else original
+            replacement = self._around(getattr(self, name.removeprefix("_")), function)
+            setattr(owner, name, staticmethod(replacement) if function is not original else replacement)
+
+    @staticmethod
+    def _around(site: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return site(original, *args, **kwargs)
+
+        return replaced
+
+    def create(self, original: Callable[..., Any], *args: Any) -> Any:
+        self._visit("before-tmp")
+        return original(*args)
+
+    def commit(self, original: Callable[..., Any], store: CheckpointStore, step: int, manifest: Any) -> None:
+        self._committing = True
+        try:
+            original(store, step, manifest)
+        finally:
+            self._committing = False
+        _, whole = manifest_of(store.path(step))
+        path, record = max(whole.files.items(), key=lambda item: item[1].nbytes)
+        self._visit("after-rename", store.path(step) / path, 0, record.nbytes)
+
+    def put_manifest(self, original: Callable[..., Any], *args: Any) -> None:
+        if self._committing:
+            self._visit("before-manifest")
+        original(*args)
+
+    def set_aside(self, original: Callable[..., Any], *args: Any) -> Any:
+        if self._committing:
+            self._visit("before-rename")
+        return original(*args)
+
+    def discard(self, original: Callable[..., Any], store: CheckpointStore, trash: Path | None) -> None:
+        if trash is not None:
+            self._visit("during-retention")
+        original(store, trash)
+
+    def store(
+        self,
+        original: Callable[..., Any],
+        writer: ShardWriter,
+        file: Any,
+        piece: Any,
+        data: Any,
+        buffer: Any,
+        pool: Any,
+    ) -> None:
+        original(writer, file, piece, data, buffer, _PoolAfterWrite(self._visit, file, piece, pool))
+
+    def before_forward(self, original: Callable[..., Any], passes: Passes, unit: Any) -> None:
+        if passes.mode is not PassMode.BACKWARD:
+            self._visit("forward")
+        original(passes, unit)
+
+    def before_reduction(self, original: Callable[..., Any], *args: Any) -> None:
+        self._visit("reduce")
+        original(*args)
+
+    def update(self, original: Callable[..., Any], *args: Any) -> None:
+        self._visit("optimizer")
+        original(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolAfterWrite:
+    """A pool that a buffer comes back to once its bytes are written."""
+
+    visit: Callable[..., None]
+    file: Any
+    piece: Any
+    pool: Any
+
+    def give(self, buffer: Any) -> None:
+        try:
+            self.visit("mid-write", Path(self.file.path), self.piece.where.start, self.piece.where.end)
+        finally:
+            self.pool.give(buffer)
