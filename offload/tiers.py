@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload.io.file_tier import PIECE, THREADS, FileSlot, FileTier
+from zeromesh.offload.io.file_tier import THREAD_BYTES, FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of, pages
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting, pinned_pages
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
@@ -256,12 +256,6 @@ class FileSettings:
     directories: tuple[Path, ...] = ()
     label: str = "states"
     checksums: bool = False
-    threads: int = THREADS
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the threads' own buffers."""
-        return self.threads * PIECE
 
 
 @dataclass(kw_only=True, slots=True)
@@ -326,11 +320,10 @@ class Tiers:
                 self.files.directories,
                 self.files.label,
                 checksums=self.files.checksums,
-                threads=self.files.threads,
                 waits=self.waits,
                 memory=partial(self.buffer, device=torch.device("cpu")),
             )
-            self.ledger.add(Tier.HOST, Purpose.STAGING, self.files.staging_bytes)
+            self.ledger.add(Tier.HOST, Purpose.STAGING, THREAD_BYTES)
         return self._file
 
     def waited(self) -> dict[Tier, float]:

@@ -31,6 +31,7 @@ from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.pipeline.stages.stubs import Stub, meta_copy
 from zeromesh.tensor.dropout_rng import ShardedRandomness
+from zeromesh.units.plan import names_by_parameter
 
 Gradients = tuple[torch.Tensor | None, ...]
 _Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -78,10 +79,7 @@ def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, 
 
 
 def _refuse_ties(model: nn.Module, found: Mapping[str, ProcessSet]) -> None:
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    for names in names_of.values():
+    for _, names in names_by_parameter(model):
         if len({_place_of(name, found) for name in names}) > 1:
             raise LayoutError(
                 f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "

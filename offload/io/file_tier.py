@@ -33,6 +33,8 @@ PIECE = 1 << 20
 STRIPE = 1 << 20
 """Bytes that lie together in one directory before the next one's turn comes."""
 THREADS = 4
+THREAD_BYTES = THREADS * PIECE
+"""Bytes of the threads' own buffers."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies from the first tensor to the second."""
 _UNWRITTEN = 0

@@ -462,7 +462,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 class StateMonitor:
-    """Writes `path` every `period` seconds, from a thread of its own, whole each time.
+    """Writes `path` every second, from a thread of its own, whole each time.
 
         {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "doing": "in forward of unit layers.3",
                                           "seconds_without_progress": 0.1, "failure": ""}, ...]}
@@ -470,18 +470,11 @@ class StateMonitor:
     `failure` is what `clean` leaves of the error. What it cannot write it does not write: nothing depends on it.
     """
 
-    def __init__(
-        self,
-        watch: Watchdog,
-        ranks: Sequence[int],
-        path: Path,
-        *,
-        period: float = 1.0,
-        clean: Callable[[str], str] = str,
-    ) -> None:
+    PERIOD_SECONDS = 1.0
+
+    def __init__(self, watch: Watchdog, ranks: Sequence[int], path: Path, *, clean: Callable[[str], str]) -> None:
         self._watch = watch
         self._path = path
-        self._period = period
         self._clean = clean
         self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
         self._ended = threading.Event()
@@ -519,4 +512,4 @@ class StateMonitor:
                 write_whole(self._path, content.encode(), sync=False)
             if last:
                 return
-            last = self._ended.wait(self._period)
+            last = self._ended.wait(self.PERIOD_SECONDS)

@@ -88,7 +88,7 @@ def plan_model(
     """
     cuts = cuts or ModelCuts()
     _require_known_modules(model, compute_dtype)
-    names = _names_by_parameter(model)
+    names = names_by_parameter(model)
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     main = _main_dtype(parameter for parameter, _ in names)
@@ -139,7 +139,8 @@ def _vectors_of_spectral_norms(module: nn.Module) -> list[torch.Tensor]:
     return [module.get_buffer(f"{hook.name}_u") for hook in hooks]
 
 
-def _names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """Every parameter once, with all of its names in the order of the model."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(fqn)

@@ -27,6 +27,7 @@ import torch
 
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
+from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
 from zeromesh.options import Placement, ZeroOptions
@@ -109,7 +110,7 @@ class _Formula:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self.trained) * self.reduce_bytes
         slots = slot_bytes(self.trained, options)
         memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(self.transport, options.gradient_slots, slots)
-        memory[Purpose.STAGING] += self.staging() + (options.offload.files.staging_bytes if files.total() else 0)
+        memory[Purpose.STAGING] += self.staging() + (THREAD_BYTES if files.total() else 0)
         return MemoryModel(
             terms={purpose: memory[purpose] for purpose in Purpose if memory[purpose]},
             gathered=self.passing_parameters(),

@@ -168,7 +168,7 @@ def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
     assert [half.bytes_on(tier) for tier in Tier] == [12 * GRAIN, 0, 12 * GRAIN]
     assert [other.bytes_on(tier) for tier in Tier] == [6 * GRAIN, 4 * GRAIN, 0]
     assert counted[Tier.FILE] == {Purpose.MOMENTS: 12 * GRAIN}
-    assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: tiers.files.staging_bytes}
+    assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: file_tier.THREAD_BYTES}
     assert counted[Tier.DEVICE] == {Purpose.MOMENTS: 12 * GRAIN, Purpose.PARAMETERS: 6 * GRAIN}
     assert (half.nbytes, other.nbytes) == (24 * GRAIN, 10 * GRAIN)
 

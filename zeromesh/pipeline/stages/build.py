@@ -20,6 +20,7 @@ from torch import nn
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, refusal
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
+from zeromesh.units.plan import names_by_parameter
 
 if TYPE_CHECKING:
     from zeromesh.tensor.shared_input import SequenceShares
@@ -182,7 +183,7 @@ class Stages:
         self._slot = StageSlot(anatomy.count - 1, shares)
         self._balance = _balance_names(model) if self.count > 1 else None
         self._places = self._find_places(outside or copies_outside(model, anatomy))
-        self._names = _names_by_parameter(model)
+        self._names = [tuple(names) for _, names in names_by_parameter(model)]
         self.ties = self._find_ties()
         """Parameters of which several stages have a copy."""
         self._remove_foreign()
@@ -325,13 +326,6 @@ def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         names[_BALANCE] = function
-
-
-def _names_by_parameter(model: nn.Module) -> list[tuple[str, ...]]:
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return [tuple(names) for names in found.values()]
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
