@@ -41,23 +41,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_length(numel: int, parts: int, alignment: int = ALIGNMENT) -> int:
-    """Length of a buffer of `numel` elements after padding, so that `parts` aligned shards of one length fill it.
-
-    Raises:
-        LayoutError: when `parts` or `alignment` is below 1 or `numel` is negative.
-    """
-    if parts < 1 or alignment < 1 or numel < 0:
-        raise LayoutError(f"cannot split {numel} elements into {parts} parts aligned to {alignment}")
+    """Length of a buffer of `numel` elements after padding, so that `parts` aligned shards of one length fill it."""
     return round_up(numel, parts * alignment)
 
 
 def shard_interval(padded: int, parts: int, index: int) -> Interval:
-    """Elements that part `index` of `parts` owns in a padded buffer.
-
-    Raises:
-        LayoutError: when the buffer does not divide or `index` is no part.
-    """
-    if parts < 1 or padded % parts or not 0 <= index < parts:
-        raise LayoutError(f"part {index} of {parts} does not exist in a buffer of {padded} elements")
+    """Elements that part `index` of `parts` owns in a buffer that `padded_length` has made divisible."""
     length = padded // parts
     return Interval(start=index * length, end=(index + 1) * length)

@@ -8,7 +8,6 @@ Parameters begin at multiples of `alignment`; what lies between them, and the pa
 holds zeros. Parameters of one optimizer group lie together, so that a shard has a few long segments.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -207,17 +206,9 @@ class BucketLayout:
 
 
 def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
-    """Lay parameters out one after the other, those of one optimizer group together, order kept otherwise.
-
-    Raises:
-        LayoutError: when two specs carry the same name.
-    """
-    ordered = sorted(specs, key=lambda spec: spec.group)
-    twice = [fqn for fqn, count in Counter(spec.fqn for spec in ordered).items() if count > 1]
-    if twice:
-        raise LayoutError(f"bucket {name}: parameter {twice[0]} appears twice")
+    """Lay parameters out one after the other, those of one optimizer group together, order kept otherwise."""
     slots, end = [], 0
-    for spec in ordered:
+    for spec in sorted(specs, key=lambda spec: spec.group):
         start = round_up(end, alignment)
         end = start + spec.numel
         slots.append(ParameterSlot(spec=spec, where=Interval(start=start, end=end)))

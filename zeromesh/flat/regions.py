@@ -262,8 +262,6 @@ def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Inte
 
     Shares begin at multiples of `alignment` from the interval's start. Some are empty where the interval is short.
     """
-    if parts < 1 or not 0 <= index < parts:
-        raise LayoutError(f"part {index} of {parts} does not exist")
     length = round_up(-(-interval.length // parts), alignment)
     start = min(interval.start + index * length, interval.end)
     return Interval(start=start, end=min(start + length, interval.end))

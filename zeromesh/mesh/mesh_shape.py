@@ -108,18 +108,14 @@ class MeshShape:
         return Coordinate(**indices)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """The rank at `coordinate`. Raises `LayoutError` when the mesh does not reach that far."""
+        """The rank at a coordinate of the mesh."""
         rank = 0
         for axis in AXES:
-            index, size = getattr(coordinate, axis), getattr(self, axis)
-            if not 0 <= index < size:
-                raise LayoutError(f"{axis} {index} is not in the mesh {self}: it runs from 0 to {size - 1}")
-            rank = rank * size + index
+            rank = rank * getattr(self, axis) + getattr(coordinate, axis)
         return rank
 
     def neighbour(self, rank: int, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """The rank `step` places from `rank` along `axis`; None past an end, unless the axis goes round (`wrap`)."""
-        _check_axes((axis,))
         at, size = self.coordinate(rank), getattr(self, axis)
         index = getattr(at, axis) + step
         if wrap:
@@ -137,7 +133,6 @@ class MeshShape:
         Groups are in the order of their lowest rank, and ranks ascend inside each, whatever the order of
         `axes`. With no axes, every rank is a group of its own.
         """
-        _check_axes(axes)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinate(rank)
@@ -157,12 +152,6 @@ def _check_size(axis: str, size: object) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         auto = ", or auto" if axis == "shard" else ""
         raise LayoutError(f"parallel.{axis}: got {size!r}; allowed is an integer >= 1{auto}")
-
-
-def _check_axes(axes: tuple[str, ...]) -> None:
-    unknown = [axis for axis in axes if axis not in AXES]
-    if unknown or len(set(axes)) != len(axes):
-        raise LayoutError(f"mesh axes {', '.join(axes)}: allowed are {', '.join(AXES)}, each at most once")
 
 
 def _product(sizes: Mapping[Axis, int]) -> str:

@@ -146,19 +146,26 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
     """Which buffers keep their memory. All ranks of the data axes decide the same."""
     sizes = [sum(each.nbytes for each in unit) for unit in layouts]
-    away = options.offload.parameters.leaves(mesh.device)
-    if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
-        budget = sum(sizes)
-    elif options.gathered_budget is not None:
-        budget = options.gathered_budget
-    elif kind == "shared" and not away:
-        budget = available_bytes() // _SHARE_OF_MEMORY
-    else:
-        budget = 0
+    budget = gathered_budget(
+        sum(sizes), options, mesh.device, kind, options.gathered_budget, available_bytes() // _SHARE_OF_MEMORY
+    )
     # Of those that gather the same units: stages of a pipeline have others.
     budget = min(row[0] for row in mesh.data.gather_integers([budget]))
     kept = kept_units(sizes, budget)
     return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+
+
+def gathered_budget(
+    whole: int, options: ZeroOptions, device: torch.device, kind: str, wanted: int | None, free: int
+) -> int:
+    """Bytes of gathered parameters, of `whole` in all, that stay between uses: as many as are `wanted`; None: where ranks share
+    pages, those that are `free`."""
+    away = options.offload.parameters.leaves(device)
+    if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
+        return whole
+    if wanted is not None:
+        return wanted
+    return free if kind == "shared" and not away else 0
 
 
 def kept_units(sizes: Sequence[int], budget: int) -> list[bool]:

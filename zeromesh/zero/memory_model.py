@@ -31,7 +31,7 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import kept_units, plan_layouts, ring_bytes, slot_bytes
+from zeromesh.units.build import gathered_budget, kept_units, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
 
 
@@ -86,12 +86,8 @@ class _Formula:
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
         """Part of gathered parameters that counts for one rank."""
         sizes = [sum(layout.nbytes for layout in unit) for unit in units]
-        away = options.offload.parameters.leaves(self.device)
-        if options.placements.parameters is Placement.REPLICATED or (transport == "local" and not away):
-            budget = sum(sizes)
-        elif budget is None:
-            budget = sum(sizes) if transport == "shared" and not away else 0
-        self.kept = kept_units(sizes, budget)
+        whole = sum(sizes)
+        self.kept = kept_units(sizes, gathered_budget(whole, options, self.device, transport, budget, whole))
         """Whether the parameters of each unit stay gathered."""
         self.buckets = [(layout, stays) for unit, stays in zip(units, self.kept, strict=True) for layout in unit]
         self.trained = [layout for layout, _ in self.buckets if layout.first.requires_grad]

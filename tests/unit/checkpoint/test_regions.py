@@ -174,12 +174,9 @@ def test_slices_that_overlap_or_leave_their_dim_are_refused(slices: list[tuple[i
         Region(shape=(2, 5), dims=dims)
 
 
-def test_what_is_no_region_or_share_is_refused() -> None:
+def test_what_is_no_region_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"a region of 1 dims in a tensor of shape \[2, 5\]"):
         Region(shape=(2, 5), dims=((Interval(start=0, end=2),),))
-    for parts, index in ((0, 0), (-1, 0), (3, 3), (3, -1)):
-        with pytest.raises(LayoutError, match=f"part {index} of {parts} does not exist"):
-            share_of(Interval(start=0, end=8), parts, index, 1)
 
 
 @given(region=regions(), beyond=st.integers(1, 3))
