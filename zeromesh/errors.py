@@ -26,6 +26,11 @@ def some(names: Collection[object], shown: int = 3) -> str:
     return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
+def ranks_text(ranks: Collection[int], shown: int = 1 << 16) -> str:
+    """Return `rank 3` or `ranks 1, 2, 5` for a message, with at most `shown` numbers."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, shown)}"
+
+
 def summary(error: BaseException, lines: int = 1) -> str:
     """Return the class of an error and the first `lines` of its text that are not empty."""
     text = " ".join(islice(filter(None, map(str.strip, str(error).splitlines())), lines))

@@ -32,13 +32,12 @@ def whole_blocks(nbytes: int) -> int:
 
 
 @contextmanager
-def _refusals(call: str, path: str, what: str) -> Iterator[None]:
-    """Wait for the disk in the block. An `OSError` becomes a `StorageError` that the file cannot be `what`, with the reason."""
+def refusals(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """In the block an `OSError` becomes a `StorageError` that what is at `path` cannot be `what`, with the reason."""
     try:
-        with disk_call(call, path):
-            yield
+        yield
     except OSError as error:
-        raise StorageError(f"{path!r} cannot be {what}: {error.strerror or error}") from error
+        raise StorageError(f"{os.fspath(path)!r} cannot be {what}: {error.strerror or error}") from error
 
 
 class PositionalFile:
@@ -63,11 +62,11 @@ class PositionalFile:
         self.path = os.fspath(path)
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         self._direct = -1
-        with _refusals("opening", self.path, "opened"):
+        with disk_call("opening", self.path), refusals(self.path, "opened"):
             self._buffered = open_regular(self.path, flags)
         try:
             if write and size and sparse:
-                with _refusals("truncate", self.path, f"given {size:,} bytes"):
+                with disk_call("truncate", self.path), refusals(self.path, f"given {size:,} bytes"):
                     os.ftruncate(self._buffered, size)
             elif write and size:
                 self.reserve(0, size)
@@ -88,7 +87,7 @@ class PositionalFile:
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Have the disk hold `nbytes` bytes from `offset` on, which read as zeros where nothing was written."""
-        with _refusals("fallocate", self.path, f"given {nbytes:,} bytes more"):
+        with disk_call("fallocate", self.path), refusals(self.path, f"given {nbytes:,} bytes more"):
             os.posix_fallocate(self._buffered, offset, nbytes)
 
     def write(self, data: torch.Tensor, offset: int) -> None:
@@ -102,7 +101,7 @@ class PositionalFile:
     def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
         """Move all bytes of `data` by `move`; `done_to` says in errors what cannot be done to the file."""
         view = memoryview(data.numpy().data)
-        with _refusals(name, self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
+        with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
             done = self._direct_part(move, view, data.data_ptr(), offset)
             while done < len(view):
                 count = move(self._buffered, [view[done:]], offset + done)
@@ -119,7 +118,10 @@ class PositionalFile:
         They go through the page cache: other processes of this host may write the bytes between them at the same time.
         """
         view = memoryview(data.numpy().data)
-        with _refusals("write", self.path, f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)"):
+        with (
+            disk_call("write", self.path),
+            refusals(self.path, f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)"),
+        ):
             for row in range(rows):
                 at, end = row * step, row * step + length
                 while at < end:
@@ -149,7 +151,7 @@ class PositionalFile:
 
     def sync(self) -> None:
         """Return when what was written is on the disk."""
-        with _refusals("fsync", self.path, "brought to the disk"):
+        with disk_call("fsync", self.path), refusals(self.path, "brought to the disk"):
             os.fsync(self._buffered)
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ def _open_direct(path: str, flags: int) -> int:
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
     """Return when the names in a directory are on the disk. Raises `StorageError`."""
-    with _refusals("fsync", os.fspath(path), "brought to the disk"):
+    with disk_call("fsync", path), refusals(path, "brought to the disk"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)

@@ -29,7 +29,7 @@ from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.intervals import Interval
-from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
+from zeromesh.offload.io.direct_io import PositionalFile, refusals, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")
@@ -100,12 +100,10 @@ class CheckpointStore:
         """
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
-        try:
+        with refusals(directory, "written"):
             self._discard(self._set_aside(step, directory))  # What is in it may be of other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
         self.require_room(needed)
         for file in files:
             PositionalFile(directory / file.path, write=True, size=file.nbytes, sparse=part_nbytes is not None).close()
@@ -113,13 +111,11 @@ class CheckpointStore:
 
     def require_room(self, nbytes: int) -> None:
         """Raise `StorageError` where a checkpoint of so many bytes would not fit."""
-        try:
+        with refusals(self.root, "read"):
             if shutil.disk_usage(self.root).free < nbytes + _SPARE_BYTES:
                 self.trash.wait(seconds=_ROOM_SECONDS)
             cure = "make room, lower checkpoint.keep_last, or set run.output_dir to a larger disk"
             _require_free(self.root, nbytes, f"{str(self.root)!r}: a checkpoint", cure)
-        except OSError as error:
-            raise StorageError(f"{str(self.root)!r} cannot be read: {error.strerror or error}") from error
 
     def commit(self, step: int, manifest: Manifest) -> None:
         """Make the temporary directory the checkpoint: the manifest last, everything on the disk, then the name.
@@ -130,7 +126,7 @@ class CheckpointStore:
             StorageError, CheckpointError: before the name appears.
         """
         directory, final = self.temporary(step), self.path(step)
-        try:
+        with refusals(directory, "written"):
             small = _seal_small_files(directory, manifest.files)
             whole = replace(manifest, step=step, files={**manifest.files, **small})
             self._put_manifest(directory, whole)
@@ -140,8 +136,6 @@ class CheckpointStore:
             directory.rename(final)
             sync_directory(self.root)
             self._discard(replaced)
-        except OSError as error:
-            raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Put the small file `name` into a checkpoint that is there: first the file, then a manifest with it, all at once.
@@ -154,13 +148,11 @@ class CheckpointStore:
         directory = self.path(step)
         _, manifest = manifest_of(directory)
         others = {path: record for path, record in manifest.files.items() if path != name}
-        try:
+        with refusals(directory, "written"):
             if name in manifest.files:
                 self._put_manifest(directory, replace(manifest, files=others))
             write_whole(directory / name, data)
             self._put_manifest(directory, replace(manifest, files={**others, name: _record(name, data)}))
-        except OSError as error:
-            raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
 
     @staticmethod
     def _put_manifest(directory: Path, manifest: Manifest) -> None:

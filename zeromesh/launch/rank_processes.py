@@ -24,7 +24,7 @@ from zeromesh.environment import (
     setting,
     worker_environment,
 )
-from zeromesh.errors import CollectiveError, ZeromeshError
+from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
 
 _CAUSE_SECONDS = 2.0
 """How long to wait for the rank that failed first, when others have ended because they noticed its failure."""
@@ -51,9 +51,8 @@ class WorkersFailed:
     def __str__(self) -> str:
         if not self.ranks:
             return self.message
-        who = "rank" if len(self.ranks) == 1 else "ranks"
         process = f" (pid {self.pid})" if self.pid else ""
-        return f"{who} {', '.join(map(str, self.ranks))}{process}: {self.message}"
+        return f"{ranks_text(self.ranks)}{process}: {self.message}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

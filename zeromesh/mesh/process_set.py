@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, some
+from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, ranks_text
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_groups import MeshGroups, SetGroups
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
@@ -222,14 +222,10 @@ def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list
         for rank, row in zip(ranks, rows, strict=True):
             holders.setdefault(row.get(name, _ABSENT), []).append(rank)
         if len(holders) > 1:
-            sides = [f"{_short(value)} on {_ranks(where)}" for value, where in holders.items()]
+            sides = [f"{_short(value)} on {ranks_text(where, _SHOWN)}" for value, where in holders.items()]
             found.append(f"{name} is {', '.join(sides)}")
     more = len(found) - _SHOWN
     return [*found[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, _SHOWN)}"
 
 
 def _short(value: str) -> str:

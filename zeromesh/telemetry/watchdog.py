@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from zeromesh.errors import CollectiveError
+from zeromesh.errors import CollectiveError, ranks_text
 from zeromesh.files import longest, write_whole
 from zeromesh.telemetry.status_board import (
     HISTORY,
@@ -225,7 +225,7 @@ class Watchdog:
         def not_called() -> CollectiveError:
             missing = [peer for peer in peers if not self._board.reached(peer, _CALLS, number)]
             return CollectiveError(
-                f"{name} must be called on all ranks: rank {self._rank} called it, and {_ranks(missing)} did not within "
+                f"{name} must be called on all ranks: rank {self._rank} called it, and {ranks_text(missing)} did not within "
                 f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
             )
 
@@ -261,7 +261,7 @@ class Watchdog:
         name = next(iter(ahead.values()))
         where = f" in {self._calls[-1][1]}" if self._calls else ""
         return CollectiveError(
-            f"{name} must be called on all ranks: {_ranks([*ahead])} called it, and rank {self._rank} did not: it waits for "
+            f"{name} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} did not: it waits for "
             f"{what}{where} ({_when(self._step)})"
         )
 
@@ -455,10 +455,6 @@ class Watchdog:
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
         )
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class StateMonitor:

@@ -5,13 +5,12 @@ are put to a state of this rank's own, made from a number that all ranks draw, a
 recomputation that starts from the same state draws the same numbers.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from zeromesh.rng import seed_generators
+from zeromesh.rng import number_of, seed_generators
 from zeromesh.tensor.autograd_collectives import uncompiled
 
 
@@ -39,8 +38,7 @@ class ShardedRandomness:
         self._states = [torch.get_rng_state()]
         if self._device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(self._device))
-        digest = hashlib.blake2b(f"{common}/{self._rank}".encode(), digest_size=8).digest()
-        self._seed = int.from_bytes(digest, "little") >> 1
+        self._seed = number_of(f"{common}/{self._rank}")
         seed_generators(self._seed)
 
     @uncompiled

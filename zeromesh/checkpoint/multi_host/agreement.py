@@ -20,6 +20,7 @@ from zeromesh.errors import CheckpointError, LayoutError, StorageError, Zeromesh
 from zeromesh.files import open_regular
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload.io.direct_io import refusals
 
 
 def together_bytes(
@@ -100,11 +101,9 @@ def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
 
     def put() -> None:
         if rank == 0 or not mesh.one_host:
-            try:
+            with refusals(directory, "written"):
                 directory.mkdir(parents=True, exist_ok=True)
                 os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
-            except OSError as error:
-                raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
 
     try:
         together(world, what, put, StorageError)
