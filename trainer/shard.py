@@ -12,8 +12,9 @@ zeromesh.save("out", model, optimizer)
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -126,6 +127,7 @@ def shard(
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
     vars(model)["zero_grad"] = MethodType(_zero_grad, model)
+    vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     if callable(getattr(model, "generate", None)):
         vars(model)["generate"] = MethodType(_generate, model)
     if optimizer is None:
@@ -190,6 +192,10 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
         engine_of(model).forget_gradients(zeros=not set_to_none)
     else:
         type(model).zero_grad(model, set_to_none)
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    return engine_of(model).no_sync() if is_sharded(model) else nullcontext()
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
@@ -260,7 +266,7 @@ def unshard(model: nn.Module) -> None:
     sharding.engine.close()
     for parameter in sharding.frozen:
         parameter.requires_grad_(True)
-    for name in (_SHARDING, "zero_grad", "generate"):
+    for name in (_SHARDING, "zero_grad", "no_sync", "generate"):
         vars(model).pop(name, None)
 
 

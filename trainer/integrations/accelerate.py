@@ -8,7 +8,7 @@ Loaders, trackers, gathering and the loop are accelerate's. What it would do to 
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -207,8 +207,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         _GIVEN[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
         config, compute = load_config(self._config), _COMPUTE.get(self.mixed_precision)
         options: dict[str, Any] = {}
+        _store_whole(model, self)
         if compute is not None:
-            _compute_in(model, getattr(torch, compute), self)
+            _compute_in(model, getattr(torch, compute))
             if "compute" not in config.precision.model_fields_set:
                 options["precision"] = {"compute": compute}
         # Stages 2 and 3 sum over ranks in each backward anyhow.
@@ -244,12 +245,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             loss = self._optimizers[0].optimizer.scale(loss)
         torch.autograd.backward(loss, **named)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Inside the block no backward is the last one of a step."""
-        with engine_of(model).no_sync() if is_sharded(model) else nullcontext():
-            yield
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: norms and gradients that the engine gives are without the loss scale."""
 
@@ -259,8 +254,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks.
 
         Raises:
-            ConfigError: for some of a model's parameters, those of several models, and other norms than the Euclidean.
+            ConfigError: for some of a model's parameters, those of several models, other norms than the Euclidean, and before the
+                last backward of a step.
         """
+        if not self.sync_gradients:
+            raise ConfigError(
+                "clip_grad_norm_ was called before a step's last backward; call it if accelerator.sync_gradients"
+            )
         wanted = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
@@ -278,6 +278,15 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Gradients are summed over ranks only in part when this is called. Raises `ConfigError`."""
         raise ConfigError("clip_grad_value_ needs whole gradients, which are divided among ranks; use clip_grad_norm_")
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Run the block: even batches need no joining. Raises `ConfigError` for others: all ranks gather in each forward."""
+        if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
+            raise ConfigError(
+                "even_batches is False, and all ranks have to call the model equally often; leave it True"
+            )
+        yield
 
     # Results
 
@@ -404,12 +413,11 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
     return found[0] if found else None
 
 
-def _compute_in(model: Any, dtype: torch.dtype, accelerator: Accelerator) -> None:
-    """Let a model take its floating point inputs in `dtype` and give its results in float32, as autocast would, and save what
-    master weights have. What is bound to the model is bound to a copy in a copy of it."""
+def _compute_in(model: Any, dtype: torch.dtype) -> None:
+    """Let a model take its floating point inputs in `dtype` and give its results in float32, as autocast would."""
     if hasattr(model.forward, "of_accelerator"):
         return
-    forward, store = _unbound(model, "forward"), _unbound(model, "save_pretrained")
+    forward = _unbound(model, "forward")
 
     @wraps(forward)
     def converted(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -419,22 +427,35 @@ def _compute_in(model: Any, dtype: torch.dtype, accelerator: Accelerator) -> Non
         arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
         return convert_to_fp32(forward(self, *arguments, **named, **exact))
 
+    converted.of_accelerator = True  # type: ignore[attr-defined]
+    model.forward = MethodType(converted, model)
+
+
+def _store_whole(model: Any, accelerator: Accelerator) -> None:
+    """Let `save_pretrained`, which all ranks call, save whole parameters, in the dtype of the master weights."""
+    if not hasattr(model, "save_pretrained") or hasattr(model.save_pretrained, "of_accelerator"):
+        return
+    store = _unbound(model, "save_pretrained")
+
     @wraps(store)
     def stored(self: Any, directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
         if state_dict is None and is_sharded(self):
-            if accelerator.num_processes > 1:
-                raise ConfigError("pass state_dict=accelerator.get_state_dict(model), which all ranks call")
+            if accelerator.num_processes > 1 and "is_main_process" not in named:
+                raise ConfigError(
+                    "save_pretrained gathers a model of all ranks: call it on all of them, with "
+                    "is_main_process=accelerator.is_main_process, or pass state_dict=accelerator.get_state_dict(model)"
+                )
             state_dict = accelerator.get_state_dict(self)
+            if not accelerator.is_main_process:
+                return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
         store(self, directory, *arguments, state_dict=state_dict, **named)
-        if accelerator.is_main_process and floating and self.config.dtype not in floating:
+        if accelerator.is_main_process and floating and not is_adapted(self) and self.config.dtype not in floating:
             self.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
             self.config.save_pretrained(directory)
 
-    converted.of_accelerator = True  # type: ignore[attr-defined]
-    model.forward = MethodType(converted, model)
-    if hasattr(model, "save_pretrained") and not is_adapted(model):
-        model.save_pretrained = MethodType(stored, model)
+    stored.of_accelerator = True  # type: ignore[attr-defined]
+    model.save_pretrained = MethodType(stored, model)
 
 
 def _unbound(model: Any, name: str) -> Callable[..., Any]:

@@ -105,6 +105,8 @@ class AutogradPasses(Passes):
         """Whether gradients were added to such that an update had used up."""
         self.keep_zeros = False
         """Whether a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        self.clipped = False
+        """Whether gradients of the present step have been clipped."""
         self._synced = True
         self._closed = True
         self._summed = False
@@ -259,7 +261,12 @@ class AutogradPasses(Passes):
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
         if self.used:  # A backward that passes through, as to a generator, may come before gradients are forgotten.
-            self.used, self._mixed, self.backwards = False, True, 0
+            self.used, self._mixed, self.backwards, self.clipped = False, True, 0, False
+        if self.clipped:
+            raise PhaseError(
+                "the gradients of this step have been clipped, and another backward would add to them; clip after the last "
+                "backward of a step, or call optimizer.zero_grad() before the next one"
+            )
         if self._accumulation > 1 and self.backwards >= self._accumulation:
             raise PhaseError(
                 f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
@@ -318,6 +325,10 @@ class AutogradPasses(Passes):
         """Sum what is not summed over all ranks yet, so that gradients are those of the step. All ranks call it."""
         self.require_no_failure()
         self.require_idle()
+        if not self._synced:
+            raise PhaseError(
+                "ranks update together, from the gradients of all of them: leave no_sync() before optimizer.step()"
+            )
         if self._mixed or self.used:
             raise PhaseError(
                 "optimizer.step() has used the gradients up; call optimizer.zero_grad() after it and before the next backward"
@@ -364,7 +375,7 @@ class AutogradPasses(Passes):
     def forget_gradients(self) -> None:
         """Begin anew: the next backward is the first of its step."""
         self._arrived = {}
-        self.backwards, self.used, self._mixed, self._closed = 0, False, False, True
+        self.backwards, self.used, self._mixed, self._closed, self.clipped = 0, False, False, True, False
 
     def next_generation(self) -> None:
         """Note that parameters have other values now."""
@@ -381,8 +392,8 @@ class AutogradEngine(ZeroEngine):
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
         self._passes.follow_inner(self._hooks)
-        self._norm: float | None = None
-        """The norm of the present gradients, once it was asked for."""
+        self._norm: tuple[int, float] | None = None
+        """The norm of the present gradients, once it was asked for, and after how many backwards."""
         self._clip = 1.0
         kinds = {kind: GuardedParameter.of(kind, self._passes) for kind in self._kinds()}
         for bucket in self._buckets:
@@ -412,14 +423,15 @@ class AutogradEngine(ZeroEngine):
     def gradient_norm(self, factor: float) -> float:
         """The norm of all gradients times `factor`, without loss scale, as clipping has left them. All ranks call it."""
         self._passes.close_backwards()
-        if self._norm is None:
-            self._norm = self._optimizer_step.norm()
-        return self._norm * abs(factor) * self._clip / self.loss_scale
+        if self._norm is None or self._norm[0] != self._passes.backwards:
+            self._norm = self._passes.backwards, self._optimizer_step.norm()
+        return self._norm[1] * abs(factor) * self._clip / self.loss_scale
 
     def clip(self, limit: float, factor: float) -> float:
         """Scale gradients down to the norm `limit`; returns the norm before. All ranks call it."""
         norm = self.gradient_norm(factor)
         self._clip *= clip_factor(norm, limit)
+        self._passes.clipped = True
         return norm
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:

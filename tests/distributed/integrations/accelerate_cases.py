@@ -15,7 +15,7 @@ from trainer_cases import llama, seeded, sentences
 from transformers import AutoModelForCausalLM
 
 from zeromesh.accelerate import Accelerator
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.shard import engine_of
 
@@ -96,7 +96,7 @@ def as_accelerate(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
         mine = loop.accelerator.get_state_dict(loop.model)
         loop.accelerator.save_model(loop.model, root / "model")
         loop.accelerator.unwrap_model(loop.model).save_pretrained(
-            root / "hub", is_main_process=loop.accelerator.is_main_process, state_dict=dict(mine)
+            root / "hub", is_main_process=loop.accelerator.is_main_process, save_function=loop.accelerator.save
         )
     with fresh_state():
         loop = Loop(Accelerator(gradient_accumulation_steps=2, zeromesh={"zero": {"stage": 3 - stage}}))
@@ -183,6 +183,38 @@ class Refused:
         model, _ = self.accelerator.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1))
         self.accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
 
+    def _backwards(self, count: int) -> Any:
+        batch = next(iter(DataLoader(sentences(2), batch_size=2)))
+        model, optimizer = self.accelerator.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1))
+        for number in range(count):
+            if number:
+                self.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            self.accelerator.backward(model(**batch).loss)
+        return model, optimizer
+
+    def clipped_before_a_backward(self) -> None:
+        self._backwards(2)
+
+    def clipped_while_accumulating(self) -> None:
+        model, _ = self._backwards(1)
+        self.accelerator.sync_gradients = False
+        self.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+    def step_of_one_rank(self) -> None:
+        model, optimizer = self._backwards(1)
+        with model.no_sync():
+            optimizer.step()
+
+    def saved_by_one_rank(self) -> None:
+        model, _ = self._backwards(0)
+        self.accelerator.state.num_processes = 2
+        model.save_pretrained("model")
+
+    def uneven_batches(self) -> None:
+        self.accelerator.state.num_processes = 2
+        with self.accelerator.join_uneven_inputs([self.model], even_batches=False):
+            pass
+
     def values(self) -> None:
         self.accelerator.clip_grad_value_(self.model.parameters(), 1.0)
 
@@ -192,6 +224,6 @@ def refused(mesh: Mesh, name: str) -> str:
     with fresh_state():
         try:
             getattr(Refused(), name)()
-        except ConfigError as error:
+        except (ConfigError, PhaseError) as error:
             return str(error)
     return ""

@@ -37,6 +37,11 @@ def test_mixed_precision_keeps_master_weights(workers: Workers, precision: str, 
         ("some_parameters", "all parameters"),
         ("other_norm", "norm_type=2"),
         ("values", "clip_grad_norm_"),
+        ("clipped_before_a_backward", "after the last backward"),
+        ("clipped_while_accumulating", "sync_gradients"),
+        ("step_of_one_rank", "leave no_sync()"),
+        ("saved_by_one_rank", "is_main_process"),
+        ("uneven_batches", "even_batches"),
     ],
 )
 def test_what_cannot_be_right_is_refused(workers: Workers, name: str, said: str) -> None:
