@@ -24,7 +24,7 @@ TRAINED = {"README.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
-NEEDED = {"module.py": "lightning"}
+NEEDED = {"module.py": "lightning", "sft.py": "trl"}
 """What a program imports that need not be installed; else it is not run."""
 ASKED = {
     "mesh.py": [
@@ -93,6 +93,7 @@ PRINTED: dict[str, Callable[[list[str]], None]] = {
     "regressor.py": _within(0, 1),
     "loop.py": lambda said: _within(0.02, 0.03)([said[-1].split()[-1]]),
     "module.py": _within(0.01, 0.1),
+    "accelerated.py": _within(0.01, 0.1),
     "distill.py": _is("torch.Size([1, 8])"),
     "text.py": _within(0, 6),
     "saving.py": lambda said: int(said[-1]),
