@@ -8,6 +8,7 @@ Loops, losses, data, callbacks and overrides are transformers' code and the user
 would read parameters or states of the optimizer as a whole reads them from the engine.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from os import PathLike
@@ -55,6 +56,7 @@ class TrainerOverEngine:
     model: nn.Module
     optimizer: Any
     state: Any
+    training_step: Any
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
         """Take the arguments of the trainer, and what `shard` takes as `config`.
@@ -81,9 +83,10 @@ class TrainerOverEngine:
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # Each rank has one; others are not used.
         plain = library.Accelerator
-        library.Accelerator = partial(
-            Accelerator, zeromesh=self._zeromesh, accumulation=self.args.gradient_accumulation_steps
-        )
+        # A step of the user's own may run backward several times.
+        known = type(self).training_step is transformers.Trainer.training_step
+        accumulation = self.args.gradient_accumulation_steps if known else sys.maxsize
+        library.Accelerator = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
         try:
             self._super.create_accelerator_and_postprocess()
         finally:

@@ -56,7 +56,16 @@ def _metadata() -> frozenset[Any]:
 _METADATA = _metadata()
 
 
-class AtRest(nn.Parameter):
+class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
+    """The class of parameters' classes that an engine makes: what is an instance of their `kind` is one of theirs, so that code
+    which compares parameters of two models, as `torch.testing.assert_close` does, finds them of one class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kind = vars(cls).get("kind")
+        return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
+
+
+class AtRest(nn.Parameter, metaclass=KindOfParameter):
     """The class of a parameter at rest. `on_use` is called with a parameter that is used; see [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
@@ -237,14 +246,34 @@ class Bucket:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
+        replaced = self._take_replaced()
         versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions and not self._digests:
+        if versions == self._versions and not self._digests and not replaced:
             return None
         digests = [digest(view) for view in self._views] if self._digests else []
         compared = zip([*self._versions, *self._digests], [*versions, *digests], strict=True)
-        changed = [number % len(versions) for number, (old, new) in enumerate(compared) if old != new]
+        changed = replaced + [number % len(versions) for number, (old, new) in enumerate(compared) if old != new]
         self._versions, self._digests = versions, []
         return self.layout.slots[min(changed)].spec.fqn if changed else None
+
+    def _take_replaced(self) -> list[int]:
+        """Take the values of parameters that have got other memory, as by `parameter.data = values`; returns their numbers."""
+        moved = self._moved(cast=False)
+        for parameter, view in ((self.parameters[number], self._views[number]) for number in moved):
+            view.copy_(parameter.detach())
+            set_values(parameter, view)
+        return moved
+
+    def drop_casts(self) -> None:
+        """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
+        for number in self._moved(cast=True):
+            set_values(self.parameters[number], self._views[number])
+
+    def _moved(self, *, cast: bool) -> list[int]:
+        """The numbers of live parameters that are not in the gathered buffer, of another dtype or of its own."""
+        pairs = enumerate(zip(self.parameters, self._views, strict=True))
+        outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
+        return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
 
     def publish(self) -> None:
         """The master weights, all of them, are new: so is what the others gather."""

@@ -26,7 +26,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.optim.gradients import clip_factor
 from zeromesh.rng import Streams
-from zeromesh.units.unit import Bucket, Unit, kind_of
+from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, on_gradient_of, tensors_in
@@ -37,7 +37,7 @@ _GRAD: Any = vars(torch._C.TensorBase)["grad"]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-class GuardedParameter(nn.Parameter):
+class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
     """The class of the parameters of an `AutogradEngine`. Their gradients are divided among ranks, and `grad` says so where
     ordinary code would find None and go on, as `torch.nn.utils.clip_grad_norm_` does."""
 
@@ -409,6 +409,8 @@ class AutogradEngine(ZeroEngine):
 
     def _before_step(self) -> None:
         self.begin_step(self._optimizer_step.updates)
+        for bucket in (each for unit in self._passes.units if unit.phase is Phase.LIVE for each in unit.buckets):
+            bucket.drop_casts()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block no backward is the last one of a step; see `shard`."""

@@ -94,10 +94,9 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """States are divided among ranks. Raises `PhaseError`."""
-        raise PhaseError(
-            "optimizer states are divided among ranks; write them with zeromesh.save(directory, model, optimizer)"
-        )
+        """`param_groups` alone, as torch gives them. What asks for states, which are divided among ranks, or pickles the
+        whole, raises `PhaseError`."""
+        return _GroupsAlone(param_groups=super().state_dict()["param_groups"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """States are divided among ranks. Raises `PhaseError`."""
@@ -141,6 +140,18 @@ class ChainedOptimizer(Optimizer):
             if twin.param_groups:
                 twin.step()
         return loss
+
+
+class _GroupsAlone(dict[str, Any]):
+    """What `state_dict` gives of an optimizer whose states are elsewhere."""
+
+    def __missing__(self, key: str) -> Any:
+        raise PhaseError(
+            "optimizer states are divided among ranks; write them with zeromesh.save(directory, model, optimizer)"
+        )
+
+    def __reduce__(self) -> Any:
+        return self["state"]
 
 
 def _refuse_step(*_: Any, **__: Any) -> None:

@@ -32,6 +32,12 @@ def test_generation_and_what_is_saved_of_low_precision(workers: Workers, tmp_pat
     assert found["dtype"] == "torch.float32"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_people_do_with_a_trainer_is_what_the_original_does(workers: Workers, tmp_path: Path, stage: int) -> None:
+    assert workers.run(1, "hf_probes:differing", folder=str(tmp_path), stage=stage)[0] == []
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("pipeline", "zeromesh.Trainer"), ("compiled", "torch.compile"), ("no trainer", "not built on")],
