@@ -83,9 +83,9 @@ class TrainerOverEngine:
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # Each rank has one; others are not used.
         plain = library.Accelerator
-        # A step of the user's own may run backward several times.
-        known = type(self).training_step is transformers.Trainer.training_step
-        accumulation = self.args.gradient_accumulation_steps if known else sys.maxsize
+        accumulation = self.args.gradient_accumulation_steps
+        if accumulation > 1 and type(self).training_step is not transformers.Trainer.training_step:
+            accumulation = sys.maxsize  # A step of the user's own may run backward several times.
         library.Accelerator = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
         try:
             self._super.create_accelerator_and_postprocess()
