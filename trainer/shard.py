@@ -29,7 +29,8 @@ from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
+from zeromesh.offload import settle_heap
 from zeromesh.options import OptimizerSettings
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.trainer.checkpoints.manager import content_of, load_engine, load_weights, read_state
@@ -41,7 +42,7 @@ from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
 from zeromesh.trainer.setup.model import share_weights
 from zeromesh.units.unit import AtRest
-from zeromesh.weight_init.weight_sources import wrap_passed_model
+from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
 from zeromesh.zero.full_state import WEIGHTS
 from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
@@ -87,7 +88,8 @@ def shard(
 
     Args:
         model: a built model, whose values it starts from; rank 0's, where ranks have built different ones. It computes in the
-            dtype of its parameters, unless `precision` names another.
+            dtype of its parameters, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on
+            any rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
         optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that makes one of
             `model.parameters()`; several, each over parameters of its own, which become one; None for a model that is not trained,
             whose parameters are frozen.
@@ -120,6 +122,11 @@ def shard(
         mesh = connect(resolved)
         mesh.recorder.enabled = False
         built = wrap_passed_model(model, resolved.run.seed)
+        lost = materialize_buffers(model, mesh.device, resolved.run.seed, source=built.source)
+        if lost:
+            raise ConfigError(
+                f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built"
+            )
         share_weights(model, mesh)
         parallel = resolved.parallel
         cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
@@ -130,6 +137,8 @@ def shard(
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     if callable(getattr(model, "generate", None)):
         vars(model)["generate"] = MethodType(_generate, model)
+    if mesh.device.type == "cpu":
+        settle_heap()
     if optimizer is None:
         return model, None
     return model, ShardedOptimizer(optimizer, engine, 1.0 / mesh.data.size if reduce == "mean" else 1.0)
@@ -169,6 +178,9 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
             f"parallel.pipeline is {resolved.parallel.pipeline}: a loop of one's own calls the whole model; set it to 1, or use "
             "zeromesh.Trainer"
         )
+    tiers = (resolved.offload.optimizer, resolved.offload.gradients, resolved.offload.parameters)
+    if any(each.tier == "file" for each in tiers) and not resolved.offload.directory:
+        raise ConfigError("offload: file needs a directory on the disk to use: offload={..., 'directory': '/nvme'}")
     return resolved
 
 
@@ -252,7 +264,9 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     One tensor is gathered at a time. All ranks call it, and go on to its end.
     """
-    return engine_of(model).state.stored()
+    engine = engine_of(model)
+    engine.require_same_parameters()
+    return engine.state.stored()
 
 
 def unshard(model: nn.Module) -> None:
@@ -299,6 +313,7 @@ def save(
         StorageError: when it cannot be written. Then nothing of it is left.
     """
     engine = engine_of(model)
+    engine.require_same_parameters()
     progress = engine.progress()
     groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
     made = TrainerState(

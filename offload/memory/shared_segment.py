@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 
 import torch
 
@@ -50,6 +51,7 @@ class SharedSegment:
         self.nbytes = nbytes
         self.label = label
         self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._close = weakref.finalize(self, os.close, descriptor)  # Also where nobody calls `close`.
 
     @classmethod
     def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> SharedSegment:
@@ -105,6 +107,5 @@ class SharedSegment:
 
     def close(self) -> None:
         """Close the descriptor. The mapping goes with the last tensor that looks at it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self._close()
+        self.descriptor = -1

@@ -30,11 +30,13 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     """Build the model and the system around it."""
     if system.startswith("deepspeed-") and workload.offload != "none":
         return _deepspeed(_built_by_deepspeed(workload), workload, int(system.removeprefix("deepspeed-")))
-    model: Any = workload.build_model()
+    if system.startswith("shard-"):
+        with torch.device("meta"):
+            model: Any = workload.build_model()
+        return _shard(model, workload, int(system.removeprefix("shard-")))
+    model = workload.build_model()
     initialise(model, workload)
     model.to(device)
-    if system.startswith("shard-"):
-        return _shard(model, workload, int(system.removeprefix("shard-")))
     if workload.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if system.startswith("deepspeed-"):
@@ -50,8 +52,9 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
 def _shard(model: Any, workload: Workload, stage: int) -> Step:
     rates: Any = {"lr": workload.learning_rate, "betas": workload.betas, "weight_decay": workload.weight_decay}
     compute = str(workload.compute).removeprefix("torch.")
+    options: Any = {"stage": stage, "precision": {"compute": compute}}
     net, optimizer = zeromesh.shard(
-        model, torch.optim.AdamW(model.parameters(), **rates), stage=stage, precision={"compute": compute}
+        model, torch.optim.AdamW(model.parameters(), **rates), {"run": {"seed": workload.seed}}, **options
     )
 
     def step(tokens: Tensor) -> Tensor:

@@ -54,6 +54,9 @@ def connect(config: TrainerConfig) -> Mesh:
     parallel = config.parallel
     shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
     device = pick_device(environment.local_rank)
+    if device.type == "cpu":
+        reuse_freed_memory()
+        take_product_buffers()
     mesh = Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
     mesh.recorder.enabled = config.profile.step_figures
     mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
@@ -72,9 +75,6 @@ def build_run(
     _require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(config, mesh, model_given=inputs.model is not None)
     console = Console(shown=mesh.rank == 0)
-    if mesh.device.type == "cpu":
-        reuse_freed_memory()
-        take_product_buffers()
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -34,12 +34,13 @@ from zeromesh.zero.passes import Forward, Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
     """The class of the parameters of an `AutogradEngine`. Their gradients are divided among ranks, and `grad` says so where
-    ordinary code would find None and go on, as `torch.nn.utils.clip_grad_norm_` does."""
+    ordinary code would find None and go on, as `torch.nn.utils.clip_grad_norm_` does. Their values are in the engine's memory."""
 
     passes: ClassVar["AutogradPasses"]
     kind: ClassVar[type[nn.Parameter]]
@@ -67,6 +68,35 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, which are watched from now on: writes to them do not count as changes of the parameter."""
+        values: torch.Tensor = _DATA.__get__(self)
+        type(self).passes.watch_values(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        own: torch.Tensor = _DATA.__get__(self)
+        if (own.data_ptr(), own.dtype, own.shape) != (values.data_ptr(), values.dtype, values.shape):
+            raise PhaseError(
+                f"a parameter of shape {tuple(own.shape)} was to get other memory by `.data =`, as by model.half(), "
+                "model.to(dtype) or vector_to_parameters, and its values lie in the engine's; change dtypes and values before"
+                " shard()"
+            )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """As of any tensor. The engine's own hook, which takes the gradient, stays the last."""
+        handle: Any = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: Any = self._post_accumulate_grad_hooks
+        for key in [key for key, each in hooks.items() if type(each) is weakref.CallableProxyType]:
+            hooks[key] = hooks.pop(key)
+        return handle
+
+    def share_memory_(self) -> Any:
+        """Raises `PhaseError`: the values lie in the engine's memory."""
+        raise PhaseError("share_memory() gives parameters other memory, and theirs is the engine's; leave it out")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy belongs to no engine."""
@@ -118,11 +148,11 @@ class AutogradPasses(Passes):
         self._backward: Forward | None = None
         self._arrived: dict[int, set[int]] = {}
         """Parameters whose gradients have come in the present step, by number in their buckets."""
-        self._leaves: list[Node] = []
-        """What gradients of parameters end in, during backward. These keep parameters alive in a way that garbage collection
-        does not see."""
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
+        self._bucket_of = {
+            id(each): bucket for unit in self.units for bucket in unit.buckets for each in bucket.parameters
+        }
         self._inner: list[list[tuple[nn.Module, int]]] = []
         """Modules inside each unit, and how many forward hooks of the engine each has."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
@@ -195,7 +225,7 @@ class AutogradPasses(Passes):
 
     def end(self) -> None:
         super().end()
-        self._growing, self._leaves = None, []
+        self._growing = None
 
     # Backward
 
@@ -225,12 +255,11 @@ class AutogradPasses(Passes):
 
     def _accumulates(self) -> bool:
         """Whether the call that autograd runs brings gradients to parameters."""
-        if not self._leaves:
-            trained = [each for unit in self.units for bucket in unit.trainable for each in bucket.parameters]
-            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                self._leaves = [get_gradient_edge(each).node for each in trained if each.requires_grad]
+        trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
-            return any(map(_will_execute, self._leaves))
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                # A node that is kept would keep its parameter alive, and so this engine, which nobody could find to be garbage.
+                return any(_will_execute(get_gradient_edge(each).node) for each in trained if each.requires_grad)
         except RuntimeError:  # It returns the gradient of a parameter instead.
             return False
 
@@ -242,6 +271,12 @@ class AutogradPasses(Passes):
                 "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
                 "use precision={'compute': 'float16'} and optimizer.scale(loss)"
             )
+
+    def watch_values(self, parameter: nn.Parameter) -> None:
+        """Note the values of a parameter whose memory somebody gets hold of, so that a write to it is found."""
+        bucket = self._bucket_of[id(parameter)]
+        if self._unit_of[id(bucket)].phase is Phase.LIVE:
+            bucket.note_values()
 
     def _hold_in(self, graph: _Graph, unit: Unit) -> None:
         self._require_current(graph)
@@ -329,6 +364,7 @@ class AutogradPasses(Passes):
             raise PhaseError(
                 "ranks update together, from the gradients of all of them: leave no_sync() before optimizer.step()"
             )
+        self.writes.refuse_between_passes(self.units)
         if self._mixed or self.used:
             raise PhaseError(
                 "optimizer.step() has used the gradients up; call optimizer.zero_grad() after it and before the next backward"
@@ -398,6 +434,8 @@ class AutogradEngine(ZeroEngine):
         kinds = {kind: GuardedParameter.of(kind, self._passes) for kind in self._kinds()}
         for bucket in self._buckets:
             bucket.set_kinds([kinds[kind_of(each)] for each in bucket.parameters])
+        self._own = dict(self.model.named_parameters())
+        self._note_modules()
 
     def _kinds(self) -> set[type[nn.Parameter]]:
         return {kind_of(each) for bucket in self._buckets for each in bucket.parameters}
@@ -406,6 +444,33 @@ class AutogradEngine(ZeroEngine):
         super().close()
         for bucket in self._buckets:
             bucket.set_kinds([getattr(kind_of(each), "kind", nn.Parameter) for each in bucket.parameters])
+
+    def _note_modules(self) -> None:
+        self._modules = list(self.model.modules())
+        self._identities = self._found_identities()
+
+    def _found_identities(self) -> list[int]:
+        return [
+            id(each)
+            for module in self._modules
+            for table in (module._modules, module._parameters)
+            for each in table.values()
+        ]
+
+    def require_same_parameters(self) -> None:
+        """Raise `PhaseError` when the model has other parameters than those that were divided."""
+        if self._identities == self._found_identities():
+            return
+        found = dict(self.model.named_parameters())
+        for one, other in ((found, self._own), (self._own, found)):
+            others = set(map(id, other.values()))
+            changed = next((name for name, each in one.items() if id(each) not in others), None)
+            if changed is not None:
+                raise PhaseError(
+                    f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved; put back "
+                    "what was there, or call zeromesh.unshard(model), change it, and call shard() again"
+                )
+        self._note_modules()
 
     def _before_step(self) -> None:
         self.begin_step(self._optimizer_step.updates)
@@ -441,6 +506,7 @@ class AutogradEngine(ZeroEngine):
 
         Returns whether the update was made.
         """
+        self.require_same_parameters()
         self._passes.close_backwards()
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None

@@ -69,12 +69,6 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
         call(*arguments)
 
 
-def _call_if_alive(call: weakref.ref[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
-    alive = call()
-    if alive is not None:
-        alive(parameter)
-
-
 def _nothing(*output: Any) -> None:
     """Do nothing, as a copied hook."""
 
@@ -123,7 +117,7 @@ class Hooks:
         for index, parameter in enumerate(bucket.parameters):
             call = partial(self._passes.on_gradient, unit, bucket, index)
             self._on_gradients.append(call)
-            hook = partial(_call_if_alive, weakref.ref(call))
+            hook = weakref.proxy(call)
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else torch takes no hook.
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

@@ -257,7 +257,6 @@ class Passes:
         self.require_idle()
         self.mode = mode
         self._progress = progress or PassProgress()
-        self._calls.reset()
         if mode is not PassMode.BACKWARD:
             self.writes.refuse_between_passes(self.units)
         self.gathers.begin(kind)
@@ -274,6 +273,7 @@ class Passes:
             if self._sharded:
                 unit.leave()
         self.gathers.end()
+        self._calls.reset()
         self.mode = PassMode.IDLE
         self._entry = None
         self._transport.poll()

@@ -104,6 +104,13 @@ class ShardedOptimizer(Optimizer):
             "optimizer states are divided among ranks; read them with zeromesh.load(directory, model, optimizer)"
         )
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Its states are the engine's. Raises `PhaseError`, for `copy.copy` and `copy.deepcopy` too."""
+        raise PhaseError(
+            "the optimizer of a partitioned model cannot be copied or pickled; write it with zeromesh.save(directory, model, "
+            "optimizer), and have averaged weights by shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
+        )
+
     def _require_scaled(self) -> None:
         if self.engine.options.precision.loss_scale is not None and not self._scaled:
             raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")

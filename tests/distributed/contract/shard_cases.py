@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import os
 import pickle
 import threading
 import weakref
@@ -249,6 +250,15 @@ def recomputed(side: Side, step: int) -> None:
     side.finish()
 
 
+def hooked(side: Side, step: int) -> None:
+    """Hooks of the user's on gradients, which run before the engine takes them."""
+    if not step:
+        side.model.scale.register_hook(lambda grad: -2 * grad)
+        side.model.head.weight.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", -3 * each.grad))
+    (side.share * torch.stack([mse(side.model, batch) for batch in side.batches(step)]).sum()).backward()
+    side.finish()
+
+
 def by_closure(side: Side, step: int) -> None:
     def closure() -> float:
         side.model.zero_grad()
@@ -305,7 +315,7 @@ def compiled(side: Side, step: int) -> None:
 
 LOOPS = {
     each.__name__: each
-    for each in (zero_between, retained, unused, toggled, recomputed, by_closure, fallible, compiled)
+    for each in (zero_between, retained, unused, toggled, recomputed, hooked, by_closure, fallible, compiled)
 }
 
 
@@ -402,6 +412,16 @@ def refused(mesh: Mesh, stage: int) -> dict[str, str]:
     found["in two models"] = _said(lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
     found["other parameters"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
     found["states"] = _said(lambda: optimizer.state_dict()["state"])
+    found["optimizer copied"] = _said(lambda: copy.deepcopy(optimizer))
+    found["optimizer pickled"] = _said(lambda: pickle.dumps(optimizer))
+    if stage < 3:
+        found["other dtype"] = _said(model.half)
+        found["shared"] = _said(model.share_memory)
+    offload = {"optimizer": "file"}
+    found["no directory"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))
+    block, model.backbone.blocks[1] = model.backbone.blocks[1], Block().double()
+    found["replaced"] = _said(lambda: dict(zeromesh.state_dict(model)))
+    model.backbone.blocks[1] = block
     found["group"] = _said(lambda: optimizer.add_param_group({"params": []}))
     if stage == 3 and mesh.world_size > 1:
         found["torch saves"] = _said(lambda: torch.save(model.state_dict(), io.BytesIO()))
@@ -413,6 +433,18 @@ def refused(mesh: Mesh, stage: int) -> dict[str, str]:
         side.finish()
     found["apart"] = str(apart(ours, plain))
     return found
+
+
+def deferred(mesh: Mesh, stage: int) -> float:
+    """How far a model that was built on meta comes from one that has its values, with buffers."""
+    with torch.device("meta"):
+        model = llama()
+    model, _ = zeromesh.shard(model, stage=stage)
+    whole = llama()
+    whole.load_state_dict(dict(zeromesh.state_dict(model)), strict=False)
+    ids = torch.arange(16)[None] % VOCABULARY
+    with torch.no_grad():
+        return float((model(ids).logits - whole.eval()(ids).logits).abs().max()) if model.eval() else 1.0
 
 
 def copies(mesh: Mesh) -> dict[str, Any]:
@@ -440,9 +472,9 @@ def copies(mesh: Mesh) -> dict[str, Any]:
 
 
 def forgotten(mesh: Mesh, stage: int) -> list[Any]:
-    """What is left of a model that nobody holds any more, and of its engine; how many threads it has left."""
-    threads, kept = threading.active_count(), []
-    for _ in range(2):
+    """What is left of a model that nobody holds any more, and of its engine; how many threads and descriptors it has left."""
+    threads, kept, files = threading.active_count(), [], []
+    for _ in range(3):
         ours, _ = sides(mesh, stage)
         ours.backward(0)
         ours.optimizer.step()
@@ -450,7 +482,9 @@ def forgotten(mesh: Mesh, stage: int) -> list[Any]:
         mesh.world.barrier("all have trained")
         del ours
         gc.collect()
-    return [*(each() for each in kept if each() is not None), *range(threading.active_count() - threads)]
+        files.append(len(os.listdir("/proc/self/fd")))
+    more = threading.active_count() - threads, files[-1] - files[-2]
+    return [*(each() for each in kept if each() is not None), *(each for each in more if each)]
 
 
 def saved(mesh: Mesh, folder: str) -> list[float]:

@@ -59,6 +59,12 @@ WORDS = {
     "in two models": "is partitioned already",
     "other parameters": "that the model has not",
     "states": "zeromesh.save(directory, model, optimizer)",
+    "optimizer copied": "cannot be copied or pickled",
+    "optimizer pickled": "cannot be copied or pickled",
+    "other dtype": "change dtypes and values before shard()",
+    "shared": "leave it out",
+    "no directory": "'directory': ",
+    "replaced": "backbone.blocks.1.norm.weight was added, removed or replaced after shard()",
     "group": "add groups to the torch optimizer before shard()",
     "torch saves": "zeromesh.state_dict(model)",
     "copied": "zeromesh.gathered(model, [",
@@ -74,6 +80,10 @@ def test_refusals_say_what_to_do_and_leave_the_model_usable(workers: Workers, st
         assert len(found) >= 13
         for name, said in found.items():
             assert WORDS[name] in said, (name, said)
+
+
+def test_a_model_on_meta(workers: Workers) -> None:
+    assert max(workers.run(2, "shard_cases:deferred", stage=3)) < 1e-6
 
 
 def test_copies_belong_to_nobody(workers: Workers) -> None:
