@@ -29,7 +29,7 @@ from zeromesh.rng import Streams
 from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
-from zeromesh.zero.hooks import Hooks, on_gradient_of, tensors_in
+from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Forward, Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
@@ -88,11 +88,7 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As of any tensor. The engine's own hook, which takes the gradient, stays the last."""
-        handle: Any = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        hooks: Any = self._post_accumulate_grad_hooks
-        for key in [key for key, each in hooks.items() if type(each) is weakref.CallableProxyType]:
-            hooks[key] = hooks.pop(key)
-        return handle
+        return hook_before(self, hook)
 
     def share_memory_(self) -> Any:
         """Raises `PhaseError`: the values lie in the engine's memory."""

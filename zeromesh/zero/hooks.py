@@ -124,6 +124,15 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
+def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register a user's hook on the gradient of a parameter such that it runs before the engine's, which takes the gradient."""
+    handle: Any = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    for key in [key for key, each in hooks.items() if type(each) is weakref.CallableProxyType]:
+        hooks[key] = hooks.pop(key)  # Autograd goes by the order of insertion.
+    return handle
+
+
 def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> list[torch.Tensor]:
     """Have `call` run when autograd has the gradient of any of these tensors, before it goes on. Returns the tensors that are
     computed by autograd, which alone are hooked."""
