@@ -54,7 +54,6 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
-_SET_DATA: Callable[[torch.Tensor, torch.Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
 
 
 class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
@@ -117,7 +116,7 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a parameter, which may rest, other values."""
     if issubclass(kind := type(parameter), AtRest):  # `isinstance` would ask the slower metaclass of parameters.
         parameter.__class__ = kind.kind
-    _SET_DATA(parameter, values)
+    parameter.data = values
 
 
 def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
@@ -236,16 +235,14 @@ class Bucket:
         for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
             set_values(parameter, rest)
             parameter.__class__ = kind
-        self._digests = []
 
     def _used(self, used: nn.Parameter) -> None:
         named = zip(self.layout.slots, self.parameters, strict=True)
         self.on_use(next(slot.spec.fqn for slot, each in named if each is used))
 
     def note_values(self) -> None:
-        """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere; unless
-        that is done and `written` was not asked since."""
-        self._digests = self._digests or [digest(view) for view in self._views]
+        """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
+        self._digests = [digest(view) for view in self._views]
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""

@@ -34,7 +34,6 @@ from zeromesh.zero.passes import Forward, Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
-_DATA: Any = vars(torch._C.TensorBase)["data"]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -68,23 +67,6 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The values, which are watched from now on: writes to them do not count as changes of the parameter."""
-        values: torch.Tensor = _DATA.__get__(self)
-        type(self).passes.watch_values(self)
-        return values
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        own: torch.Tensor = _DATA.__get__(self)
-        if (own.data_ptr(), own.dtype, own.shape) != (values.data_ptr(), values.dtype, values.shape):
-            raise PhaseError(
-                f"a parameter of shape {tuple(own.shape)} was to get other memory by `.data =`, as by model.half(), "
-                "model.to(dtype) or vector_to_parameters, and its values lie in the engine's; change dtypes and values before"
-                " shard()"
-            )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As of any tensor. The engine's own hook, which takes the gradient, stays the last."""
@@ -146,9 +128,6 @@ class AutogradPasses(Passes):
         """Parameters whose gradients have come in the present step, by number in their buckets."""
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
-        self._bucket_of = {
-            id(each): bucket for unit in self.units for bucket in unit.buckets for each in bucket.parameters
-        }
         self._inner: list[list[tuple[nn.Module, int]]] = []
         """Modules inside each unit, and how many forward hooks of the engine each has."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
@@ -267,12 +246,6 @@ class AutogradPasses(Passes):
                 "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
                 "use precision={'compute': 'float16'} and optimizer.scale(loss)"
             )
-
-    def watch_values(self, parameter: nn.Parameter) -> None:
-        """Note the values of a parameter whose memory somebody gets hold of, so that a write to it is found."""
-        bucket = self._bucket_of[id(parameter)]
-        if self._unit_of[id(bucket)].phase is Phase.LIVE:
-            bucket.note_values()
 
     def _hold_in(self, graph: _Graph, unit: Unit) -> None:
         self._require_current(graph)

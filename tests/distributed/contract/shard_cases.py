@@ -415,7 +415,6 @@ def refused(mesh: Mesh, stage: int) -> dict[str, str]:
     found["optimizer copied"] = _said(lambda: copy.deepcopy(optimizer))
     found["optimizer pickled"] = _said(lambda: pickle.dumps(optimizer))
     if stage < 3:
-        found["other dtype"] = _said(model.half)
         found["shared"] = _said(model.share_memory)
     offload = {"optimizer": "file"}
     found["no directory"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))

@@ -61,7 +61,6 @@ WORDS = {
     "states": "zeromesh.save(directory, model, optimizer)",
     "optimizer copied": "cannot be copied or pickled",
     "optimizer pickled": "cannot be copied or pickled",
-    "other dtype": "change dtypes and values before shard()",
     "shared": "leave it out",
     "no directory": "'directory': ",
     "replaced": "backbone.blocks.1.norm.weight was added, removed or replaced after shard()",
