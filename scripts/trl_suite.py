@@ -142,7 +142,7 @@ def _run(kind: str, base: Path, out: Path, stage: int, ranks: int, lora: bool) -
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(done.stderr[-2000:])
+        print(done.stderr[-6000:])
         return [float("nan")]
     found: list[float] = json.loads((out / "losses.json").read_text(encoding="utf-8"))
     return found

@@ -29,6 +29,7 @@ from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.save_pretrained import copies_from
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
@@ -449,7 +450,8 @@ def _store_whole(model: Any, accelerator: Accelerator) -> None:
             if not accelerator.is_main_process:
                 return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
-        store(self, directory, *arguments, state_dict=state_dict, **named)
+        with copies_from(self, state_dict or {}):
+            store(self, directory, *arguments, state_dict=state_dict, **named)
         if accelerator.is_main_process and floating and not is_adapted(self) and self.config.dtype not in floating:
             self.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
             self.config.save_pretrained(directory)

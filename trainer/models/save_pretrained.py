@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -177,7 +177,22 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
     # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
     own = {"save_embedding_layers": False} if wraps_another(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
-    model.save_pretrained(directory, state_dict=adapter | ties, **own)
+    with copies_from(model, tensors := adapter | ties):
+        model.save_pretrained(directory, state_dict=tensors, **own)
+
+
+@contextmanager
+def copies_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block the modules that PEFT has copied, to train them whole, have `tensors` as their state, which PEFT reads."""
+    copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
+    for prefix, each in copies.items():
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        vars(each)["state_dict"] = lambda own=own: own
+    try:
+        yield
+    finally:
+        for each in copies.values():
+            del vars(each)["state_dict"]
 
 
 def save_configuration(

@@ -106,7 +106,8 @@ def _model(adapted: bool) -> Any:
         return model
     torch.manual_seed(12)
     return peft.get_peft_model(
-        model, peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "down_proj"])
+        model,
+        peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"]),
     )
 
 
