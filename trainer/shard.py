@@ -94,7 +94,7 @@ def shard(
             `model.parameters()`; several, each over parameters of its own, which become one; None for a model that is not trained,
             whose parameters are frozen.
         config: a path of a YAML or JSON file, or a dict. Its sections `zero`, `parallel`, `precision`, `offload` and `ema` are
-            used, and the other ones are not.
+            used; a warning names what else it has.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
         accumulation: how many backwards each step has. Above 1, stages 0 and 1 add gradients up on each rank, and reduce them in
             the last backward alone. 1 allows any number of backwards, and reduces in each.
@@ -159,6 +159,10 @@ def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
     """The configuration of `shard`: the sections of `config`, changed by `options`, and the model's dtype unless they name one."""
     given = load_config(config)
+    unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
+    unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed"})]
+    if unused:
+        _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     sums = "float64" if dtype == torch.float64 else "float32"
     found: dict[str, dict[str, Any]] = {

@@ -89,7 +89,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not torch.cuda.is_available():
             named["cpu"] = True  # Else accelerate takes each process of a launch for a single one.
         super().__init__(*arguments, **named)
-        self._config = zeromesh
+        self._config = load_config(zeromesh)
+        self._compute = _COMPUTE.get(self.mixed_precision)
+        if "compute" in self._config.precision.model_fields_set:
+            self._compute = self._config.precision.compute
         self._accumulation = accumulation
         self._optimizers: list[PreparedOptimizer]
         self._pairs: list[tuple[nn.Module, Optimizer | None]] = []
@@ -99,7 +102,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         problems = self._problems()
         if problems:
             raise ConfigError(problems, where="Accelerator")
-        self._tensor = load_config(zeromesh).parallel.tensor
+        self._tensor = self._config.parallel.tensor
         if self._tensor > 1:
             self._share_batches()
 
@@ -112,14 +115,17 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             )
         if state.mixed_precision not in ("no", *_COMPUTE):
             problems.append(f"mixed_precision is {state.mixed_precision}; allowed are no, {', '.join(_COMPUTE)}")
+        elif state.mixed_precision != "no" and self._compute != _COMPUTE[state.mixed_precision]:
+            problems.append(
+                f"mixed_precision is {state.mixed_precision}, precision.compute {self._compute}; set one alone"
+            )
         if state.parallelism_config is not None and state.parallelism_config.total_size > 1:
             problems.append('parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead')
         if self.state.dynamo_plugin.backend.value != "NO":
             problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
-        pipeline = load_config(self._config).parallel.pipeline
-        if pipeline > 1:
+        if self._config.parallel.pipeline > 1:
             problems.append(
-                f"parallel.pipeline is {pipeline}: a loop of one's own calls the whole model; use zeromesh.Trainer"
+                "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer"
             )
         ranks = read_environment().world_size
         if ranks != self.num_processes:
@@ -144,7 +150,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         Raises:
             ConfigError: for an optimizer whose model is not among them, and for one over several models.
         """
-        optimizers = [each for each in arguments if _is_new(each)]
+        prepared = (PreparedOptimizer, ShardedOptimizer)
+        optimizers = [each for each in arguments if isinstance(each, Optimizer) and not isinstance(each, prepared)]
         self._pairs = [(each, _optimizer_of(each, optimizers)) for each in arguments if isinstance(each, nn.Module)]
         for model, optimizer in self._pairs:
             if optimizer is not None and is_sharded(model):  # It was evaluated before, or trained by another optimizer.
@@ -206,16 +213,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         _GIVEN[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
-        config, compute = load_config(self._config), _COMPUTE.get(self.mixed_precision)
-        options: dict[str, Any] = {}
         _store_whole(model, self)
-        if compute is not None:
-            _compute_in(model, getattr(torch, compute))
-            if "compute" not in config.precision.model_fields_set:
-                options["precision"] = {"compute": compute}
+        if self._compute is not None and self._compute in _COMPUTE.values():
+            _compute_in(model, getattr(torch, self._compute))
+        precision = {} if self._compute is None else {"compute": self._compute}
         # Stages 2 and 3 sum over ranks in each backward anyhow.
-        accumulation = (self._accumulation or self.gradient_accumulation_steps) if config.zero.stage < 2 else 1
-        _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, **options)
+        accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
+        _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, precision=precision)
         if self._tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self._tensor:
             raise LayoutError(
                 "processes are not numbered tensor rank by tensor rank, as accelerate's loaders take them"
@@ -240,9 +244,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             ConfigError: for float16 with several optimizers, which have a scale each.
         """
         loss = loss / self.gradient_accumulation_steps
-        if self.mixed_precision == "fp16":
+        if self._compute == "float16":
             if len(self._optimizers) != 1:
-                raise ConfigError(f"mixed_precision is fp16 with {len(self._optimizers)} optimizers; take bf16, or one")
+                raise ConfigError(
+                    f"float16 has a loss scale, and {len(self._optimizers)} optimizers differ; take bfloat16"
+                )
             loss = self._optimizers[0].optimizer.scale(loss)
         torch.autograd.backward(loss, **named)
 
@@ -397,10 +403,6 @@ def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[.
         yield
     finally:
         del hooks[_last_hook]
-
-
-def _is_new(given: Any) -> bool:
-    return isinstance(given, Optimizer) and not isinstance(given, PreparedOptimizer | ShardedOptimizer)
 
 
 def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer | None:

@@ -145,11 +145,12 @@ def over_tensor(mesh: Mesh) -> dict[str, Any]:
 
 
 def in_low_precision(mesh: Mesh, dtype: str) -> dict[str, Any]:
-    """`mixed_precision`: parameters of forward in the dtype, results in float32, losses near those of float32."""
+    """`mixed_precision`, or `precision.compute`: parameters of forward in the dtype, results in float32, losses near those."""
     found: dict[str, Any] = {}
+    asked = {"bf16": {"mixed_precision": "bf16"}, "fp16": {"zeromesh": {"precision": {"compute": "float16"}}}}
     for precision in ("no", dtype):
         with fresh_state():
-            loop = Loop(Accelerator(gradient_accumulation_steps=2, mixed_precision=precision), wide=False)
+            loop = Loop(Accelerator(gradient_accumulation_steps=2, **asked.get(precision, {})), wide=False)
             found[precision] = loop.train(range(EPOCHS))
             state = loop.accelerator.get_state_dict(loop.model)
             engine = engine_of(loop.model)
@@ -214,6 +215,10 @@ class Refused:
         self.accelerator.state.num_processes = 2
         with self.accelerator.join_uneven_inputs([self.model], even_batches=False):
             pass
+
+    def two_precisions(self) -> None:
+        with fresh_state():
+            Accelerator(mixed_precision="bf16", zeromesh={"precision": {"compute": "float32"}})
 
     def values(self) -> None:
         self.accelerator.clip_grad_value_(self.model.parameters(), 1.0)
