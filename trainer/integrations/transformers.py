@@ -80,6 +80,8 @@ class TrainerOverEngine:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, in transformers' way."""
+        if getattr(self.args, "sync_ref_model", False):  # TRL's; each rank would add to parameters that ranks share.
+            raise ConfigError("sync_ref_model writes into a divided reference model; set it to False")
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # Each rank has one; others are not used.
         plain = library.Accelerator
