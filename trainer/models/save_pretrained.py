@@ -192,7 +192,7 @@ def copies_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
         yield
     finally:
         for each in copies.values():
-            del vars(each)["state_dict"]
+            vars(each).pop("state_dict", None)  # One such block may be inside another.
 
 
 def save_configuration(
