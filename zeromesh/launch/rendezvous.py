@@ -203,9 +203,9 @@ class Leader:
         for each in members:
             each.line.send({"start": {**asdict(place), "first": first, "processes": each.processes}})
             each.running, each.failure = True, None
+            first += each.processes
         for each in self._members:
             each.numbered = each in members
-            first += each.processes
         self._starts += 1
         self._lost, self._joining, self._stopping = [], False, False
         return place
