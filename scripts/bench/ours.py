@@ -63,7 +63,10 @@ class Watcher(Callback):
 def configuration(workload: Workload, stage: int, output_dir: str) -> dict[str, Any]:
     """What is not here is zeromesh's default."""
     return {
-        "model": {"activation_checkpointing": "block" if workload.checkpointing else "none"},
+        "model": {
+            "activation_checkpointing": "block" if workload.checkpointing else "none",
+            "loss": workload.loss,
+        },
         "data": {"shuffle": False},
         "parallel": {"transport": workload.transport},
         "zero": {"stage": stage, "prefetch": workload.prefetch},

@@ -45,6 +45,8 @@ class Workload:
     """Whether blocks are recomputed in backward."""
     in_backward: bool = True
     """Whether zeromesh updates inside backward, as soon as a bucket is reduced; others have no choice."""
+    loss: str = "auto"
+    """Which loss zeromesh's Trainer computes: `auto`, in chunks of tokens, or `native`, the model's own, as all others do."""
     transport: str = "auto"
     """How zeromesh's ranks exchange tensors; others have no choice."""
     checkpoint_every: int = 0
