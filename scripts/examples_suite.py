@@ -172,7 +172,7 @@ def _words(given: Any) -> list[str]:
         given = given["prediction_text"] if "prediction_text" in given else given["answers"]["text"][0]
     if isinstance(given, list):
         return [word for each in given for word in _words(each)]
-    if isinstance(given, str) and len(given) > 5:
+    if isinstance(given, str):
         return (given.split() + 8 * [""])[:8]
     return [str(given)]
 
