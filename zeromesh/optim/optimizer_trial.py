@@ -149,7 +149,7 @@ class _Trial:
             )
 
         driver, values = OptimizerDriver(self._optimizer), parts(self._values)
-        before, states = dict(vars(driver.twin)), [dict[str, Any]() for _ in values]
+        before, states = _marks(driver.twin), [dict[str, Any]() for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [set(state) for state in states]
             states = driver.step(self._group, values, parts(gradients), states)
@@ -157,7 +157,7 @@ class _Trial:
                 raise ValueError("it keeps other states after the first update")
             if {name: value for name, value in driver.twin.param_groups[0].items() if name != "params"} != self._group:
                 raise ValueError("it changes values of its groups")
-        changed = [n for n, value in vars(driver.twin).items() if n not in _OWN and before.get(n) is not value]
+        changed = [name for name, mark in _marks(driver.twin).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
@@ -195,6 +195,21 @@ class _Trial:
             else:
                 raise ConfigError(_not_kept(self._name, name, value))
         return plan
+
+
+def _marks(optimizer: Optimizer) -> dict[str, Any]:
+    """What tells whether attributes of an optimizer have changed, also in place, by name."""
+    return {name: _mark(value) for name, value in vars(optimizer).items() if name not in _OWN}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, Optimizer):
+        return _marks(value)
+    if isinstance(value, Mapping):
+        return [(id(key), _mark(each)) for key, each in value.items()]
+    return list(map(_mark, value)) if isinstance(value, list | tuple | set) else id(value)
 
 
 def _is_scalar(value: Any) -> bool:

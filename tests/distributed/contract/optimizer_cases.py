@@ -74,6 +74,19 @@ class CountsItself(Lion):
         super().step()
 
 
+class SlowWeights(Lion):
+    """Keeps a copy of each parameter of its own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.slow: dict[Any, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for each in self.param_groups[0]["params"]:
+            each.data.lerp_(self.slow.setdefault(each, each.detach().clone()), 0.5)
+
+
 class NarrowState(Lion):
     """Keeps a state of another dtype, as optimizers of 8 bits do."""
 
@@ -111,6 +124,7 @@ REFUSED: dict[str, Callable[..., Optimizer]] = {
     "sparse": torch.optim.SparseAdam,
     "global norm": GlobalNorm,
     "own count": CountsItself,
+    "slow weights": SlowWeights,
     "narrow": NarrowState,
     "filled": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.1),
     "differentiable": lambda groups: torch.optim.Adam(groups, differentiable=True),
@@ -175,7 +189,9 @@ def trained(mesh: Mesh, name: str, stages: list[int], folder: str, offload: str 
     found: dict[str, Any] = {"moved": moved, "off": 0.0, "bytes": []}
     for stage in stages:
         model = seeded(Net).double()
-        model, optimizer = shard(model, optimizer_of(name, model), stage=stage, offload={"optimizer": offload})
+        model, optimizer = shard(
+            model, optimizer_of(name, model), stage=stage, offload={"optimizer": offload, "directory": folder}
+        )
         path, first = Path(folder) / f"{name} {stage}", 0
         if path.exists() and load(path, model, optimizer) is not None:
             first = SAVED
