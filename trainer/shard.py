@@ -160,7 +160,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     """The configuration of `shard`: the sections of `config`, changed by `options`, and the model's dtype unless they name one."""
     given = load_config(config)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
-    unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed"})]
+    unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
     if unused:
         _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)

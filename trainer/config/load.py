@@ -70,7 +70,8 @@ def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
     """Return a name for messages, the sections and keys of zeromesh in `source`, and the DeepSpeed configuration, if it is one."""
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     if isinstance(source, TrainerConfig):
-        return where, source.model_dump(mode="json", exclude_unset=True), None
+        data = source.model_dump(mode="json", exclude_unset=True)
+        return where, {**data, "run": {"name": source.run.name, **data.get("run", {})}}, None  # A name may be the time.
     if isinstance(source, str | os.PathLike):
         data = _read_file(Path(source).expanduser(), where)
     elif source is None or isinstance(source, Mapping):
