@@ -359,7 +359,7 @@ def load(
         The `state` that was given to `save`; None if there is no checkpoint, and nothing was loaded.
 
     Raises:
-        CheckpointError: if there are checkpoints, and none of them can be read.
+        CheckpointError: if there are checkpoints, and none of them can be read, or a model in transformers' form instead.
         LayoutError: if the checkpoint is of another model or another kind of optimizer.
     """
     engine, path = engine_of(model), Path(directory).expanduser()
@@ -389,6 +389,10 @@ def load(
         return dict(kept.get("state", {}))
     if problems:
         raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")
+    if next(path.glob("*.safetensors"), None) is not None:
+        raise CheckpointError(
+            f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
+        )
     return None
 
 

@@ -49,8 +49,10 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
     def setup_optimizers(self, trainer: Any) -> None:
         """Partition the module with the optimizer that it makes. Raises `ConfigError` unless that is one."""
         super().setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ConfigError(f"configure_optimizers gave {len(self.optimizers)} optimizers; return one, with groups")
+        if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:
+            raise ConfigError(
+                f"configure_optimizers gave {len(self.optimizers)} optimizers; return one, with parameters"
+            )
         self.optimizers = [self._partition(self.optimizers[0])]
 
     def _partition(self, optimizer: Any) -> Any:

@@ -481,15 +481,9 @@ class AutogradEngine(ZeroEngine):
         scaled = self.options.precision.loss_scale is not None
         skip = scaled and not math.isfinite(self.gradient_norm(factor))
         self._optimizer_step.begin_step(groups)
-        self._mixed = True
-        try:
+        with self._updating():
             self._optimizer_step.scaler.update(overflow=skip)
             self._optimizer_step.update(self.units, factor * self._clip / scale, skip=skip)
-            self._next_generation()
-        except BaseException as error:
-            self.mesh.fail(error)
-            raise
-        self._mixed = False
         self._passes.used = True
         return not skip
 

@@ -257,17 +257,22 @@ class ZeroEngine:
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.
         """
+        with self._updating():
+            return self._optimizer_step.finish(self.units, factor, loss_finite=loss_finite)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Inside the block the optimizer changes the shards, which the model's parameters follow afterwards."""
         self._mixed = True
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
-                outcome = self._optimizer_step.finish(self.units, factor, loss_finite=loss_finite)
+                yield
                 self._next_generation()
         except BaseException as error:
             self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)
             raise
         self._mixed = False
-        return outcome
 
     def abandon_pass(self) -> bool:
         """Forget what an exception has cut short, so that the next pass can begin. Only for a rank without peers.

@@ -27,6 +27,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, engine: AutogradEngine, factor: float) -> None:
         """`factor` makes sums of gradients over ranks what they stand for: one over the data-parallel ranks for their mean."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        vars(self)["state"] = _PartitionedStates()
         self.engine = engine
         self.skipped = False
         """Whether the latest step made no update, because gradients under a loss scale were not finite."""
@@ -96,7 +97,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`param_groups` alone, as torch gives them. What asks for states, which are divided among ranks, or pickles the
         whole, raises `PhaseError`."""
-        return _GroupsAlone(param_groups=super().state_dict()["param_groups"])
+        return _PartitionedStates(param_groups=super().state_dict()["param_groups"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """States are divided among ranks. Raises `PhaseError`."""
@@ -149,10 +150,10 @@ class ChainedOptimizer(Optimizer):
         return loss
 
 
-class _GroupsAlone(dict[str, Any]):
-    """What `state_dict` gives of an optimizer whose states are elsewhere."""
+class _PartitionedStates(dict[Any, Any]):
+    """States of an optimizer, or what `state_dict` gives of them, where the engine has them. Asking for one raises `PhaseError`."""
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: Any) -> Any:
         raise PhaseError(
             "optimizer states are divided among ranks; write them with zeromesh.save(directory, model, optimizer)"
         )

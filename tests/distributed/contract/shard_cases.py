@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -412,6 +413,10 @@ def refused(mesh: Mesh, stage: int) -> dict[str, str]:
     found["in two models"] = _said(lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
     found["other parameters"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
     found["states"] = _said(lambda: optimizer.state_dict()["state"])
+    found["state of one"] = _said(lambda: optimizer.state[model.head.weight])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "model.safetensors").touch()
+        found["no checkpoint"] = _said(lambda: zeromesh.load(folder, model, optimizer))
     found["optimizer copied"] = _said(lambda: copy.deepcopy(optimizer))
     found["optimizer pickled"] = _said(lambda: pickle.dumps(optimizer))
     if stage < 3:

@@ -59,6 +59,8 @@ WORDS = {
     "in two models": "is partitioned already",
     "other parameters": "that the model has not",
     "states": "zeromesh.save(directory, model, optimizer)",
+    "state of one": "zeromesh.save(directory, model, optimizer)",
+    "no checkpoint": "before shard() partitions it",
     "optimizer copied": "cannot be copied or pickled",
     "optimizer pickled": "cannot be copied or pickled",
     "shared": "leave it out",
