@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zeromesh
+import zeromesh.trainer.shard  # Before memory is counted, as of the others.
 from bench.workload import Workload
 from zeromesh.weight_init.weight_sources import SeededSource
 
