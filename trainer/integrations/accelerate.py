@@ -20,7 +20,7 @@ from accelerate import Accelerator as PlainAccelerator
 from accelerate import ParallelismConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, convert_to_fp32, recursively_apply
+from accelerate.utils import DistributedType, convert_to_fp32, parse_flag_from_env, recursively_apply
 from torch import nn
 from torch.optim import Optimizer
 
@@ -88,6 +88,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """
         if not torch.cuda.is_available():
             named["cpu"] = True  # Else accelerate takes each process of a launch for a single one.
+        for name in ("deepspeed", "fsdp", "megatron_lm"):
+            if named.get(f"{name}_plugin") or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}"):
+                raise ConfigError(
+                    f"{name}_plugin or accelerate's configuration partitions models by {name}; leave it out and give "
+                    'zeromesh={"zero": {"stage": 3}} instead'
+                )
         super().__init__(*arguments, **named)
         self._config = load_config(zeromesh)
         self._compute = _COMPUTE.get(self.mixed_precision)
@@ -121,6 +127,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             )
         if state.parallelism_config is not None and state.parallelism_config.total_size > 1:
             problems.append('parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead')
+        if self.ddp_handler is not None and self.ddp_handler.comm_hook.value != "no":
+            problems.append(
+                f"comm_hook is {self.ddp_handler.comm_hook.value}; leave it out: the engine sums gradients as they are"
+            )
         if self.state.dynamo_plugin.backend.value != "NO":
             problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
         if self._config.parallel.pipeline > 1:

@@ -187,6 +187,11 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
         raise ConfigError(
             "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns"
         )
+    if any(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} has train() and eval(), which change parameters outside of its steps; take "
+            "another, and for averaged weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
+        )
     used = [
         state for state in optimizer.state.values() if type(optimizer) is not torch.optim.Adagrad or state["step"] > 0
     ]

@@ -87,6 +87,14 @@ class SlowWeights(Lion):
             each.data.lerp_(self.slow.setdefault(each, each.detach().clone()), 0.5)
 
 
+class TwoModes(Lion):
+    """Has other values of parameters for evaluation."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 class NarrowState(Lion):
     """Keeps a state of another dtype, as optimizers of 8 bits do."""
 
@@ -125,6 +133,7 @@ REFUSED: dict[str, Callable[..., Optimizer]] = {
     "global norm": GlobalNorm,
     "own count": CountsItself,
     "slow weights": SlowWeights,
+    "two modes": TwoModes,
     "narrow": NarrowState,
     "filled": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.1),
     "differentiable": lambda groups: torch.optim.Adam(groups, differentiable=True),

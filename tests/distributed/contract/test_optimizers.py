@@ -49,6 +49,7 @@ def test_states_of_another_optimizer_are_refused(workers: Workers, tmp_path: Pat
         ("global norm", "depends on others"),
         ("own count", "keeps count outside"),
         ("slow weights", "keeps slow outside"),
+        ("two modes", "has train() and eval()"),
         ("narrow", "keeps torch.int8 as 'codes'"),
         ("filled", "initial_accumulator_value"),
         ("differentiable", "differentiable"),

@@ -1,13 +1,16 @@
 """Loops of accelerate over the engine, beside the same loops over accelerate alone."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -219,6 +222,17 @@ class Refused:
     def two_precisions(self) -> None:
         with fresh_state():
             Accelerator(mixed_precision="bf16", zeromesh={"precision": {"compute": "float32"}})
+
+    def other_plugin(self) -> None:
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+
+    def other_configuration(self) -> None:
+        with patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"):
+            Accelerator()
+
+    def compressed_gradients(self) -> None:
+        hook = DDPCommunicationHookType.BF16
+        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
 
     def values(self) -> None:
         self.accelerator.clip_grad_value_(self.model.parameters(), 1.0)
