@@ -175,7 +175,7 @@ def build_trained_model(
     reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if mesh.shard.size > 1 else ""
     console.note(
         f"{type(model).__name__}: {human_count(engine.state.numel)} parameters in {units}{reduced}",
-        engine.update_device.note(),
+        engine.update_device.note,
     )
     start_times.end("engine")
     return trained

@@ -1,26 +1,41 @@
-"""Optimizers of any class over the ranks of the shard group, run by the class itself.
+"""Optimizers of any class: what a trial shows of one, and how it is run over the ranks of the shard group, by the class itself.
 
 element by element    each rank updates the pieces of parameters in its shards; states lie as moments do
 whole tensors         each parameter has one owner, on which its states lie whole: for an update its gradient and its weights go
                       there, and the new weights come back. Owners are chosen so that all ranks have about as many elements,
                       at every stage
+
+A trial runs the class on small tensors in float64. Its update is element by element where a tensor that is cut into pieces, each
+of them flat, becomes what it becomes whole, states included: any shard can then be updated on its own. Muon and Adafactor, say,
+need whole tensors.
 """
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, KeptState
-from zeromesh.optim.optimizer_trial import OptimizerDriver, shape_of
 from zeromesh.options import NO_GROUP, OptimizerClass, StatePlan, ZeroOptions
 from zeromesh.units.unit import Bucket
 
 _WHAT = "exchange of tensors with their owners"
+_RESERVED = {"model", "master", "ema"}
+_SIZES = (7, 11, 5, 3, 2)
+"""Dimensions of the tensors of a trial, all different: a dimension of a state is thereby known as one of its parameter's."""
+_STEPS = 24
+_LARGE = 1 << 13
+"""Elements of a tensor whose states optimizers of 8 bits keep in blocks; those of smaller tensors they keep as others do."""
+_LEAST_RATE = 0.01
+"""A schedule may begin at a rate of 0, at which no update shows anything."""
+_OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def make_optimizers(
@@ -91,24 +106,13 @@ class PieceOptimizer(BucketOptimizer):
         group: Hyperparameters,
         master: torch.Tensor,
         grad: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-    ) -> None:
-        self._run(slot, group, master, grad, dict(zip(self.moments, moments, strict=True)))
-
-    def _run(
-        self,
-        slot: int,
-        group: Hyperparameters,
-        value: torch.Tensor,
-        gradient: torch.Tensor,
         states: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update elements of a parameter, and their `states`, in place."""
         plan, state = self._plans[slot], dict[str, Any]()
         if self.steps[slot] > 1:  # Before its first update the class makes them.
             state |= {name: states[name] for name in plan.tensors}
             state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
-        (after,) = self._driver.step(group, [value], [gradient], [state])
+        (after,) = self._driver.step(group, [master], [grad], [state])
         found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(states[name].shape) for name in plan.tensors} | dict.fromkeys(plan.scalars, ())
         if found != expected:
@@ -200,7 +204,8 @@ class WholeOptimizer(PieceOptimizer):
             states = {
                 name: self._states[number, name].load(master.device).view(self._shapes[number, name]) for name in names
             }
-            self._run(number, groups[spec.group], values[number].view(shape), gradients[number].view(shape), states)
+            parts = values[number].view(shape), gradients[number].view(shape)
+            self._update_part(number, groups[spec.group], *parts, states)
             for name in names:
                 self._states[number, name].write(0, states[name].view(-1)).wait()
         self._group.exchange(of_owners(values), of_holders(master), master, _WHAT)
@@ -210,3 +215,192 @@ class WholeOptimizer(PieceOptimizer):
 def _like(example: Any, number: float) -> Any:
     """A number as a class keeps it, which keeps `example`."""
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
+
+
+class OptimizerDriver:
+    """Runs the step of an optimizer's class on tensors that are given each time, with states that are given too."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.twin = type(optimizer).__new__(type(optimizer))
+        vars(self.twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
+        self.twin._optimizer_step_pre_hooks, self.twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(
+        self,
+        group: Mapping[str, Any],
+        values: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: Sequence[Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Update `values` in place with `gradients` of their shapes and dtype; returns the states afterwards."""
+        parameters = [nn.Parameter(value) for value in values]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.twin.param_groups = [{"params": parameters, **plain_group(group)}]
+        self.twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
+        self.twin.step()
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter.data_ptr() != value.data_ptr():  # The class has given it other memory.
+                value.copy_(parameter.detach())
+        found = [self.twin.state[parameter] for parameter in parameters]
+        return [{name: value for name, value in state.items() if value is not None} for state in found]
+
+
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, for a step on any device by the kernels that are there for all."""
+    found = {name: value.item() if _is_scalar(value) else value for name, value in group.items() if name != "params"}
+    return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
+
+
+def shape_of(pattern: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that a state has for a parameter of `shape`, where `pattern` is what it had in the trial."""
+    real = dict(zip(_SIZES, shape or (1,), strict=False))  # A scalar is updated as a vector of one.
+    return tuple(real.get(size, size) for size in pattern)
+
+
+def try_class(optimizer: Optimizer) -> OptimizerClass:
+    """Find out how an optimizer is to be run over parts of its parameters.
+
+    Raises:
+        ConfigError: for one that cannot be run so, with the reason.
+    """
+    _require_plain_states(optimizer)
+    trials = {
+        (number, dims): _Trial(optimizer, group, dims)
+        for number, group in enumerate(optimizer.param_groups)
+        for dims in sorted({max(1, each.dim()) for each in group["params"]})
+    }
+    whole = not all(each.element_wise for each in trials.values())
+    return OptimizerClass(optimizer=optimizer, whole=whole, plans={key: each.plan for key, each in trials.items()})
+
+
+def _require_plain_states(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that keeps states of large tensors in blocks of fewer bits, which shards would cut."""
+    twin, value = OptimizerDriver(optimizer).twin, nn.Parameter(torch.zeros(_LARGE))
+    value.grad = torch.ones(_LARGE)
+    twin.param_groups, twin.state = [{**optimizer.param_groups[0], "params": [value]}], defaultdict(dict)
+    try:
+        twin.step()
+    except Exception:  # noqa: BLE001 - the trial will say what is wrong
+        return
+    for name, state in twin.state[value].items():
+        if isinstance(state, torch.Tensor) and (type(state) is not torch.Tensor or state.dtype.itemsize == 1):
+            raise ConfigError(_not_kept(type(optimizer).__name__, name, state))
+
+
+def _not_kept(optimizer: str, name: str, state: Any) -> str:
+    kind = state.dtype if type(state) is torch.Tensor else type(state).__name__
+    return (
+        f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, and numbers. "
+        'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
+    )
+
+
+class _Trial:
+    """The trial of a group's hyperparameters on two tensors of `dims` dimensions: `plan`, and whether it is `element_wise`."""
+
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], dims: int) -> None:
+        self._optimizer = optimizer
+        self._name = type(optimizer).__name__
+        self._group = plain_group(group)
+        if isinstance(rate := self._group.get("lr"), float | int):
+            self._group["lr"] = max(float(rate), _LEAST_RATE)
+        shape = _SIZES[:dims]
+        if len(shape) < dims:
+            raise ConfigError(f"optimizer {self._name} has a parameter of {dims} dimensions; allowed are {len(_SIZES)}")
+        random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if dims > 1 else _SIZES[1:2])
+        self._values, *self._gradients = [
+            [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
+            for step in range(1, _STEPS + 2)
+        ]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                values, states = self._run([0, 1])
+                alone = [self._run([number]) for number in (0, 1)]
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {self._name}: a trial of its step on tensors of {dims} dimensions failed: {summary(error)}"
+            ) from error
+        self.plan = self._plan(states[0])
+        if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
+            raise ConfigError(
+                f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
+                "on their own; use one that updates each tensor by itself"
+            )
+        self.element_wise = all(each == shape for each in self.plan.tensors.values()) and self._takes_pieces(alone[0])
+
+    def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """Values and states after all steps, of tensors by their numbers; with `cut`, of flat pieces of them."""
+
+        def parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            chosen = [tensors[number].clone() for number in numbers]
+            return (
+                [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
+            )
+
+        driver, values = OptimizerDriver(self._optimizer), parts(self._values)
+        before, states = _marks(driver.twin), [dict[str, Any]() for _ in values]
+        for step, gradients in enumerate(self._gradients):
+            names = [set(state) for state in states]
+            states = driver.step(self._group, values, parts(gradients), states)
+            if step and names != [set(state) for state in states]:
+                raise ValueError("it keeps other states after the first update")
+            if {name: value for name, value in driver.twin.param_groups[0].items() if name != "params"} != self._group:
+                raise ValueError("it changes values of its groups")
+        changed = [name for name, mark in _marks(driver.twin).items() if before.get(name) != mark]
+        if changed:
+            raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
+        return values, states
+
+    def _takes_pieces(self, whole: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
+        """Whether pieces of the first tensor become what it has become whole."""
+        try:
+            return self._equal(self._run([0], cut=True), whole)
+        except Exception:  # noqa: BLE001 - whatever it is, the class does not take pieces
+            return False
+
+    def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
+        """Whether two runs have brought equal values and states, but for rounding, however they are cut."""
+        flat, scalars = [], []
+        for values, states in runs:
+            tensors = [*values, *(state[name] for name in self.plan.tensors for state in states)]
+            flat.append(torch.cat([each.flatten() for each in tensors]))
+            rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
+            scalars.append(torch.tensor(rows, dtype=torch.float64))
+        same = flat[0].shape == flat[1].shape and torch.allclose(flat[0], flat[1], rtol=1e-9, atol=1e-12)
+        return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
+
+    def _plan(self, state: Mapping[str, Any]) -> StatePlan:
+        """What the class keeps. Raises `ConfigError` for what no checkpoint could have."""
+        plan = StatePlan(tensors={}, scalars={})
+        for name, value in state.items():
+            if not str(name).isidentifier() or name in _RESERVED:
+                raise ConfigError(
+                    f"optimizer {self._name} has a state {name!r}, which is no name for a checkpoint's files"
+                )
+            if isinstance(value, torch.Tensor) and value.dim() and value.dtype == torch.float64:
+                plan.tensors[name] = tuple(value.shape)
+            elif type(value) in (int, float) or _is_scalar(value):
+                plan.scalars[name] = value
+            else:
+                raise ConfigError(_not_kept(self._name, name, value))
+        return plan
+
+
+def _marks(optimizer: Optimizer) -> dict[str, Any]:
+    """What tells whether attributes of an optimizer have changed, also in place, by name."""
+    return {name: _mark(value) for name, value in vars(optimizer).items() if name not in _OWN}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, Optimizer):
+        return _marks(value)
+    if isinstance(value, Mapping):
+        return [(id(key), _mark(each)) for key, each in value.items()]
+    return list(map(_mark, value)) if isinstance(value, list | tuple | set) else id(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()

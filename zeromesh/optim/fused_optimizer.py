@@ -128,7 +128,8 @@ class BucketOptimizer:
             first, last = max(start, segment_start), min(end, segment_end)
             if first < last:
                 part = slice(first - start, last - start)
-                self._update_part(slot, groups[group], master[part], grad[part], [moment[part] for moment in moments])
+                states = {name: moment[part] for name, moment in zip(self.moments, moments, strict=True)}
+                self._update_part(slot, groups[group], master[part], grad[part], states)
 
     def _update_part(
         self,
@@ -136,10 +137,10 @@ class BucketOptimizer:
         group: Hyperparameters,
         master: torch.Tensor,
         grad: torch.Tensor,
-        moments: Sequence[torch.Tensor],
+        states: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update elements that are alike, the first of them of the parameter of number `slot`."""
-        fused_update(self._settings.name, group, master, grad, moments, self.steps[slot] - 1)
+        """Update elements that are alike, the first of them of the parameter of number `slot`, and their `states`, in place."""
+        fused_update(self._settings.name, group, master, grad, [*states.values()], self.steps[slot] - 1)
 
 
 def fused_update(

@@ -113,23 +113,12 @@ _ROUNDS = 3
 class UpdateDevice:
     """Where updates are computed when their states are not in the device's memory: on the CPU, or on the device.
 
-    The CPU saves the transfer to the device and back, and the device computes faster. Both are tried: `host_seconds` and
-    `device_seconds` are what a billion elements took, on average over ranks.
+    The CPU saves the transfer to the device and back, and the device computes faster: both are tried.
     """
 
     device: torch.device
-    host_seconds: float | None = None
-    device_seconds: float | None = None
-
-    def note(self) -> str | None:
-        """A line that says where updates are computed and why; None where there was nothing to choose."""
-        if self.host_seconds is None or self.device_seconds is None:
-            return None
-        chosen = "the CPU" if self.device.type == "cpu" else "the device"
-        return (
-            f"offload: updates are computed on {chosen} (tried: {self.host_seconds:.2f} s for a billion elements on the CPU, "
-            f"{self.device_seconds:.2f} s on the device with the way there and back); offload.update says otherwise"
-        )
+    note: str | None = None
+    """A line that says where updates are computed and why; None where there was nothing to choose."""
 
 
 def place_updates(
@@ -146,7 +135,12 @@ def place_updates(
         return UpdateDevice(device=_CPU)
     rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
     host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))
-    return UpdateDevice(device=_CPU if host <= there else device, host_seconds=host, device_seconds=there)
+    chosen, name = (_CPU, "the CPU") if host <= there else (device, "the device")
+    note = (
+        f"offload: updates are computed on {name} (tried: {host:.2f} s for a billion elements on the CPU, {there:.2f} s on the "
+        "device with the way there and back); offload.update says otherwise"
+    )
+    return UpdateDevice(device=chosen, note=note)
 
 
 def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> float:
@@ -212,10 +206,8 @@ class OptimizerStep:
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
         """Elements of which each rank of the shard group has all states, where these are of whole tensors."""
-        self.averages: WeightAverage | None = None
+        self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         """The averages of the weights, where options ask for them."""
-        if options.average is not None:
-            self.averages = WeightAverage(options.average, tiers, options.offload.optimizer)
         self._make_optimizers()
         self.shards.require_room(self._buckets)
         self._sums: dict[int, Callable[[], None]] = {}

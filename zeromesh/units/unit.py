@@ -310,11 +310,6 @@ class Unit:
         )
         """Whether a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered parameters."""
-        return sum(bucket.nbytes for bucket in self.buckets)
-
     def names(self) -> list[str]:
         """Names of its parameters, those of tied ones included."""
         specs = [slot.spec for bucket in self.buckets for slot in bucket.layout.slots]

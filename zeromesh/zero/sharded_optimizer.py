@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.optimizer_trial import OptimizerDriver, try_class
+from zeromesh.optim.class_optimizer import OptimizerDriver, try_class
 from zeromesh.options import OptimizerName, OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 

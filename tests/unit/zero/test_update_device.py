@@ -43,10 +43,9 @@ def test_the_faster_place_is_taken_unless_told(
 ) -> None:
     chosen = place_updates(wanted, mesh(CUDA, others), found(*times), in_reach=in_reach)
     assert chosen.device.type == place
-    note = chosen.note()
-    assert (note is not None) == (wanted == "auto" and not in_reach)
-    if note is not None:
-        assert f"{'the CPU' if place == 'cpu' else 'the device'} (tried" in note
+    assert (chosen.note is not None) == (wanted == "auto" and not in_reach)
+    if chosen.note is not None:
+        assert f"{'the CPU' if place == 'cpu' else 'the device'} (tried" in chosen.note
 
 
 def test_a_cpu_has_nothing_to_choose() -> None:
@@ -56,7 +55,7 @@ def test_a_cpu_has_nothing_to_choose() -> None:
     for wanted in ("auto", "host", "device"):
         chosen = place_updates(wanted, mesh(CPU), untried, in_reach=False)  # type: ignore[arg-type]
         assert chosen.device == CPU
-        assert chosen.note() is None
+        assert chosen.note is None
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
