@@ -16,7 +16,7 @@ from zeromesh.offload import Purpose, Tier
 from zeromesh.trainer.shard import ChainedOptimizer, engine_of, load, save, shard
 
 STEPS, SAVED = 5, 3
-BATCH = 6
+BATCH = 12
 
 
 class Lion(Optimizer):
@@ -214,7 +214,7 @@ def trained(mesh: Mesh, name: str, stages: list[int], folder: str, offload: str 
                 save(path, model, optimizer)
         off = max(float((value - states[-1][key]).abs().max()) for key, value in engine_of(model).state.parameters())
         found["off"] = max(found["off"], off)
-        found["bytes"].append(engine_of(model).ledger.by_purpose(*Tier)[Purpose.MOMENTS])
+        found["bytes"].append(engine_of(model).ledger.by_purpose(*Tier).get(Purpose.MOMENTS, 0))
         engine_of(model).close()
     return found
 

@@ -14,7 +14,7 @@ WHOLE = {"Muon", "Muon and AdamW", "Adafactor", "transformers", "Lamb"}
 def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, name: str, every: bool) -> None:
     stages = [0, 1, 2, 3] if every else [0, 3] if name in WHOLE else [3]
     arguments = {"name": name, "stages": stages, "folder": str(tmp_path)}
-    both = workers.run(2, "optimizer_cases:trained", **arguments)
+    both = workers.run(4 if every else 2, "optimizer_cases:trained", **arguments)
     alone = workers.run(1, "optimizer_cases:trained", **arguments)[0]  # It goes on from what both have saved.
     for found in (*both, alone):
         assert found["off"] < 1e-9

@@ -28,6 +28,14 @@ def test_other_stages(workers: Workers, name: str, stage: int) -> None:
     assert max(workers.run(2, "shard_cases:follows", stage=stage, name=name)) < EXACT
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_loop_at_every_stage(workers: Workers, stage: int, ranks: int) -> None:
+    for name in [*LOSSES, *LOOPS]:
+        assert max(workers.run(ranks, "shard_cases:follows", stage=stage, name=name)) < EXACT, name
+
+
 @pytest.mark.parametrize("name", ["fallible", "retained"])
 def test_a_single_rank(workers: Workers, name: str) -> None:
     assert max(workers.run(1, "shard_cases:follows", stage=3, name=name)) < EXACT
