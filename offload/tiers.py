@@ -10,7 +10,7 @@ that `Tiers` hands out is in the ledger.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -141,16 +141,8 @@ class TieredTensor:
             if begin < last:
                 skipped = begin - part.start
                 memory = None if part.memory is None else part.memory[skipped : last - part.start]
-                parts.append(
-                    TieredPart(
-                        start=begin - start,
-                        end=last - start,
-                        tier=part.tier,
-                        memory=memory,
-                        slot=part.slot,
-                        first=part.first + skipped,
-                    )
-                )
+                first = part.first + skipped
+                parts.append(replace(part, start=begin - start, end=last - start, memory=memory, first=first))
         return TieredTensor(self.dtype, parts)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:

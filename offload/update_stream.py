@@ -132,10 +132,6 @@ class UpdateStream:
         Raises:
             StorageError: when something cannot be read; for what cannot be written, whoever reads it next gets the error.
         """
-        if not self._width:
-            for row in rows:
-                compute(row, [view for view in self._views(row, 0) if view is not None])
-            return
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
             self.forget()
@@ -148,7 +144,7 @@ class UpdateStream:
                 for read in flight.reads.values():
                     read.wait()
                 # While buffers are free; those of writes in flight are not waited for.
-                while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
+                while coming and len(self._flights) <= _DEPTH and _missing(self._views(coming[0])) <= self._pool.free:
                     self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
@@ -178,20 +174,14 @@ class UpdateStream:
             for number, buffer in flight.buffers.items():
                 flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
 
-    def _views(self, row: StreamRow, most_missing: int) -> list[torch.Tensor | None]:
+    def _views(self, row: StreamRow) -> list[torch.Tensor | None]:
         """The tensors of a row where they are within reach, and None where they need a buffer."""
-        views = [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
-        missing = sum([view is None for view in views])
-        if missing > most_missing:  # It would wait for buffers that there are not.
-            raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
-        return views
-
-    def _missing(self, row: StreamRow) -> int:
-        return sum(view is None for view in self._views(row, len(row.operands)))
+        return [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
 
     def _start(self, row: StreamRow) -> None:
-        flight = _RowInFlight(row=row)
-        views = self._views(row, self._width)
+        flight, views = _RowInFlight(row=row), self._views(row)
+        if (missing := _missing(views)) > self._width:  # It would wait for buffers that there are not.
+            raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
         self._flights.append(flight)
         for number, (operand, tensor) in enumerate(zip(row.operands, views, strict=True)):
             rest = operand.tensor
@@ -212,3 +202,7 @@ class UpdateStream:
             if write.crosses:
                 self._crossing.append(write)
             write.on_end(partial(self._pool.give, flight.buffers.pop(number)))
+
+
+def _missing(views: Sequence[torch.Tensor | None]) -> int:
+    return sum(view is None for view in views)

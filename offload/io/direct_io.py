@@ -11,9 +11,8 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -40,7 +39,7 @@ def refusals(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         raise StorageError(f"{os.fspath(path)!r} cannot be {what}: {error.strerror or error}") from error
 
 
-class PositionalFile:
+class PositionalFile(AbstractContextManager["PositionalFile"]):
     """A file that is read or written at offsets. Its methods may be called from several threads.
 
     Raises:
@@ -155,9 +154,6 @@ class PositionalFile:
             if descriptor >= 0:
                 os.close(descriptor)
         self._direct = self._buffered = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -147,7 +147,7 @@ class CopyStreams:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Start to copy as `start` does; both tensors are kept until that is done."""
         event = self.start(source, target)
-        ended = self._threads.submit(_wait_for, event, (source, target))
+        ended = self._threads.submit(lambda _kept: event.synchronize(), (source, target))
         if target.is_cuda:
             return _TransferToDevice(self._device, self.inward, event, ended)
         transfer = Transfer([ended])
@@ -187,10 +187,8 @@ class _TransferToDevice(Transfer):
         return torch.cuda.stream(self._stream)
 
 
-@cache
-def copy_streams_of(device: torch.device) -> CopyStreams:
-    """The streams between this process's memory and a CUDA device."""
-    return CopyStreams(device)
+copy_streams_of = cache(CopyStreams)
+"""The streams between this process's memory and a CUDA device."""
 
 
 def _copy(stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
@@ -198,10 +196,6 @@ def _copy(stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor)
         target.copy_(source, non_blocking=True)
         event: torch.cuda.Event = stream.record_event()
     return event
-
-
-def _wait_for(event: torch.cuda.Event, _kept: tuple[torch.Tensor, torch.Tensor]) -> None:
-    event.synchronize()
 
 
 PAGE = mmap.PAGESIZE

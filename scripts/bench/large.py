@@ -38,7 +38,12 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "parameters": sum(bucket.layout.numel for unit in engine.units for bucket in unit.buckets),
+                    "parameters": sum(
+                        slot.spec.numel
+                        for unit in engine.units
+                        for bucket in unit.buckets
+                        for slot in bucket.layout.slots
+                    ),
                     "swap_bytes": engine.ledger.total(Tier.FILE),
                     "ledger_peak_bytes": engine.ledger.peak(),
                     "peak_bytes": peak_bytes(),

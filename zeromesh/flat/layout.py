@@ -150,11 +150,6 @@ class BucketLayout:
         object.__setattr__(self, "padded", padded_length(end, self.parts, self.alignment))
 
     @property
-    def numel(self) -> int:
-        """Elements that belong to parameters; gaps and padding are not counted."""
-        return sum(slot.where.length for slot in self.slots)
-
-    @property
     def first(self) -> ParameterSpec:
         """The first parameter: all have its dtype, are trained or not like it, and are shared by the same ranks."""
         return self.slots[0].spec

@@ -81,11 +81,7 @@ class StridedRows:
 
     def _logical(self, local: int) -> int:
         row, at = divmod(local, self.taken)
-        for column in self.columns:
-            if at < column.length:
-                return row * self.width + column.start + at
-            at -= column.length
-        raise LayoutError(f"element {local} lies beyond the columns of its row")
+        return row * self.width + _logical_index(self.columns, at)
 
     def tiles(self, interval: Interval) -> Iterator[Tile]:
         """What local elements `interval` consist of: the rest of a row, whole rows, the beginning of a row."""
@@ -254,7 +250,7 @@ def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
         if index < interval.length:
             return interval.start + index
         index -= interval.length
-    raise LayoutError(f"index {index} lies beyond the intervals of its dim")
+    raise LayoutError(f"an index is {index} beyond the end of its intervals")
 
 
 def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Interval:

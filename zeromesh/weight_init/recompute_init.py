@@ -103,15 +103,17 @@ class Skeleton:
             path.append(module)
         return path
 
-    def initialisers(self, fqn: str, *, reset_first: bool = False) -> list[Initialiser]:
-        """What initialises the tensors that module `fqn` owns, in order: its own initialiser, then those of its ancestors.
+    def initialise(self, fqn: str, seed: int, *, reset_first: bool = False) -> None:
+        """Run what initialises the tensors that module `fqn` owns: its own initialiser, then those of its ancestors.
 
         With `reset_first` a Hugging Face model's module is first reset as its constructor would have done.
         """
         path = self.path(fqn)
         found = [_initialiser(path[: depth + 1]) for depth in reversed(range(len(path)))]
-        first = [_reset(path[-1])] if reset_first else []
-        return [initialiser for initialiser in first + found if initialiser is not None]
+        with seeded_cpu(seed, fqn):
+            for initialiser in [_reset(path[-1]) if reset_first else None, *found]:
+                if initialiser is not None:
+                    initialiser()
 
     def managed_by_pretrained(self, fqn: str) -> bool:
         """Whether module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
@@ -136,9 +138,7 @@ class Skeleton:
             # after two identical computations over two different fillings.
             for filling in (0,) if all(map(_has_nan, before.values())) else (0, 1):
                 owner.update({name: _filled(tensor, filling) for name, tensor in before.items()})
-                with seeded_cpu(seed, fqn):
-                    for initialiser in self.initialisers(fqn, reset_first=reset_first):
-                        initialiser()
+                self.initialise(fqn, seed, reset_first=reset_first)
                 runs.append({name: owner[name].detach() for name in names if owner[name] is not None})
         except INITIALISER_ERRORS as error:
             return Recomputed(values={}, lost=tuple(names), reason=summary(error))

@@ -153,19 +153,17 @@ class SeededSource(BuiltSource):
         wanted = [p for leaf in leaves if (p := parameters[leaf]) is not None]
         for reset_first in (False, True):
             try:
-                with WriteLog() as log, seeded_cpu(self._seed, owner):
-                    for initialiser in self.skeleton.initialisers(owner, reset_first=reset_first):
-                        initialiser()
+                with WriteLog() as log:
+                    self.skeleton.initialise(owner, self._seed, reset_first=reset_first)
             except INITIALISER_ERRORS:
-                # It may only have needed a value where meta has none: try it in earnest.
-                return self.skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
+                break  # It may only have needed a value where meta has none.
             if any(log.of(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
             if all(not p.numel() or any(w.numel >= p.numel() for w in log.of(p)) for p in wanted):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
                 break
-        # On meta some initialisers do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
+        # On meta some initialisers fail, or do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
         return self.skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
 
 
@@ -333,9 +331,8 @@ def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: W
         if not parameter.is_meta or skeleton.managed_by_pretrained(owner):
             return False
         if owner not in replays:
-            with WriteLog() as replays[owner], seeded_cpu(seed, owner):
-                for initialiser in skeleton.initialisers(owner):
-                    initialiser()
+            with WriteLog() as replays[owner]:
+                skeleton.initialise(owner, seed)
         copy = skeleton.path(owner)[-1]._parameters[leaf]
         return copy is not None and construction.of(parameter) != replays[owner].of(copy)
 
