@@ -377,15 +377,11 @@ class ActivationStore:
     def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
         """A slot of the file, and the reservation after whose end it may be used again."""
         tier, length = self._tiers.file(), whole_blocks(nbytes)
-        begin = self._free.take(length)
-        if begin is None:
+        while (begin := self._free.take(length)) is None:
             missing = length - self._free.reaching(tier.nbytes)
             tier.allocate(missing, _LABEL)
             self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
             self._free.give(tier.nbytes - missing, tier.nbytes)
-            begin = self._free.take(length)
-        if begin is None:
-            raise RuntimeError(f"{length} bytes were reserved in the file and cannot be found")
         slot = FileSlot(tier, begin, nbytes, _LABEL)
         return slot, Reservation(self._ended, partial(self._free.give, begin, begin + length))
 

@@ -21,7 +21,7 @@ from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models.adapters import output_layer
-from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, seeded_cpu
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13

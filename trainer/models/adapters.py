@@ -14,8 +14,13 @@ from torch import nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.model import Head, LoraSection
-from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, is_pretrained_model, seeded_cpu
-from zeromesh.weight_init.weight_sources import BuiltModel, ParameterSource
+from zeromesh.weight_init.weight_sources import (
+    INITIALISER_ERRORS,
+    BuiltModel,
+    ParameterSource,
+    is_pretrained_model,
+    seeded_cpu,
+)
 
 
 def wraps_another(model: nn.Module) -> bool:

@@ -20,8 +20,7 @@ from zeromesh.trainer.models.hub_download import directory_of
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.hub_names import match
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles
-from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS
-from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, BuiltModel, build_deferred, canonical_names
 
 _COUNTS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
-from zeromesh.weight_init.recompute_init import is_pretrained_model
+from zeromesh.weight_init.weight_sources import is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a compiled function of a function."""

@@ -32,8 +32,7 @@ from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import Entry
 from zeromesh.errors import CheckpointError, ConfigError, some, summary
-from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS
-from zeromesh.weight_init.weight_sources import canonical_names
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, canonical_names
 
 _SHOWN = 20
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")

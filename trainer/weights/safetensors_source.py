@@ -17,11 +17,11 @@ from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, Entry, 
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, some
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.weights.hub_names import Conversion, Matched, match
-from zeromesh.weight_init.recompute_init import Skeleton
 from zeromesh.weight_init.weight_sources import (
     LostValuesError,
     ParameterSource,
     SeededSource,
+    Skeleton,
     canonical_names,
     check_interval,
 )

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 
 import torch
 
@@ -282,7 +281,7 @@ class OptimizerStep:
         self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, stream.nbytes)
         return stream
 
-    def resume(self, updates: int, steps: Mapping[str, int] = MappingProxyType({})) -> None:
+    def resume(self, updates: int, steps: Mapping[str, int]) -> None:
         """Go on after `updates` updates; parameters in `steps` have had other numbers of updates, by name."""
         self.updates = updates
         for bucket in self._all:

@@ -93,7 +93,8 @@ def plan_model(
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     main = _main_dtype(parameter for parameter, _ in names)
     keep = _kept_in_fp32(model)
-    modules = _unit_modules(model)
+    ends = _fqn_of(model, "get_input_embeddings") + _fqn_of(model, "get_output_embeddings")
+    modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
     for parameter, fqns in names:
         copies = cuts.copies.get(fqns[0])
@@ -197,12 +198,6 @@ def _called(fqn: str, module: nn.Module) -> Iterator[str]:
         return
     for name, child in module.named_children():
         yield from _called(f"{fqn}.{name}", child)
-
-
-def _unit_modules(model: nn.Module) -> tuple[str, ...]:
-    """FQNs of the unit modules, in module order, none inside another, none the root."""
-    ends = _fqn_of(model, "get_input_embeddings") + _fqn_of(model, "get_output_embeddings")
-    return _outermost(model, _block_names(model) + ends)
 
 
 def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
