@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # What each floor may import besides the standard library and itself. `zeromesh.errors` and `zeromesh.files`
 # import nothing but each other and stand below.
 BELOW = {"zeromesh.errors", "zeromesh.files"}
-ENGINE = {"zeromesh", "torch", "numpy", "safetensors", "xxhash"}
+ENGINE = {"zeromesh", "torch", "numpy", "safetensors", "xxhash", "psutil"}
 FLOORS = {
-    "offload": {"torch", "numpy", "xxhash", "zeromesh.offload", *BELOW},
+    "offload": {"torch", "numpy", "xxhash", "psutil", "zeromesh.offload", *BELOW},
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}

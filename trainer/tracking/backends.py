@@ -7,9 +7,7 @@ they are told not to, each in words of its own.
 import contextlib
 import hashlib
 import json
-import os
 import re
-import signal
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import psutil
 import yaml
 
 from zeromesh.files import read_whole, write_whole
@@ -284,14 +283,19 @@ class WandbTracker(Tracker):
         self.tracker.log({**where, **row.values}, step=first, commit=True)
 
     def give_up(self, error: BaseException) -> None:
-        if not any(_children("wandb-core")):
+        if not _services():
             import wandb
 
             wandb.teardown()  # Its service is gone, and would be called once more when this process ends.
 
     def abandon(self) -> None:
-        for pid in _children("wandb-core"):
-            os.kill(pid, signal.SIGKILL)
+        for each in _services():
+            each.kill()
+
+
+def _services() -> list[psutil.Process]:
+    """The processes that wandb has started in this one."""
+    return [each for each in psutil.Process().children() if "wandb-core" in each.name()]
 
 
 _BLOCK = 32 << 10
@@ -348,14 +352,6 @@ def _records(path: Path) -> Iterator[bytes]:
                 if kind in (_WHOLE, _LAST):
                     yield record
             at = 0
-
-
-def _children(program: str) -> Iterator[int]:
-    """Processes that this one has started of a program."""
-    for path in Path("/proc/self/task").glob("*/children"):
-        for pid in path.read_text(encoding="ascii").split():
-            if program.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                yield int(pid)
 
 
 class NotedTracker(Tracker):

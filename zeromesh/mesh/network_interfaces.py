@@ -4,17 +4,13 @@ Left alone, gloo takes the address that the host's own name resolves to, which i
 interface that the other hosts cannot reach.
 """
 
-import array
-import fcntl
 import socket
-import struct
-import sys
+
+import psutil
 
 from zeromesh.environment import LOOPBACK
 from zeromesh.errors import ConfigError
 
-_SIOCGIFCONF = 0x8912
-_ENTRY_BYTES = 40  # sizeof(struct ifreq) on 64-bit Linux
 _ROUTE_PORT = 9  # discard; nothing is sent
 
 
@@ -98,7 +94,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The interfaces of this host that have an address, with their addresses; empty where the system does not tell."""
+    """The interfaces of this host that have an address, with their addresses."""
     found: dict[str, list[str]] = {}
     for address, name in by_address().items():
         found.setdefault(name, []).append(address)
@@ -106,29 +102,11 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def by_address() -> dict[str, str]:
-    """The name of the interface of each address of this host; empty where the system does not report them."""
-    return {**_ipv4(), **_ipv6()} if sys.platform == "linux" else {}
-
-
-def _ipv4() -> dict[str, str]:
-    """Every IPv4 address of this host and its interface, from netdevice(7)."""
-    room = array.array("B", bytes(_ENTRY_BYTES * 512))
-    place, length = room.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iL", length, place))
-    used = struct.unpack("iL", answer)[0]
-    found = {}
-    for start in range(0, used, _ENTRY_BYTES):
-        entry = room[start : start + _ENTRY_BYTES].tobytes()
-        name = entry[:16].partition(b"\0")[0].decode()
-        found[socket.inet_ntoa(entry[20:24])] = name.partition(":")[0]
-    return found
-
-
-def _ipv6() -> dict[str, str]:
-    try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return {}
-    return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[5] for row in rows}
+    """The name of the interface of each address of this host, without an alias's suffix."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        each.address.partition("%")[0]: name.partition(":")[0]
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in families
+    }
