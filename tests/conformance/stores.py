@@ -16,7 +16,7 @@ from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.flat.regions import Region
+from zeromesh.flat.layout import Region
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.save_pretrained import save_configuration
 

@@ -20,7 +20,7 @@ from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_int
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.loader import _targets
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.flat.regions import Region
+from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK

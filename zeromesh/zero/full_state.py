@@ -15,8 +15,7 @@ from torch import nn
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.flat.layout import ParameterSlot, ParameterSpec
-from zeromesh.flat.regions import Region, share_of
+from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import TieredTensor

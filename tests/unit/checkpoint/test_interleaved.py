@@ -20,7 +20,7 @@ from zeromesh.checkpoint.io.file_slices import TensorShard, merged, minus
 from zeromesh.checkpoint.io.write_plan import WritePlan, check_interleaved
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
-from zeromesh.flat.regions import Region
+from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK

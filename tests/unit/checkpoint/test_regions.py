@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.regions import Region, Tile, share_of
+from zeromesh.flat.layout import Region, Tile, share_of
 from zeromesh.intervals import Interval, padded_length, shard_interval
 
 sizes = st.sampled_from(

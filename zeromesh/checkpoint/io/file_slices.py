@@ -14,7 +14,7 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, StoredTensor, TensorSpec
-from zeromesh.flat.regions import Region, StridedRows
+from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile

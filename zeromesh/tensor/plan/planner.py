@@ -29,8 +29,7 @@ from typing import Any
 from torch import nn
 
 from zeromesh.errors import LayoutError, some
-from zeromesh.flat.layout import ParameterPart
-from zeromesh.flat.regions import Region
+from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
