@@ -4,9 +4,7 @@ Nothing here imports torch.
 """
 
 import contextlib
-import operator
 import platform
-import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import zeromesh
 from zeromesh.environment import DEFAULT_PORT, INTERFACE, LOOPBACK, available_cores, read_environment, setting
@@ -31,7 +32,6 @@ _DEBUGGING = {
     "PYTHONMALLOC": ("debug", "Every allocation of Python is checked."),
 }
 """Variables that help to find mistakes and slow runs down: the value that does so, and its effect."""
-_COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _SLOW_NAME_SECONDS = 1.0
 
 
@@ -93,23 +93,15 @@ def packages() -> Iterator[Finding]:
 
 def requirement(text: str) -> Finding:
     """Judge the installed version of a package by a requirement such as `torch>=2.11,<3`."""
-    name = re.split(r"[^\w.-]", text)[0]
+    needed = Requirement(text)
     try:
-        version = metadata.version(name)
+        version = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
-        return problem(name, "not installed", f"zeromesh needs {text}.", f"pip install '{text}'")
-    fits = all(
-        _COMPARISONS[sign](_release(version), _release(other))
-        for sign, other in re.findall(r"([<>=]=|[<>])\s*([\d.]+)", text)
-    )
+        return problem(needed.name, "not installed", f"zeromesh needs {text}.", f"pip install '{text}'")
     means = f"zeromesh needs {text}, and was not tried with this version."
-    return problem(name, version, means, f"pip install '{text}'", when=not fits)
-
-
-def _release(version: str) -> list[int]:
-    """Return the numbers of a release: [2, 13] of 2.13.0+cpu. Vendors' 2.11.0a0+abc counts as the release that it leads to."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return [int(each) for each in re.sub(r"(\.0+)+$", "", match[0]).split(".")] if match else []
+    # A vendor's build, such as 2.11.0a0+abc, counts as the release that it leads to.
+    fits = Version(version).base_version in needed.specifier
+    return problem(needed.name, version, means, f"pip install '{text}'", when=not fits)
 
 
 def launch() -> Iterator[Finding]:
