@@ -7,7 +7,6 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -124,18 +123,14 @@ class _PinnedPages(mmap.mmap):
     def register(self) -> bool:
         """Have CUDA pin them."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if int(_runtime().cudaHostRegister(address, len(self), 0)):
+        if int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)):  # type: ignore[no-untyped-call]
             return False
         self._address = address
         return True
 
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
-            _runtime().cudaHostUnregister(self._address)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
 
 
 def pinned_limit() -> int:

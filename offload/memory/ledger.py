@@ -180,9 +180,7 @@ def group_settings(name: str) -> list[str]:
     own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     found = []
     inner = _CGROUP / own.lstrip("/")
-    for group in [*reversed(inner.parents), inner]:
-        if not group.is_relative_to(_CGROUP):
-            continue
+    for group in [each for each in (*reversed(inner.parents), inner) if each.is_relative_to(_CGROUP)]:
         with contextlib.suppress(OSError):
             found.append((group / name).read_text(encoding="ascii").strip())
     return found

@@ -117,8 +117,7 @@ class GradientShards:
         Raises:
             StorageError: when that sum cannot be read.
         """
-        if bucket.grad is None:
-            self.expect(bucket)
+        self.expect(bucket)
         found = self._arriving.pop(id(bucket), None)
         if found is not None:
             bucket.grad, transfer = found
@@ -172,14 +171,11 @@ class GradientShards:
 
     def squares(self, buckets: Sequence[Bucket]) -> list[float]:
         """The squared norms of shards, for which the host waits once; nan or inf where one holds such, 0 where it is used up."""
-        norms = []
+        norms, nothing = [], torch.zeros((), dtype=self._dtype, device=self._tiers.device)
         for bucket in buckets:
             found = self._norms.get(id(bucket))
             if found is None:
-                grad = (
-                    torch.zeros(1, dtype=self._dtype, device=self._tiers.device) if bucket.grad is None else bucket.grad
-                )
-                found = torch.linalg.vector_norm(grad)
+                found = nothing if bucket.grad is None else torch.linalg.vector_norm(bucket.grad)
             norms.append(found)
         return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
 

@@ -95,12 +95,10 @@ class WeightAverage:
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
         for start in range(0, master.numel, _EXCHANGED):
-            length = min(_EXCHANGED, master.numel - start)
-            first, second = (torch.empty(length, dtype=master.dtype, device=device) for _ in range(2))
-            for tensor, part in ((master, first), (average, second)):
-                tensor.read(start, part).wait()
-            for tensor, part in ((master, second), (average, first)):
-                tensor.write(start, part).wait()
+            end = min(start + _EXCHANGED, master.numel)
+            first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
+            master.write(start, second).wait()
+            average.write(start, first).wait()
 
 
 _CPU = torch.device("cpu")

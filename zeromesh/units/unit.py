@@ -317,22 +317,16 @@ class Unit:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of one of its parameters."""
-        for bucket in self.buckets:
-            for slot, each in zip(bucket.layout.slots, bucket.parameters, strict=True):
-                if each is parameter:
-                    return slot.spec.fqn
-        return f"a parameter of {self.name}"
+        pairs = [pair for bucket in self.buckets for pair in zip(bucket.layout.slots, bucket.parameters, strict=True)]
+        return next((slot.spec.fqn for slot, each in pairs if each is parameter), f"a parameter of {self.name}")
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the gathered parameters."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         device, address = tensor.device, tensor.data_ptr()
-        for bucket in self.buckets:
-            full = bucket.buffer.full
-            if full.device == device and 0 <= address - full.data_ptr() < bucket.nbytes:
-                return True
-        return False
+        memory = ((bucket.buffer.full, bucket.nbytes) for bucket in self.buckets)
+        return any(full.device == device and 0 <= address - full.data_ptr() < nbytes for full, nbytes in memory)
 
     def note_values(self) -> None:
         """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
