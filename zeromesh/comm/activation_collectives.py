@@ -28,13 +28,13 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 
 import torch
 import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
-from zeromesh.comm.transport import TransportName, choose_transport
+from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
@@ -182,7 +182,8 @@ class Exchange:
         if kind is ExchangeKind.GATHER:
             return torch.cat(parts, dim)
         if kind is ExchangeKind.MAXIMUM:
-            return maximum_in_ranks(parts)
+            # Contiguous and new also for one rank; NaN wherever one part has it.
+            return reduce(torch.maximum, parts[1:], _copy(parts[0]))
         if kind is ExchangeKind.SCATTERED_SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
@@ -248,35 +249,18 @@ def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """`parts[0] + parts[1] + ...` in this order, in a new contiguous tensor; 16-bit ones are added in fp32 and rounded once."""
     first = parts[0]
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
-    if len(parts) == 2:
-        # One addition is rounded once, whatever it computes in.
-        return torch.add(parts[0].detach(), parts[1].detach(), out=out)
-    narrow = first.dtype.is_floating_point and first.dtype.itemsize < 4
-    if not all(part.is_contiguous() for part in parts):
-        _add_up(out, parts, narrow)
-        return out
-    flat = [part.detach().view(-1) for part in parts]
-    total = out.view(-1)
-    for start in range(0, total.numel(), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        _add_up(total[chunk], [part[chunk] for part in flat], narrow)
+    # One addition is rounded once, whatever it computes in.
+    narrow = len(parts) > 2 and first.dtype.is_floating_point and first.dtype.itemsize < 4
+    chunks = [(out, parts)]
+    if len(parts) > 2 and all(part.is_contiguous() for part in parts):
+        split = [torch.split(tensor.view(-1), _CHUNK) for tensor in (out, *parts)]
+        chunks = [(target, summands) for target, *summands in zip(*split, strict=True)]
+    for target, summands in chunks:
+        total = torch.empty_like(target, dtype=torch.float32) if narrow else target
+        sum_in_order(total, summands, add=False)
+        if narrow:
+            target.copy_(total)
     return out
-
-
-def maximum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The element-wise maximum, in a new contiguous tensor; NaN wherever one part has it."""
-    out = _copy(parts[0])
-    for part in parts[1:]:
-        torch.maximum(out, part.detach(), out=out)
-    return out
-
-
-def _add_up(out: torch.Tensor, parts: Sequence[torch.Tensor], narrow: bool) -> None:
-    total = parts[0].to(torch.float32) if narrow else out.copy_(parts[0])
-    for part in parts[1:]:
-        total.add_(part)
-    if narrow:
-        out.copy_(total)
 
 
 def _dim(tensor: torch.Tensor, dim: int) -> int:

@@ -18,7 +18,6 @@ import ctypes
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -118,19 +117,6 @@ class Counters:
         self._watch.wait(lambda: self.reached(value), behind, what, pause)
 
 
-def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
-    """`out = parts[0] + parts[1] + ...` (after `out` itself when `add`), in this order, in the dtype of `out`."""
-    remaining = list(parts)
-    if not add:
-        first = remaining.pop(0)
-        if remaining and first.dtype == out.dtype and remaining[0].dtype == out.dtype:
-            torch.add(first, remaining.pop(0), out=out)
-        else:
-            out.copy_(first)
-    for part in remaining:
-        out.add_(part)
-
-
 class SharedBuffer(GatherBuffer):
     """A buffer whose shards are written by their ranks straight into the pages that all ranks read."""
 
@@ -228,34 +214,6 @@ class SharedBuffer(GatherBuffer):
             self._pages_out = False
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
-class _Sum(Reduction):
-    """A reduction over shared slots: the sum happens in this rank's own thread, when it is asked to finish."""
-
-    reducer: SharedReducer
-    sequence: int
-    kind: Collective
-    parts: Sequence[torch.Tensor]
-    out: torch.Tensor
-    add: bool
-    done: bool = False
-
-    def ready(self) -> bool:
-        return self.done or self.reducer.published.reached(self.sequence + 1)
-
-    def finish(self) -> None:
-        if self.done:
-            return
-        with self.reducer.traffic.timed(self.kind):
-            self.reducer.published.wait(self.sequence + 1, "reduction of gradients")
-            sum_in_order(self.out, self.parts, add=self.add)
-            self.reducer.consumed.set(self.sequence + 1)  # This rank has read the bucket of all ranks.
-        self.done = True
-
-    def settle(self) -> None:
-        """`finish` has read from every rank all that `out` wants."""
-
-
 class SharedReducer(Reducer):
     """Gradient slots in shared memory."""
 
@@ -298,7 +256,16 @@ class SharedReducer(Reducer):
             kind, length = Collective.REDUCE_SCATTER, filled.numel() // len(parts)
             parts = [part[self._group.index * length :][:length] for part in parts]
         self.traffic.count(kind, filled.nbytes)
-        return _Sum(reducer=self, sequence=sequence, kind=kind, parts=parts, out=out, add=add)
+        return Reduction(
+            traffic=self.traffic,
+            kind=kind,
+            parts=parts,
+            sums=out,
+            add=add,
+            arrived=lambda: self.published.reached(sequence + 1),
+            wait=lambda: self.published.wait(sequence + 1, "reduction of gradients"),
+            free=lambda: self.consumed.set(sequence + 1),  # This rank has read the bucket of all ranks.
+        )
 
 
 class SharedTransport(Transport):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm.shm_transport import SharedTransport, sum_in_order
+from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload import DONE, TieredTensor, allocate_lasting
@@ -125,43 +125,6 @@ class CollectiveBuffer(GatherBuffer):
             self._live = False
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
-class _Launched(Reduction):
-    """A collective in flight, and what is summed once it has ended."""
-
-    reducer: CollectiveReducer
-    kind: Collective
-    work: AsyncWork
-    sent: torch.Tensor
-    """Kept until `finish`: NCCL reads it on a stream of its own."""
-    parts: Sequence[torch.Tensor]
-    sums: torch.Tensor
-    """The part of `out` that this rank sums."""
-    out: torch.Tensor
-    add: bool
-    done: bool = False
-
-    def ready(self) -> bool:
-        return self.done or self.work.is_completed()
-
-    def finish(self) -> None:
-        if self.done:
-            return
-        group = self.reducer.group
-        with group.traffic.timed(self.kind):
-            group.wait(self.work, "reduction of gradients")
-            sum_in_order(self.sums, self.parts, add=self.add)
-        self.reducer.finished += 1
-        self.done = True
-
-    def settle(self) -> None:
-        group = self.reducer.group
-        if self.sums.numel() != self.out.numel():
-            with group.traffic.timed(Collective.ALL_GATHER, self.out.nbytes):
-                work = _start_gather(self.out, self.sums, group, group.reduce_group)
-                group.wait(work, "all-gather of summed gradients")
-
-
 class CollectiveReducer(Reducer):
     """`slots` buffers to send, on gloo as many to receive into. Reductions finish in the order in which they were launched.
 
@@ -199,7 +162,27 @@ class CollectiveReducer(Reducer):
             length = filled.numel() // group.size
             sums = out[group.index * length : (group.index + 1) * length] if whole else out
         group.traffic.count(kind, sent.nbytes)
-        return _Launched(reducer=self, kind=kind, work=work, sent=sent, parts=parts, sums=sums, out=out, add=add)
+        return Reduction(
+            traffic=group.traffic,
+            kind=kind,
+            parts=parts,
+            sums=sums,
+            add=add,
+            arrived=work.is_completed,
+            wait=lambda: group.wait(work, "reduction of gradients"),
+            free=self._free,
+            complete=partial(self._gather_sums, out, sums) if sums.numel() != out.numel() else None,
+            sent=sent,
+        )
+
+    def _free(self) -> None:
+        self.finished += 1
+
+    def _gather_sums(self, out: torch.Tensor, sums: torch.Tensor) -> None:
+        group = self.group
+        with group.traffic.timed(Collective.ALL_GATHER, out.nbytes):
+            work = _start_gather(out, sums, group, group.reduce_group)
+            group.wait(work, "all-gather of summed gradients")
 
 
 class CollectiveTransport(Transport):

@@ -10,8 +10,7 @@ All ranks of the group make the same calls in the same order. Nothing here knows
 """
 
 import platform
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +20,7 @@ from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
+from zeromesh.telemetry.step_recorder import Collective, CommAccount
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,21 +111,59 @@ class GatherBuffer:
         """This rank will not read the present contents again: their owners may write."""
 
 
-class Reduction(ABC):
-    """A reduction in flight."""
+@dataclass(kw_only=True, eq=False)
+class Reduction:
+    """A reduction in flight, which this rank's own thread completes when it is asked to finish."""
 
-    @abstractmethod
+    traffic: CommAccount
+    kind: Collective
+    parts: Sequence[torch.Tensor]
+    """What arrives from each rank."""
+    sums: torch.Tensor
+    """What this rank sums, of one length with each part."""
+    add: bool
+    arrived: Callable[[], bool]
+    """Whether `wait` would return at once."""
+    wait: Callable[[], None]
+    free: Callable[[], None]
+    """Called once the slot may be filled again."""
+    complete: Callable[[], None] | None = None
+    """Gathers the other ranks' sums, where this rank wants the whole one."""
+    sent: torch.Tensor | None = None
+    """Kept until the end: NCCL reads it on a stream of its own."""
+    done: bool = False
+
     def ready(self) -> bool:
         """Whether `finish` would return without waiting for a peer."""
+        return self.done or self.arrived()
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait for the peers and sum what this rank sums; its slot is free afterwards. Moves nothing itself, so ranks may
         finish at different moments."""
+        if not self.done:
+            with self.traffic.timed(self.kind):
+                self.wait()
+                sum_in_order(self.sums, self.parts, add=self.add)
+                self.free()
+            self.done = True
 
-    @abstractmethod
     def settle(self) -> None:
         """Complete an `out` that wants the whole sum. All ranks settle in the order of launches."""
+        if self.complete is not None:
+            self.complete()
+
+
+def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
+    """`out = parts[0] + parts[1] + ...` (after `out` itself when `add`), in this order, in the dtype of `out`."""
+    remaining = list(parts)
+    if not add:
+        first = remaining.pop(0)
+        if remaining and first.dtype == out.dtype and remaining[0].dtype == out.dtype:
+            torch.add(first, remaining.pop(0), out=out)
+        else:
+            out.copy_(first)
+    for part in remaining:
+        out.add_(part)
 
 
 class Reducer:

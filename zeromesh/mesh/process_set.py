@@ -101,7 +101,7 @@ class ProcessSet:
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to sum a large tensor over the set, in place, on whatever device; the returned call waits for it."""
-        groups = self._groups()
+        groups = self.require_member()
         if groups is None:
             return lambda: None
         with self.traffic.timed(Collective.ALL_REDUCE, tensor.nbytes):
@@ -122,7 +122,7 @@ class ProcessSet:
 
     def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""
-        groups = self._groups()
+        groups = self.require_member()
         if groups is None:
             full.copy_(shard)
             return
@@ -141,10 +141,8 @@ class ProcessSet:
 
         All are of the dtype and on the device of `like`.
         """
-        groups, (out, into) = (
-            self._groups(),
-            ([torch.cat([like[:0], *each]) for each in side] for side in (sent, received)),
-        )
+        groups = self.require_member()
+        out, into = ([torch.cat([like[:0], *each]) for each in side] for side in (sent, received))
         moved = filled = torch.cat(out)
         if groups is not None:
             filled, lengths = torch.cat(into), [[each.numel() for each in side] for side in (into, out)]
@@ -157,29 +155,29 @@ class ProcessSet:
 
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
-        groups = self._groups()
+        groups = self.require_member()
         if groups is not None:
             with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
                 work = dist.broadcast(tensor, src=self.ranks[source], group=groups.data, async_op=True)
                 self.watch.wait_work(work, self.ranks, what)
         return tensor
 
-    def require_member(self) -> None:
-        """Raises `CollectiveError` when this rank may not act in the set: it is not in it, or the set was removed."""
+    def require_member(self) -> SetGroups | None:
+        """The process groups; None for a set of one rank.
+
+        Raises:
+            CollectiveError: when this rank may not act in the set: it is not in it, or the set was removed.
+        """
         if self.index < 0:
             raise CollectiveError(
                 f"this rank is not in process set {self.name} (ranks {_listed(self.ranks)}); only those may act in it"
             )
         if self.link is not None and self.link.left:
             raise CollectiveError(f"process set {self.name} (ranks {_listed(self.ranks)}) was removed; add it again")
-
-    def _groups(self) -> SetGroups | None:
-        """The process groups; None for a set of one rank. Raises `CollectiveError` as `require_member` does."""
-        self.require_member()
         return self.link
 
     def _gather(self, own: torch.Tensor, what: str) -> list[torch.Tensor]:
-        groups = self._groups()
+        groups = self.require_member()
         if groups is None:
             return [own]
         everyone = [torch.empty_like(own) for _ in self.ranks]
@@ -188,7 +186,7 @@ class ProcessSet:
         return everyone
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
-        groups = self._groups()
+        groups = self.require_member()
         if groups is not None:
             with self.traffic.timed(Collective.AGREEMENT, tensor.nbytes * len(self.ranks)):
                 work = dist.all_reduce(tensor, op=op, group=groups.control, async_op=True)
