@@ -13,7 +13,7 @@ from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choos
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor
-from zeromesh.offload.memory.shared_segment import PAGE
+from zeromesh.offload.memory.allocation import PAGE
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _LENGTH = 64 * 12

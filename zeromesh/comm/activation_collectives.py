@@ -37,7 +37,7 @@ from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
+from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 

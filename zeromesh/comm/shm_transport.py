@@ -25,7 +25,7 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduct
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload import TieredTensor, Transfer
-from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment, require_memory
+from zeromesh.offload.memory.allocation import PAGE, SharedSegment, require_memory
 from zeromesh.telemetry.step_recorder import Collective
 
 _FUTEX = 202

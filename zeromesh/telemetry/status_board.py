@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from zeromesh.offload.memory.shared_segment import SharedSegment
+from zeromesh.offload.memory.allocation import SharedSegment
 
 HISTORY = 256
 STREAMS = 3

@@ -6,7 +6,7 @@ from workers import Outcome, PoolOptions, Workers
 
 from zeromesh.comm.activation_collectives import IN_FLIGHT, Exchange
 from zeromesh.errors import LayoutError
-from zeromesh.offload.memory.shared_segment import PAGE
+from zeromesh.offload.memory.allocation import PAGE
 
 KINDS = ["shared", "gloo"]
 

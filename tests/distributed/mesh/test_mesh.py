@@ -18,7 +18,7 @@ import torch
 from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
-from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
+from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 from zeromesh.telemetry.status_board import (
     HISTORY,
     PROGRESS,
