@@ -19,7 +19,7 @@ from zeromesh.launch.ssh import Host, HostStream, LaunchPlan, Output, supervise
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\
 import os, signal, subprocess, sys, time
-from zeromesh.launch.heartbeat import Lifeline
+from zeromesh.launch.messages import Lifeline
 folder, silence, alone, *bodies = sys.argv[1:]
 host = os.environ.get("HOST_NAME", "a")
 line = Lifeline(float(silence))

@@ -40,7 +40,7 @@ def run_train(options: argparse.Namespace) -> int:
 
 def _attached(options: argparse.Namespace) -> int:
     """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
-    from zeromesh.launch.heartbeat import Lifeline
+    from zeromesh.launch.messages import Lifeline
     from zeromesh.launch.rendezvous import run_ranks
 
     line = Lifeline(options.attached)

@@ -27,8 +27,7 @@ from typing import IO
 
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.heartbeat import BEGIN
-from zeromesh.launch.messages import MAX_EXIT_CODE, MAX_MESSAGE, Message, MessageError
+from zeromesh.launch.messages import BEGIN, MAX_EXIT_CODE, MAX_MESSAGE, Message, MessageError
 from zeromesh.launch.rank_processes import USERS_MISTAKE, RankRange, StopSignals, WorkersFailed, noted_signals
 
 MAX_SLOTS = 1024

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.launch.heartbeat import BEGIN, frame
+from zeromesh.launch.messages import BEGIN, frame
 from zeromesh.launch.ssh import Host, HostStream, Output, read_hosts
 from zeromesh.mesh import network_interfaces, process_groups
 from zeromesh.mesh.run_store import LocalRowStore

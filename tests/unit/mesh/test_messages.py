@@ -18,8 +18,7 @@ from test_hostfile import Printed
 from zeromesh.environment import SECRET
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.heartbeat import frame
-from zeromesh.launch.messages import LauncherConnection, MessageError
+from zeromesh.launch.messages import LauncherConnection, Lifeline, MessageError, frame
 from zeromesh.launch.rank_processes import RankRange, StopSignals
 from zeromesh.launch.rendezvous import Follower, Leader, Nodes, WorkersFailed, launch_workers
 from zeromesh.launch.ssh import HostLine, HostStream, LaunchPlan, Output, watch
@@ -130,17 +129,15 @@ def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any
     ],
 )
 def test_a_host_names_nonsense_of_the_launching_side(sent: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zeromesh.launch import heartbeat
-
     ended: list[str] = []
 
     def refuse(self: object, error: MessageError) -> None:
         ended.append(str(error))
         raise SystemExit
 
-    monkeypatch.setattr(heartbeat.Lifeline, "_refuse", refuse)
+    monkeypatch.setattr(Lifeline, "_refuse", refuse)
     reader, writer = os.pipe()
-    line = object.__new__(heartbeat.Lifeline)
+    line = object.__new__(Lifeline)
     line._input, line._partial, line._silence, line._answered_at = reader, b"", 5.0, time.monotonic()
     os.write(writer, sent)
     with pytest.raises(SystemExit):
