@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.environment import read_environment
-from zeromesh.mesh import host_discovery
+from zeromesh.mesh import process_mesh
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 
@@ -52,7 +52,7 @@ def join(options: dict[str, Any]) -> Mesh:
     if options.get("hosts"):
         each, rank = options["hosts"], environment.rank
         host = rank // each if each > 0 else rank % -each
-        host_discovery.host_identity = lambda: f"host {host}"
+        process_mesh.host_identity = lambda: f"host {host}"
     axes = {name: options.get(name, 1) for name in ("replicate", "tensor", "pipeline")}
     shape = MeshShape.resolve(environment.world_size, **axes)
     return Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=options["timeout_seconds"])
