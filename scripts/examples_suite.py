@@ -72,6 +72,14 @@ _TRANSFORMERS = [
     Example("question-answering/run_qa.py", f"{_HEAD}{_QA} --max_seq_length 32 --doc_stride 8"),
     Example("multiple-choice/run_swag.py", f"{_HEAD}{_SWAG} --gradient_accumulation_steps 2"),
     Example("translation/run_translation.py", f"{_HEAD}{_TRANSLATION} --predict_with_generate", "bart"),
+    Example("summarization/run_summarization.py", f"{_HEAD}{_SUMMARY} --predict_with_generate", "bart"),
+    Example(
+        "text-classification/run_classification.py",
+        f"{_HEAD}{_PAIRS} --max_seq_length 32 --text_column_names sentence1,sentence2 --label_column_name label",
+    ),
+    Example(
+        "question-answering/run_seq2seq_qa.py", f"{_HEAD}{_QA} --max_seq_length 32 --predict_with_generate", "bart",
+    ),
     Example(
         "image-classification/run_image_classification.py", f"{_HEAD}{_IMAGES} --remove_unused_columns False", "vit",
         _CROPS,
@@ -376,7 +384,7 @@ def _copy(text: str, changes: Mapping[str, str], places: Mapping[str, Any], stag
     """The text of a script with what is changed in every copy, and with its import changed where there is a stage."""
     for old, new in changes.items():
         text = text.replace(old, new.format(**places) if "{batch}" in new or "{model}" in new else new)
-    text = re.sub(r"^import (evaluate|nltk)$", r"import examples_suite as \1", text, flags=re.MULTILINE)
+    text = re.sub(r"^import (evaluate|nltk)(?=$|  #)", r"import examples_suite as \1", text, flags=re.MULTILINE)
     text = text.replace("shuffle=True", "shuffle=False").replace("DistributedType.TPU", "DistributedType.XLA")
     text = text.replace(
         "accelerator.backward(loss)", "accelerator.backward(__import__('examples_suite').noted(accelerator, loss))"
@@ -408,7 +416,7 @@ def _run(
     work.mkdir()
     places = {"model": folder / example.model, "data": folder, "out": work / "out", "batch": 4 // ranks}
     changes = {**example.changes}
-    for path in {source, *source.parent.glob("trainer_qa.py"), *source.parent.glob("utils_qa.py")}:
+    for path in {source, *source.parent.glob("trainer_*qa.py"), *source.parent.glob("utils_qa.py")}:
         work.joinpath(path.name).write_text(_copy(path.read_text(encoding="utf-8"), changes, places, stage))
     starts = {
         "python": [sys.executable],
