@@ -28,7 +28,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,8 @@ class ExchangeKind(IntEnum):
     """What ranks do with their tensors."""
 
     SUM = 0
-    MAXIMUM = 1
-    GATHER = 2
-    SCATTERED_SUM = 3
+    GATHER = 1
+    SCATTERED_SUM = 2
 
     @property
     def phrase(self) -> str:
@@ -117,20 +116,9 @@ class Exchange:
     index = 0
     """This rank's position among them."""
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """Memory for a tensor that the very next exchange is given, contiguous and not initialised.
-
-        What is computed into it (`out=`) need not be copied, where ranks share memory. It is the exchange's again afterwards.
-        """
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
     def sum(self, tensor: torch.Tensor) -> Pending:
         """The sum over the ranks: a new tensor of the same shape and dtype."""
         return self._start(ExchangeKind.SUM, tensor)
-
-    def maximum(self, tensor: torch.Tensor) -> Pending:
-        """The element-wise maximum over the ranks: a new tensor of the same shape and dtype."""
-        return self._start(ExchangeKind.MAXIMUM, tensor)
 
     def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """The ranks' tensors concatenated along `dim`. `sizes`: what each rank has along it, when they differ.
@@ -181,9 +169,6 @@ class Exchange:
         """The result of the ranks' whole tensors."""
         if kind is ExchangeKind.GATHER:
             return torch.cat(parts, dim)
-        if kind is ExchangeKind.MAXIMUM:
-            # Contiguous and new also for one rank; NaN wherever one part has it.
-            return reduce(torch.maximum, parts[1:], _copy(parts[0]))
         if kind is ExchangeKind.SCATTERED_SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
@@ -233,8 +218,8 @@ class GroupExchange(Exchange):
             work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
             return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
         if on_stream and kind is not ExchangeKind.GATHER:
-            whole, op = _copy(tensor), dist.ReduceOp.SUM if kind is ExchangeKind.SUM else dist.ReduceOp.MAX
-            return [dist.all_reduce(whole, op=op, group=group, async_op=True)], [whole], lambda: whole
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            return [dist.all_reduce(whole, group=group, async_op=True)], [whole], lambda: whole
         parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
         parts[self.index] = tensor.contiguous()
         if on_stream:
@@ -269,10 +254,6 @@ def _dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
 IN_FLIGHT = 64
 """Exchanges that may be under way at once. With more, starting one waits for the result of the oldest."""
 _ENTRY = 16
@@ -296,8 +277,7 @@ class _Slot:
         self.segment = segment
         self.serial = serial
         self.sequence = -1
-        self.raw = segment.tensor(0, segment.nbytes, torch.uint8)
-        self.seen = lru_cache(_VIEWS)(partial(_seen_as, self.raw))
+        self.seen = lru_cache(_VIEWS)(partial(_seen_as, segment.tensor(0, segment.nbytes, torch.uint8)))
 
 
 def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -332,18 +312,10 @@ class SharedExchange(Exchange):
         self._flying: dict[int, weakref.ref[Pending]] = {}
         self._slots: list[_Slot] = []
         self._serial = 0
-        self._room: int | None = None
-        """The slot that the next exchange may have been computed into."""
         self._attached: dict[tuple[int, int], _Slot] = {}
         """The slots of other ranks that this one has met, by rank and number."""
         _sweep()
         weakref.finalize(self, _sweep, (segment, self._slots, self._published, self._consumed))
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        self._await_entry(self._next, "activation")
-        shape = tuple(shape)
-        slot, self._room = self._free_slot(math.prod(shape) * dtype.itemsize)
-        return slot.seen(shape, dtype)
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Write `tensor` and publish it."""
@@ -370,12 +342,8 @@ class SharedExchange(Exchange):
 
     def _publish(self, tensor: torch.Tensor, shape: tuple[int, ...], about: list[int]) -> None:
         """Write the next exchange's tensor into a slot, and say so."""
-        room, self._room = self._room, None
-        if room is not None and tensor.is_contiguous() and tensor.data_ptr() == self._slots[room].raw.data_ptr():
-            slot, number = self._slots[room], room
-        else:
-            slot, number = self._free_slot(tensor.nbytes)
-            slot.seen(shape, tensor.dtype).copy_(tensor.detach())
+        slot, number = self._free_slot(tensor.nbytes)
+        slot.seen(shape, tensor.dtype).copy_(tensor.detach())
         slot.sequence = self._next
         where = [number, slot.serial, slot.segment.descriptor, slot.segment.nbytes]
         place = self._entry(self.index, self._next)

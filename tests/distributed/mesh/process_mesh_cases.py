@@ -99,7 +99,6 @@ def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
     exchange = open_exchange(mesh.world, mesh.device, kind)
     tensor = torch.ones(3, 1000)
     exchange.sum(tensor).wait()
-    exchange.maximum(tensor).wait()
     exchange.gather(tensor, 0).wait()
     exchange.scatter_sum(tensor, 1).wait()
     transport = _open(mesh, kind, torch.float32, persistent=False)

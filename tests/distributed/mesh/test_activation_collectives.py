@@ -15,7 +15,7 @@ KINDS = ["shared", "gloo"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_collective_gives_what_one_process_computes(workers: Workers, kind: str, size: int) -> None:
     for found in workers.run(size, "exchange_cases:collectives", kind=kind):
-        assert len(found) > 150
+        assert len(found) > 130
         assert [name for name, equal in found.items() if not equal] == []
 
 
@@ -25,11 +25,6 @@ def test_results_are_waited_for_in_any_order(workers: Workers, kind: str) -> Non
     for equal in workers.run(2, "exchange_cases:in_any_order", kind=kind, flying=2 * IN_FLIGHT + 9):
         assert len(equal) > IN_FLIGHT
         assert all(equal)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_may_be_computed_where_it_is_read(workers: Workers, kind: str) -> None:
-    assert all(all(equal) for equal in workers.run(3, "exchange_cases:computed_into_room", kind=kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,7 +41,6 @@ def test_alone_everything_is_a_copy() -> None:
     exchange, tensor = Exchange(), torch.arange(6.0).view(2, 3)
     results = [
         exchange.sum(tensor),
-        exchange.maximum(tensor),
         exchange.gather(tensor, 1),
         exchange.scatter_sum(tensor, 0),
     ]

@@ -132,9 +132,6 @@ class Counting:
     def sum(self, tensor: torch.Tensor) -> Pending:
         return self._note("sum", tensor, self._inner.sum(tensor))
 
-    def maximum(self, tensor: torch.Tensor) -> Pending:
-        return self._note("maximum", tensor, self._inner.maximum(tensor))
-
     def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         return self._note("gather", tensor, self._inner.gather(tensor, dim, sizes=sizes))
 
