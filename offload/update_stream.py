@@ -149,7 +149,11 @@ class UpdateStream:
                 compute(row, [*flight.tensors])
                 self._write(flight)
                 self._flights.popleft()
-            self._order_writes()
+            # What the device does next comes after what is on its way there; `settle` waits for what is on its way to the host.
+            for write in self._crossing:
+                if write.on_device:
+                    write.wait()
+            self._crossing = [write for write in self._crossing if not write.on_device and not write.done()]
         except BaseException:
             self.forget()
             raise
@@ -159,13 +163,6 @@ class UpdateStream:
         crossing, self._crossing = self._crossing, []
         for write in crossing:
             write.wait()
-
-    def _order_writes(self) -> None:
-        """Have the device do what comes next after what is on its way there; `settle` waits for what is on its way to the host."""
-        for write in self._crossing:
-            if write.on_device:
-                write.wait()
-        self._crossing = [write for write in self._crossing if not write.on_device and not write.done()]
 
     def forget(self) -> None:
         """Give back the buffers of rows that were read ahead and will not be computed."""

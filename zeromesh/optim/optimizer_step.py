@@ -420,10 +420,8 @@ class OptimizerStep:
             average = averages.of(bucket)
             if average is not None and not any(bucket.training):
                 self.before_change(bucket)
-                uses = [
-                    StreamOperand(tensor=bucket.master, mode=Access.READ),
-                    StreamOperand(tensor=average, mode=Access.UPDATE),
-                ]
+                modes = ((bucket.master, Access.READ), (average, Access.UPDATE))
+                uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
                 rows = list(self._stream.rows(id(bucket), bucket.length, uses))
                 self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
         self._stream.settle()
@@ -534,8 +532,7 @@ class OptimizerStep:
         grad = gradient_of(bucket) if rest is None else rest.load(device)
         master = bucket.master.load(device)
         optimizer.update(master, grad.mul_(factor), self.groups)
-        average = averages.of(bucket) if averages is not None else None
-        if averages is not None and average is not None:
+        if averages is not None and (average := averages.of(bucket)) is not None:
             blended = average.load(device)
             averages.blend(blended, master)
             average.write(0, blended).wait()
