@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -26,37 +25,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Broadcasts:
-    """An all-gather over gloo, as one broadcast of each shard from its rank.
-
-    gloo's own gathers into memory of its own, as large as the whole buffer, and copies from there.
-    """
-
-    def __init__(self, full: torch.Tensor, group: ProcessSet, process_group: dist.ProcessGroup | None) -> None:
-        self._works: list[dist.Work] = [
-            dist.broadcast(part, src=rank, group=process_group, async_op=True)
-            for rank, part in zip(group.ranks, full.chunk(group.size), strict=True)
-        ]
-
-    def is_completed(self) -> bool:
-        """Whether all are done, or one has failed."""
-        done = [work for work in self._works if work.is_completed()]
-        return len(done) == len(self._works) or not all(work.is_success() for work in done)
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Returns once all are done. Raises RuntimeError after `timeout`, or when one has failed."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-
 def _start_gather(
     full: torch.Tensor, own: torch.Tensor, group: ProcessSet, process_group: dist.ProcessGroup | None
-) -> AsyncWork:
+) -> list[AsyncWork]:
+    """Begin to complete `full`, of which each rank has its `own` shard; returns what is to be waited for.
+
+    gloo's all-gather has memory of its own, as large as the whole buffer, and copies from there. So each rank broadcasts its shard.
+    """
     if group.on_stream:
-        work: AsyncWork = _all_gather(full, own, group=process_group, async_op=True)
-        return work
-    return _Broadcasts(full, group, process_group)
+        return [_all_gather(full, own, group=process_group, async_op=True)]
+    parts = zip(group.ranks, full.chunk(group.size), strict=True)
+    return [dist.broadcast(part, src=rank, group=process_group, async_op=True) for rank, part in parts]
 
 
 class CollectiveBuffer(GatherBuffer):
@@ -71,7 +50,7 @@ class CollectiveBuffer(GatherBuffer):
         super().__init__(request, device)
         self._group = group
         self._what = f"all-gather of {request.name}"
-        self._work: AsyncWork | None = None
+        self._works: list[AsyncWork] = []
         self._queue = queue
         shard = request.padded // group.size
         self._own = slice(group.index * shard, (group.index + 1) * shard)
@@ -83,7 +62,7 @@ class CollectiveBuffer(GatherBuffer):
         self._live = False
 
     def gather(self, shard: TieredTensor) -> None:
-        if self._live or self._work is not None or self._reading is not None:
+        if self._live or self._works or self._reading is not None:
             return
         if self._memory is not None:
             self._memory.take()
@@ -105,18 +84,17 @@ class CollectiveBuffer(GatherBuffer):
         if reading is not None:
             self._group.traffic.count(Collective.ALL_GATHER, self.full.nbytes)
             with reading.ordering():
-                self._work = _start_gather(self.full, self.own(), self._group, self._group.data_group)
+                self._works = _start_gather(self.full, self.own(), self._group, self._group.data_group)
 
     def wait(self) -> None:
-        if self._reading is None and self._work is None:
+        if self._reading is None and not self._works:
             return
         with self._group.traffic.timed(Collective.ALL_GATHER):
             while self._reading is not None:
                 self._queue.popleft().start()
-            if self._work is not None:
-                self._group.wait(self._work, self._what)
-                self._work = None
-                self._live = True
+            for work in self._works:
+                self._group.wait(work, self._what)
+            self._works, self._live = [], True
 
     def release(self) -> None:
         if self._memory is not None:
@@ -181,8 +159,8 @@ class CollectiveReducer(Reducer):
     def _gather_sums(self, out: torch.Tensor, sums: torch.Tensor) -> None:
         group = self.group
         with group.traffic.timed(Collective.ALL_GATHER, out.nbytes):
-            work = _start_gather(out, sums, group, group.reduce_group)
-            group.wait(work, "all-gather of summed gradients")
+            for work in _start_gather(out, sums, group, group.reduce_group):
+                group.wait(work, "all-gather of summed gradients")
 
 
 class CollectiveTransport(Transport):
