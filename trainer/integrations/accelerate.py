@@ -131,6 +131,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             problems.append(
                 f"comm_hook is {self.ddp_handler.comm_hook.value}; leave it out: the engine sums gradients as they are"
             )
+        if self.scaler_handler is not None or self.autocast_handler is not None:
+            problems.append(
+                "GradScalerKwargs and AutocastKwargs have no effect on the engine, which has the loss scale and computes in "
+                'one dtype; give zeromesh={"precision": {...}} instead'
+            )
         if self.state.dynamo_plugin.backend.value != "NO":
             problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
         if self._config.parallel.pipeline > 1:

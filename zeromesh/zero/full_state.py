@@ -321,11 +321,6 @@ class FullState:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer_in_backward)")
         return found[1].clone()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every trainable parameter's gradient."""
-        trained = {name for name, trained in self._trained.items() if trained}
-        return self._of_all_stages(trained, self._gradients, self._gradient_dtype)
-
     def nbytes_of(self, fqns: Iterable[str]) -> int:
         """Bytes that `whole` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
         return sum(spec.nbytes for spec in set(map(self._find, fqns)))

@@ -10,7 +10,12 @@ from unittest.mock import patch
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+)
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -233,6 +238,9 @@ class Refused:
     def compressed_gradients(self) -> None:
         hook = DDPCommunicationHookType.BF16
         Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+
+    def scaler(self) -> None:
+        Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
 
     def values(self) -> None:
         self.accelerator.clip_grad_value_(self.model.parameters(), 1.0)
