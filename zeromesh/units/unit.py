@@ -246,7 +246,10 @@ class Bucket:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
-        replaced = self._take_replaced()
+        replaced = self._moved(cast=False)  # Parameters that have got other memory, as by `parameter.data = values`.
+        for parameter, view in ((self.parameters[number], self._views[number]) for number in replaced):
+            view.copy_(parameter.detach())
+            set_values(parameter, view)
         versions = [parameter._version for parameter in self.parameters]
         if versions == self._versions and not self._digests and not replaced:
             return None
@@ -255,14 +258,6 @@ class Bucket:
         changed = replaced + [number % len(versions) for number, (old, new) in enumerate(compared) if old != new]
         self._versions, self._digests = versions, []
         return self.layout.slots[min(changed)].spec.fqn if changed else None
-
-    def _take_replaced(self) -> list[int]:
-        """Take the values of parameters that have got other memory, as by `parameter.data = values`; returns their numbers."""
-        moved = self._moved(cast=False)
-        for parameter, view in ((self.parameters[number], self._views[number]) for number in moved):
-            view.copy_(parameter.detach())
-            set_values(parameter, view)
-        return moved
 
     def drop_casts(self) -> None:
         """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
