@@ -101,23 +101,17 @@ class _Line:
         self.device = device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
         """Shapes of kinds of messages. Both ends have the same ones."""
-        self._queue: deque[Incoming] = deque()
+        self.queue: deque[Incoming] = deque()
+        """Messages that are wanted, in the order in which they come."""
         self._flying: deque[tuple[torch.Tensor, AsyncWork, str]] = deque()
 
     def receive(self, tensor: torch.Tensor) -> AsyncWork:
         return _broadcast(tensor, self._source, self._group)
 
-    def post(self, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> Incoming:
-        """The next message that comes."""
-        incoming = Incoming(self, kind, specs, what)
-        self._queue.append(incoming)
-        self.advance()
-        return incoming
-
     def advance(self, wanted: Incoming | None = None) -> None:
         """Begin with messages whose shapes are known by now, in order; wait for those of `wanted` and the ones before it."""
-        while self._queue and self._queue[0].advance(block=wanted in self._queue):
-            self._queue.popleft()
+        while self.queue and self.queue[0].advance(block=wanted in self.queue):
+            self.queue.popleft()
 
     def send(
         self, kind: Hashable, tensors: Sequence[torch.Tensor], specs: Sequence[MessageSpec] | None, what: str
@@ -211,7 +205,11 @@ class Channels:
 
     def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
         """Begin to receive the next message of the neighbour at position `source`, whose `kind` and `specs` are the sender's."""
-        return self._in[source].post(kind, specs, what)
+        line = self._in[source]
+        incoming = Incoming(line, kind, specs, what)
+        line.queue.append(incoming)
+        line.advance()
+        return incoming
 
     def advance(self) -> None:
         """Go on with what could not begin yet; between two computations."""

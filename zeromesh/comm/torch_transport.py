@@ -71,12 +71,9 @@ class CollectiveBuffer(GatherBuffer):
         self.poll()
 
     def poll(self) -> None:
-        while self._queue and self._queue[0].has_shard():
+        # A reading is done once the shard is in place, or cannot be had.
+        while self._queue and (reading := self._queue[0]._reading) is not None and reading.done():
             self._queue.popleft().start()
-
-    def has_shard(self) -> bool:
-        """Whether this rank's shard is in place, or cannot be had."""
-        return self._reading is not None and self._reading.done()
 
     def start(self) -> None:
         """Gather, once this rank's shard is in place."""

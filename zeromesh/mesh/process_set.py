@@ -272,9 +272,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         with self._lock:
             listed = ", ".join(f"{name!r} of ranks {ranks}" for name, ranks in declared.items())
             self._agree(f"to declare {listed or 'nothing'}")
-            for name, ranks in declared.items():
-                self._check(name, ranks)
-            return {name: self._make(name, tuple(ranks)) for name, ranks in declared.items()}
+            return self._make(declared)
 
     def add(self, ranks: Sequence[int], *, name: str = "") -> ProcessSet:
         """A set of these ranks, in this order. Without a name it is called after them."""
@@ -296,13 +294,11 @@ class ProcessSets(Mapping[str, ProcessSet]):
                 raise LayoutError(f"split {name}: a colour is an integer from 0, or None; {'; '.join(wrong)}")
             colours = sorted({row[0] for row in rows if row[0] >= 0})
             found = {
-                each: tuple(sorted((r for r, row in enumerate(rows) if row[0] == each), key=lambda r: (rows[r][1], r)))
+                f"{name} {each}": sorted((r for r, row in enumerate(rows) if row[0] == each), key=lambda r: rows[r][1])
                 for each in colours
             }
-            for each, ranks in found.items():
-                self._check(f"{name} {each}", ranks)
-            made = {each: self._make(f"{name} {each}", ranks) for each, ranks in found.items()}
-            return None if colour is None else made[colour]
+            made = self._make(found)
+            return None if colour is None else made[f"{name} {colour}"]
 
     def remove(self, removed: ProcessSet | str) -> None:
         """Leave the groups of a set, on all ranks, when nothing is in flight in it. A call on it is an error afterwards."""
@@ -339,8 +335,11 @@ class ProcessSets(Mapping[str, ProcessSet]):
         if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < world for rank in ranks):
             raise LayoutError(f"{where}: allowed are ranks 0 to {world - 1}, at least one, each at most once")
 
-    def _make(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
-        made = self._sets[name] = self._apart(name, ranks)
+    def _make(self, declared: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
+        for name, ranks in declared.items():
+            self._check(name, ranks)
+        made = {name: self._apart(name, tuple(ranks)) for name, ranks in declared.items()}
+        self._sets |= made
         return made
 
     def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:

@@ -37,10 +37,9 @@ class Activity(IntEnum):
     GATHER = 3, "gathering"
     REDUCE = 4, "reducing gradients of"
     OPTIMIZER = 5, "updating"
-    AGREE = 6, "agreeing on"
-    SAVE = 7, "saving the model"
-    LOAD = 8, "loading a checkpoint"
-    CALL = 9, "waiting for all ranks to make the same call"
+    SAVE = 6, "saving the model"
+    LOAD = 7, "loading a checkpoint"
+    CALL = 8, "waiting for all ranks to make the same call"
 
     phrase: str
     """What a message says of it; the name of a unit may follow."""
@@ -185,7 +184,7 @@ class Watchdog:
         self._events[stream] = (number, word)
         if self._compare_events:
             # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
-            self._compare_event(stream, peers)
+            self._compare(peers, stream)
         elif not settled:
             self._board.publish()
             what = f"agreement on {self._phrase(word)}"
@@ -234,7 +233,7 @@ class Watchdog:
 
         try:
             self._wait(all_called, peers, f"the call of {name} by all ranks", late=not_called)
-            self._compare_event(_CALLS, peers)
+            self._compare(peers, _CALLS)
         except BaseException as error:
             self.fail(error)
             raise
@@ -411,20 +410,20 @@ class Watchdog:
             raise CollectiveError(f"rank {self._rank}: {what} cannot end: rank {peer} {why}")
         self._compare(peers)
 
-    def _compare(self, peers: Sequence[int]) -> None:
-        for stream in self._events:
-            self._compare_event(stream, peers)
-
-    def _compare_event(self, stream: int, peers: Sequence[int]) -> None:
-        """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream."""
-        number, word = self._events[stream]
-        for peer in peers:
-            if peer == self._rank or (stream != _CALLS and self._alike is not None and peer not in self._alike):
-                continue
-            other = self._board.event_of(peer, stream, number)
-            if other is not None and other != word:
-                self.in_doubt = True
-                raise self._other_call(peer) if stream == _CALLS else self._parted(peer, stream, number, word, other)
+    def _compare(self, peers: Sequence[int], *streams: int) -> None:
+        """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream, by
+        default of any."""
+        for stream in streams or self._events:
+            number, word = self._events[stream]
+            for peer in peers:
+                if peer == self._rank or (stream != _CALLS and self._alike is not None and peer not in self._alike):
+                    continue
+                other = self._board.event_of(peer, stream, number)
+                if other is not None and other != word:
+                    self.in_doubt = True
+                    if stream == _CALLS:
+                        raise self._other_call(peer)
+                    raise self._parted(peer, stream, number, word, other)
 
     def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
         """The error for events of one number that differ. It names the first that do, as far back as both rows go."""
