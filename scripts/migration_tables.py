@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zeromesh.trainer.config.migration.deepspeed_table import SECTIONS
-from zeromesh.trainer.config.migration.translate import Fate, SettingRow
+from zeromesh.trainer.config.migration.deepspeed_table import SECTIONS, Fate, SettingRow
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-deepspeed.md"
 

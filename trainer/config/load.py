@@ -20,8 +20,13 @@ from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, nearest_path, section_of, shown
 from zeromesh.trainer.config.migration import deepspeed_table
-from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
-from zeromesh.trainer.config.migration.translate import LaunchFacts, Translation, nested
+from zeromesh.trainer.config.migration.deepspeed import (
+    LaunchFacts,
+    Translation,
+    is_deepspeed,
+    nested,
+    read_deepspeed,
+)
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL

@@ -6,22 +6,27 @@ keys decide together is read as DeepSpeed 0.19 does.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from zeromesh.trainer.config.messages import nearest_path, shown
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE
-from zeromesh.trainer.config.migration.translate import (
-    LaunchFacts,
-    Pairs,
-    Reading,
-    SettingRow,
-    Translation,
-    nested,
-    translate,
-)
+from zeromesh.trainer.config.messages import either, nearest_path, shown
+from zeromesh.trainer.config.migration.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted names as mappings in mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, key = path.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[key] = value
+    return tree
+
 
 _TREE = nested({row.name: row for row in TABLE})
 _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
@@ -55,6 +60,93 @@ _TIERS = {"none": "none", "cpu": "host", "nvme": "file"}
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16", "half": "float16"}
 _BATCH_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TENSOR_NAMES = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
+_LARGEST_COUNT = 1 << 53
+_AUTO = "auto"
+Pairs = Iterator[tuple[str, Any]]
+"""Keys and values that several settings decide together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFacts:
+    """Numbers that some settings depend on: the `ranks` of the launch.
+
+    `tensor` and `pipeline` are axes that the configuration sets beside them; None: it does not.
+    """
+
+    ranks: int = 1
+    tensor: int | None = None
+    pipeline: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translation:
+    """A configuration that was read: `values` by dotted key, where each came from, lines for a person, and problems."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Reading:
+    """Settings of DeepSpeed while they are translated. Calling it gives a setting's value."""
+
+    def __init__(self, settings: Mapping[str, Any], place: LaunchFacts) -> None:
+        sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
+        tensor = max([1, *(size for size in sizes if type(size) is int)])
+        self.settings = {name: value for name, value in settings.items() if value != _AUTO}
+        self.automatic = tuple(name for name, value in settings.items() if value == _AUTO)
+        self.tensor = tensor
+        self.data_ranks = max(1, place.ranks // ((place.tensor or tensor) * (place.pipeline or 1)))
+        """Ranks that train on samples of their own."""
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        """Lines about something for which there is no setting."""
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """The value of a setting; None or `default` where it is not there."""
+        return self.settings.get(name, default)
+
+    def has(self, beginning: str) -> bool:
+        """Whether a setting is there, perhaps an automatic one, whose name begins so."""
+        return any(name.startswith(beginning) for name in (*self.settings, *self.automatic))
+
+    def number(self, name: str) -> float | None:
+        """A setting that is to be counted with; None where it is not there, or no number, which is refused."""
+        value = self(name)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        try:
+            return float(value if isinstance(value, str) else "")
+        except ValueError:
+            self.refuse(name, f"got {shown('', value)}; allowed is a number")
+            return None
+
+    def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
+        """A whole number, as 1e3 is too; None where it is not there, or wrong, which is refused."""
+        value = self(name)
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if value is None or (math.isfinite(number) and number == int(number) and least <= number <= most):
+            return None if value is None else int(number)
+        limit = "" if most == _LARGEST_COUNT else f" and <= {most}"
+        self.refuse(name, f"got {shown('', value)}; allowed is an integer >= {least}{limit}")
+        return None
+
+    def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
+        """Look the word of a setting up in `choices`, in upper or lower case; None if it is not there, and then it is refused."""
+        value = self(name)
+        for word, choice in choices.items():
+            if value is not None and str(value).lower() == word.lower():
+                return choice
+        if value is not None or required:
+            self.refuse(name, f"got {shown('', value)}; allowed is {either(list(choices))}")
+        return None
+
+    def refuse(self, name: str, why: str) -> None:
+        """Note a problem: the setting cannot be taken as it is."""
+        problem = f"{name}: {why}"
+        if problem not in self.problems:
+            self.problems.append(problem)
 
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
@@ -70,12 +162,38 @@ def read_deepspeed(data: Mapping[str, Any], place: LaunchFacts) -> Translation:
     """The keys that a DeepSpeed configuration asks for, in a world as `place` says."""
     settings: dict[str, Any] = {}
     problems = list(_flatten(data, _TREE, "", settings))
-    sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
-    tensor = max([1, *(size for size in sizes if type(size) is int)])
-    reading = Reading(settings, place, tensor=tensor)
+    reading, values = Reading(settings, place), dict[str, Any]()
     reading.problems += problems
-    joins = (_batch, _optimizer, _schedule, _precision, _zero, _offload, _activations, _figures)
-    return translate(TABLE, joins, reading, source="DeepSpeed")
+    present = [row for row in TABLE if row.name in reading.settings]
+    for row in present:
+        value = reading(row.name)
+        if row.fate is Fate.REFUSED and value not in row.neutral:
+            reading.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
+        if row.as_it_is:
+            values[row.keys[0]] = value
+    for decide in (_batch, _optimizer, _schedule, _precision, _zero, _offload, _activations, _figures):
+        values.update(decide(reading))
+    origins = {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in values}
+    notes = tuple(f"DeepSpeed: {line}" for line in (*_lines(reading, values), *reading.notes))
+    return Translation(values=values, origins=origins, notes=notes, problems=tuple(reading.problems))
+
+
+def _lines(reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each setting that was asked for and mapped, and one for each reason why some have no effect."""
+    why: dict[str, list[str]] = {}
+    for row in TABLE:
+        automatic = row.name in reading.automatic
+        asked = row.name in reading.settings
+        if row.fate is Fate.IDLE and (asked or automatic):
+            why.setdefault(f"no effect: {row.text}", []).append(row.name)
+        elif row.fate is Fate.REFUSED and asked:
+            why.setdefault("what is done here anyway", []).append(row.name)
+        elif row.fate is Fate.MAPPED and (asked or automatic):
+            found = ", ".join(f"{key}: {shown(key, values[key])}" for key in row.keys if key in values)
+            default = "zeromesh's default" if automatic else "nothing, by what else is set" if row.keys else row.text
+            yield f"{row.name}: {_AUTO if automatic else shown(row.name, reading(row.name))} -> {found or default}"
+    for text, names in why.items():
+        yield f"{', '.join(names)}: {text}"
 
 
 def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> Iterator[str]:

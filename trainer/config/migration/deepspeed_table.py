@@ -1,6 +1,93 @@
-"""What becomes of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use."""
+"""What becomes of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use.
 
-from zeromesh.trainer.config.migration.translate import read_table
+The page docs/from-deepspeed.md is made of the same rows.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Fate(StrEnum):
+    """How a setting of another trainer is treated."""
+
+    MAPPED = "mapped"
+    IDLE = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingRow:
+    """One setting: its `name`, dotted where settings are nested.
+
+    `keys` are those of the configuration that it decides, together with others unless `as_it_is`. `text` says how; or why it has
+    no effect; or why it is refused, and what to do instead. `neutral` values ask for nothing.
+    """
+
+    name: str
+    fate: Fate
+    text: str
+    keys: tuple[str, ...] = ()
+    as_it_is: bool = False
+    neutral: tuple[Any, ...] = ()
+
+
+_MAPPED = re.compile(r"([\w. ]+) (->|=) ([\w. ]+): (.+)")
+_OTHER = re.compile(r"([\w. ]+): (read|no effect|refused)(?: unless (.+?))?: (.+)")
+
+
+def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
+    """The rows of each section of a table in `text`. Its lines, of which indented ones continue the one before, are:
+
+        ## Title                                    a section of the table begins
+        [prefix]                                    the names that follow are inside `prefix`; [] ends that
+        name = key: how                             the setting's value is that of the key
+        name -> key key: how                        the setting decides the keys together with others
+        name: read: how                             the setting is read, and decides no key
+        name name: no effect: why                   the settings have no effect
+        name name: refused unless JSON or JSON: why and what to do
+
+    A refused setting may always be None, and False where True is not among its values; `off` stands for {} or {"enabled": false}.
+    The text `"` is that of the row before.
+    """
+    found: dict[str, tuple[SettingRow, ...]] = {}
+    title = prefix = ""
+    for line in re.sub(r"\n {4}", " ", text.strip()).splitlines():
+        if line.startswith("## "):
+            title, prefix = line[3:], ""
+            found[title] = ()
+        elif line.startswith("["):
+            prefix = f"{line[1:-1]}." if line != "[]" else ""
+        elif line:
+            line = line.removesuffix('"') + found[title][-1].text if line.endswith(': "') else line
+            found[title] += tuple(_rows(line, prefix))
+    return found
+
+
+def _rows(line: str, prefix: str) -> Iterator[SettingRow]:
+    if mapped := _MAPPED.fullmatch(line):
+        name, arrow, keys, text = mapped.groups()
+        found = tuple(keys.split())
+        yield SettingRow(name=prefix + name, fate=Fate.MAPPED, text=text, keys=found, as_it_is=arrow == "=")
+        return
+    other = _OTHER.fullmatch(line)
+    if other is None:
+        raise ValueError(f"no row of a table of settings: {line!r}")
+    names, what, values, text = other.groups()
+    neutral: tuple[Any, ...] = ()
+    if what == "refused":
+        allowed = (
+            [{}, {"enabled": False}] if values == "off" else json.loads(f"[{(values or '').replace(' or ', ',')}]")
+        )
+        neutral = (None, *([] if any(value is True for value in allowed) else [False]), *allowed)
+    for name in names.split():
+        yield SettingRow(
+            name=prefix + name, fate=Fate.MAPPED if what == "read" else Fate(what), text=text, neutral=neutral
+        )
+
 
 SECTIONS = read_table("""
 ## Batch and gradients
