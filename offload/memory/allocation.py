@@ -15,7 +15,6 @@ import os
 import resource
 import sys
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,13 +60,6 @@ class ReleasableBuffer:
             self.full = torch.frombuffer(self._pages, dtype=dtype, count=count)
         else:
             self.full = torch.empty(count, dtype=dtype, device=device)
-
-    def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Make views of elements [start, end), which stay valid also while there is no memory."""
-        self.take()  # A view of memory that is not there cannot be made, only kept.
-        views = [self.full[start:end] for start, end in places]
-        self.give_back()
-        return views
 
     def take(self) -> None:
         """Take memory, whose contents are undefined."""

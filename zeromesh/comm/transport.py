@@ -72,8 +72,11 @@ class GatherBuffer:
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         """Flat views of `full`, which stay valid for the buffer's life; also while it has no memory."""
         if self._memory is not None:
-            return self._memory.carve([(place.start, place.end) for place in places])
-        return [self.full[place.start : place.end] for place in places]
+            self._memory.take()  # A view of memory that is not there cannot be made, only kept.
+        views = [self.full[place.start : place.end] for place in places]
+        if self._memory is not None:
+            self._memory.give_back()
+        return views
 
     def own(self) -> torch.Tensor:
         """This rank's shard, a view of `full`; only for a buffer that has memory."""

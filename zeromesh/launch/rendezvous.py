@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -138,7 +138,9 @@ class Leader:
             elif present >= nodes.most or now > (enough_since := enough_since or now) + _LAST_CALL_SECONDS:
                 return self._start()
             if now > began + _JOIN_SECONDS:
-                return self._end(self._too_few(present))
+                message = f"of the hosts (--nnodes), {present} came to {nodes.endpoint} in time"
+                message += f", and at least {nodes.least} are needed"
+                return self._end(WorkersFailed(message=message, exit_code=1))
             self._wait()
         return 0
 
@@ -246,11 +248,6 @@ class Leader:
         else:
             self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
 
-    def _too_few(self, present: int) -> WorkersFailed:
-        nodes = self._nodes
-        message = f"of the hosts (--nnodes), {present} came to {nodes.endpoint} in time, and at least {nodes.least} are needed"
-        return WorkersFailed(message=message, exit_code=1)
-
     def _wait(self) -> None:
         lines = [each.line.connection for each in self._members]
         select.select([*lines, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
@@ -259,12 +256,14 @@ class Leader:
         """Accept connections and take the messages that have come, without waiting."""
         if self._listener is None:
             return
-        for connection, address in _accepted(self._listener):
-            if len(self._members) - len(self._known) >= _MOST_STRANGERS:
-                connection.close()
-            else:
-                line = LauncherConnection(connection, self._secret, serves=True)
-                self._members.append(_Member(line=line, name=address))
+        with suppress(OSError):
+            while True:
+                connection, (address, *_) = self._listener.accept()
+                if len(self._members) - len(self._known) >= _MOST_STRANGERS:
+                    connection.close()
+                else:
+                    line = LauncherConnection(connection, self._secret, serves=True)
+                    self._members.append(_Member(line=line, name=str(address)))
         for each in list(self._members):
             try:
                 for message in each.line.receive():
@@ -430,14 +429,6 @@ def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> L
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
                 raise
     return Follower(nodes, processes, stopped)
-
-
-def _accepted(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
-    """The connections that wait at the listener, and the address of the other end of each."""
-    with suppress(OSError):
-        while True:
-            connection, address = listener.accept()
-            yield connection, str(address[0])
 
 
 def _to_stderr(line: str) -> None:
