@@ -6,8 +6,8 @@ backward stay in the 16-bit dtype; sums inside a product are fp32, as in the har
 """
 
 import threading
-import time
-from collections.abc import Callable
+from time import thread_time
+from timeit import timeit
 from typing import Any, cast
 
 import torch
@@ -47,19 +47,13 @@ def _try_products(dtype: torch.dtype) -> tuple[float, float]:
     left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device="cpu") for _ in range(2))
     rounds = [
         (
-            _processor_seconds(lambda: torch.mm(left, right.t())),
-            _processor_seconds(lambda: torch.mm(left.float(), right.float().t()).to(dtype)),
+            timeit(lambda: torch.mm(left, right.t()), timer=thread_time, number=1),
+            timeit(lambda: torch.mm(left.float(), right.float().t()).to(dtype), timer=thread_time, number=1),
         )
         for _ in range(_TRIAL_ROUNDS)
     ]
     narrow, wide = zip(*rounds, strict=True)
     return min(narrow), min(wide)
-
-
-def _processor_seconds(call: Callable[[], object]) -> float:
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began
 
 
 def row_blocks(rows: int, columns: int) -> list[slice]:

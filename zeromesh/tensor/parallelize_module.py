@@ -156,9 +156,8 @@ class Parallelized:
         source = self._source(layer.parent, shares)
         if layer.style is Style.COLUMN_GATHERED:
             return ColumnParallelLinear(module, source, gathered=layer.sizes())
-        if layer.style is Style.SLICED:
-            return ColumnParallelLinear(module, source, rows=layer.shares[index], randomness=randomness)
-        return ColumnParallelLinear(module, source, randomness=randomness)
+        rows = layer.shares[index] if layer.style is Style.SLICED else None
+        return ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
 
     def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:
         if parent not in self._sources:

@@ -196,12 +196,7 @@ class PartsReader(OpenedCheckpoint):
 
     def _bytes_of(self, served: Sequence[ChecksumPiece | None]) -> bytes:
         """The bytes of this rank's piece of a round; only ranks that see a part have one."""
-        piece, found = served[self._rank], b""
-
-        def keep(_: ChecksumPiece, data: torch.Tensor) -> None:
-            nonlocal found
-            found = data.numpy().tobytes()
-
+        piece, found = served[self._rank], [b""]
         if piece is not None and self._reader is not None:
-            self._reader.stream([piece], keep)
-        return found
+            self._reader.stream([piece], lambda _, data: found.append(data.numpy().tobytes()))
+        return found[-1]

@@ -317,11 +317,7 @@ def _balance_names(model: nn.Module) -> dict[str, Any] | None:
 def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
     """Count the router logits of `earlier` stages in the model's own balance loss inside the block."""
     function = names[_BALANCE]
-
-    def of_all(logits: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        return function((*earlier, *logits), *args, **kwargs)
-
-    names[_BALANCE] = of_all
+    names[_BALANCE] = lambda logits, *args, **kwargs: function((*earlier, *logits), *args, **kwargs)
     try:
         yield
     finally:

@@ -204,12 +204,12 @@ class _Recorder:
             for name, tensor in [*body.named_parameters(), *body.named_buffers()]
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
-        with torch.no_grad(), _as_evaluation(body), self._watched(), _Follower():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
             return functional_call(body, meta, args=(), kwargs=batch)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Record when modules run. Their `forward` is wrapped, as recomputation does it: hooks stay as they are."""
+    def _watched(self, body: nn.Module) -> Iterator[None]:
+        """Record when modules run in evaluation mode. Their `forward` is wrapped, not hooked: hooks stay as they are."""
         wraps = [(module, self._of_block(index, module.forward)) for index, module in enumerate(self._list)]
         for name in self._outside:
             module = self._model.get_submodule(name)
@@ -219,6 +219,8 @@ class _Recorder:
         with ExitStack() as undo:
             for module, forward in wraps:
                 undo.callback(override(module, "forward", forward))
+            for module in body.modules():
+                undo.callback(override(module, "training", False))
             yield
 
     def _of_block(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,15 +310,3 @@ def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:
             return torch.empty_like(tensors[0])
 
     return wrapped
-
-
-@contextmanager
-def _as_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, without dropout, and afterwards back as it was."""
-    training = [each for each in module.modules() if each.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True

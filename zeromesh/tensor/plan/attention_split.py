@@ -43,22 +43,17 @@ def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadSh
         raise LayoutError(f"{where}: {keys} key-value heads do not divide {queries} query heads")
     group = queries // keys
     if keys >= ranks:
-        return tuple(
-            HeadShare(queries=Interval(start=own.start * group, end=own.end * group), keys=own)
-            for own in balanced(keys, ranks)
-        )
+        return tuple(HeadShare(queries=scaled(own, group), keys=own) for own in balanced(keys, ranks))
     crowds = balanced(ranks, keys)
     if max(crowd.length for crowd in crowds) > group:
         raise LayoutError(
             f"{where}: {queries} query heads cannot be divided among {ranks} ranks; parallel.tensor may be at most {queries}"
         )
-    shares = []
-    for key, crowd in enumerate(crowds):
-        for own in balanced(group, crowd.length):
-            start = key * group
-            queries_here = Interval(start=start + own.start, end=start + own.end)
-            shares.append(HeadShare(queries=queries_here, keys=Interval(start=key, end=key + 1)))
-    return tuple(shares)
+    return tuple(
+        HeadShare(queries=moved(own, key * group), keys=Interval(start=key, end=key + 1))
+        for key, crowd in enumerate(crowds)
+        for own in balanced(group, crowd.length)
+    )
 
 
 def scaled(interval: Interval, width: int) -> Interval:

@@ -499,7 +499,7 @@ def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...]
     intervals = layer.shares[rank]
     if layer.style is Style.EXPERTS and leaf == "gate_up_proj":
         (own,), half = intervals, shape[dim] // 2
-        intervals = (own, Interval(start=own.start + half, end=own.end + half))
+        intervals = (own, moved(own, half))
     dims = tuple(intervals if number == dim else (Interval(start=0, end=size),) for number, size in enumerate(shape))
     holders = layer.holders(rank)
     return ParameterPart(region=Region(shape=shape, dims=dims), holders=holders, partial=len(holders) > 1)
