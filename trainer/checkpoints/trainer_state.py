@@ -138,7 +138,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
 
     `model` and `data` describe what was built, so that moved files are no difference.
     """
-    optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward", "granularity"})
+    optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
     schedule = config.schedule.model_dump(mode="json")
     ema = config.ema.model_dump(mode="json", exclude={"evaluate"})
     sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule}

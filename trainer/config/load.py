@@ -178,12 +178,11 @@ def _installed(module: str) -> bool:
 
 
 # What people try that has a reason why it is not there.
-_WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
+_WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
     ("optimizer.name", "muon"): _WHOLE_MATRICES,
     ("optimizer.name", "adafactor"): _WHOLE_MATRICES,
-    ("optimizer.granularity", "matrix"): "this version cuts shards at elements",
     **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
     **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
 }

@@ -95,8 +95,6 @@ class OptimizerSection(Section):
     in_backward: bool = False
     """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
     float16."""
-    granularity: Literal["element"] = "element"
-    """Shards are cut at any element of a parameter."""
 
 
 DEFAULT_WARMUP_STEPS = 20
