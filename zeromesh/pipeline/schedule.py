@@ -34,9 +34,9 @@ class Kind(Enum):
     BACKWARD_WEIGHT = "W"
 
     @property
-    def sends_back(self) -> bool:
-        """Whether it makes the gradient that the stage before waits for."""
-        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    def direction(self) -> int:
+        """Which stage waits for what it makes: 1 for the stage after, -1 for the one before, 0 for none."""
+        return {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: 0}.get(self, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,25 +91,19 @@ class Message:
 def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
     """Return what an action sends; None at the ends of the pipeline and for gradients of weights. Both ranks may be one."""
     stage = schedule.stage(rank, action.chunk)
-    if action.kind is Kind.FORWARD and stage + 1 < schedule.stages:
-        return _message(schedule, stage, stage + 1, action.microbatch)
-    if action.kind.sends_back and stage > 0:
-        return _message(schedule, stage, stage - 1, action.microbatch)
-    return None
+    return _message(schedule, stage, stage + action.kind.direction, action.microbatch)
 
 
 def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
     """Return what an action waits for; None where it waits for nothing."""
     stage = schedule.stage(rank, action.chunk)
-    if action.kind is Kind.FORWARD and stage > 0:
-        return _message(schedule, stage - 1, stage, action.microbatch)
-    if action.kind.sends_back and stage + 1 < schedule.stages:
-        return _message(schedule, stage + 1, stage, action.microbatch)
-    return None
+    return _message(schedule, stage - action.kind.direction, stage, action.microbatch)
 
 
-def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: int) -> Message:
-    """The message between two neighbouring stages: gradients go to the earlier one."""
+def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: int) -> Message | None:
+    """The message between two neighbouring stages, where both are there: gradients go to the earlier one."""
+    if source == target or min(source, target) < 0 or max(source, target) >= schedule.stages:
+        return None
     return Message(
         source=source % schedule.ranks,
         target=target % schedule.ranks,
