@@ -149,18 +149,16 @@ def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
     # Wider dtypes first, as the format's own writer has them, so that each tensor begins at a multiple of its element size.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at, offsets = 0, []
+    at = 0
     for spec in ordered:
         end = at + spec.nbytes
         fields[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
-        offsets.append(at)
         at = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (round_up(8 + len(text), BLOCK) - 8 - len(text))
     header = len(text).to_bytes(8, "little") + text
     tensors = tuple(
-        StoredTensor(spec=spec, path=path, begin=len(header) + offset)
-        for spec, offset in zip(ordered, offsets, strict=True)
+        StoredTensor(spec=spec, path=path, begin=len(header) + fields[spec.name]["data_offsets"][0]) for spec in ordered
     )
     return FileLayout(path=path, header=header, tensors=tensors, nbytes=len(header) + at)
 
