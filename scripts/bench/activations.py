@@ -16,9 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.workload import Workload
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.models import activation_checkpointing
-from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing
-from zeromesh.trainer.models.prepare import use_fastest_linear
+from zeromesh.trainer.models import prepare
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing, use_fastest_linear
 
 RESULT = "ACTIVATIONS "
 
@@ -39,7 +38,7 @@ def measure(workload: Workload) -> Activations:
     model = workload.build_model().to(workload.compute).train()
     use_fastest_linear(model, workload.compute, "cpu")
     # The profiler sees PyTorch's allocator alone, so what recomputed blocks keep comes from it here.
-    activation_checkpointing.allocate_lasting = _ordinary  # type: ignore[attr-defined]
+    prepare.allocate_lasting = _ordinary  # type: ignore[attr-defined]
     enable_activation_checkpointing(model, "block" if workload.checkpointing else "none")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(forget)

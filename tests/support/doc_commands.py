@@ -12,8 +12,8 @@ import yaml
 from doc_blocks import ROOT
 from torch.distributed.run import get_args_parser
 
-from zeromesh.trainer.cli.launch import check_mesh
 from zeromesh.trainer.cli.main import _parse, make_parser
+from zeromesh.trainer.cli.train import check_mesh
 from zeromesh.trainer.config.load import load_config
 
 PLACEHOLDER = re.compile(r"[A-Z_]+")

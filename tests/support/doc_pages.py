@@ -17,7 +17,7 @@ from workers import Workers
 
 from zeromesh.checkpoint.format import manifest
 from zeromesh.launch.ssh import read_hosts
-from zeromesh.trainer.cli.launch import check_mesh
+from zeromesh.trainer.cli.train import check_mesh
 from zeromesh.trainer.config.load import load_config
 
 TRAINED = {"README.md", "docs/howto/finetune.md"}

@@ -1,17 +1,196 @@
-"""Events of a run: calls its callbacks, and keeps what they ask for."""
+"""Events of a run: calls its callbacks, and keeps what they ask for.
 
-from collections.abc import Mapping, Sequence
+Callbacks of transformers get their own kinds of objects: `TrainingArguments` that say what the configuration says, a `TrainerState`
+that follows the run, a `TrainerControl` whose flags are what the run is about to do, and which they may change. Nothing else that
+they change changes anything in the run. Events come in the order of transformers' Trainer, and see what they see there.
+
+The real optimizer and scheduler are partitioned, or do not exist. What stands for them has the learning rate alone, and there is
+nothing that stands for data loaders: what is not there is an error, and not silence.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl
+import transformers
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
+from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback, Trainer
-from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks, naming
+from zeromesh.trainer.checkpoints.manager import link_of
+from zeromesh.trainer.checkpoints.trainer_state import goal_of
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import ending_children
+
+
+@contextmanager
+def naming(callback: Any, event: str) -> Iterator[None]:
+    """Errors of the block, a call of a callback's method, are raised with a note that names it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by callback {type(callback).__name__}.{event}")
+        raise
+
+
+class TransformersCallbacks:
+    """All callbacks of transformers that a trainer has; they share arguments, state and control."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.callbacks: list[TrainerCallback] = []
+        self._trainer = trainer
+        self._state = TrainerState()
+        self._arguments: TrainingArguments | None = None
+
+    @property
+    def read_checkpoints(self) -> bool:
+        """Whether some callback may look for a checkpoint in `on_save`, so that it has to be whole by then."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Run an event of all callbacks, and take over the flags that they change."""
+        trainer = self._trainer
+        if event == "on_init_end":
+            self._begin()
+            return
+        progress = trainer.run.progress
+        named: dict[str, Any] = {}
+        if event == "on_train_begin":
+            # By now it is known how many steps an epoch has.
+            self._arguments = arguments_of(trainer.run.config)
+        elif event == "on_save":
+            self._state.stateful_callbacks = self.state_dict()
+        elif event in ("on_log", "on_evaluate"):
+            named["logs" if event == "on_log" else "metrics"] = progress.latest_line()
+        elif event == "on_predict":
+            named["metrics"] = dict(arguments[0])
+        known = frozenset(named.get("logs", ()))
+        if event != "on_optimizer_step":  # The step counts only when it has ended.
+            self._bring_up_to_date()
+        self._notify(event, {**self._views(), **named})
+        added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
+        trainer.run.model.stepper.scalars.add(added)
+
+    def _begin(self) -> None:
+        trainer = self._trainer
+        self._arguments = arguments = arguments_of(trainer.config)
+        first = read_environment().rank == 0
+        self._state.is_world_process_zero = self._state.is_local_process_zero = first
+        if first and self.callbacks:
+            # As transformers' Trainer has by now; `fit` says what is wrong with it.
+            with suppress(OSError):
+                Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
+        inputs = trainer.inputs
+        later = {"optimizer": None, "lr_scheduler": None}
+        self._notify("on_init_end", {"model": inputs.model, "processing_class": inputs.processing_class, **later})
+
+    def _notify(self, event: str, named: Mapping[str, Any]) -> None:
+        events = self._trainer.events
+        for callback in self.callbacks:
+            with naming(callback, event):
+                answer = getattr(callback, event)(self._arguments, self._state, events.control, **named)
+            if answer is not None:
+                events.control = answer
+
+    def _views(self) -> dict[str, Any]:
+        trainer, steps = self._trainer, self._state.global_step
+        rate = trainer.run.learning_rate_of(steps)
+        return {
+            "model": trainer.model,
+            "processing_class": trainer.processing_class,
+            "optimizer": SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),)),
+            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
+        }
+
+    def _bring_up_to_date(self) -> None:
+        """Have the state say where the run is now. It has the run's own list of what was logged."""
+        state, now, trainer = self._state, self._trainer.state, self._trainer
+        state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
+        state.num_train_epochs = max(1, math.ceil(now.epochs))
+        state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
+        state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
+        state.train_batch_size = trainer.run.config.batch.micro_size
+        state.log_history = now.log_history
+        state.compute_steps(self._arguments, now.max_steps)
+        if now.best_metric is not None:
+            state.best_metric, state.best_global_step = now.best_metric, now.best_step
+            state.best_model_checkpoint = (
+                None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states that callbacks export, by their class; of two of one class, the first."""
+        found: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, callback.state())
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make callbacks anew from the states that `state_dict` returned."""
+        for number, callback in enumerate(self.callbacks):
+            kept = state.get(type(callback).__name__)
+            if kept is not None and isinstance(callback, ExportableState):
+                self.callbacks[number] = type(callback).from_state(kept)
+
+
+def arguments_of(config: TrainerConfig) -> TrainingArguments:
+    """Arguments that say what a configuration says, as far as they have words for it."""
+    intervals: dict[str, Any] = {}
+    for kind, every in (
+        ("logging", config.run.log_every),
+        ("eval", config.run.eval_every),
+        ("save", config.checkpoint.every_steps),
+    ):
+        by_epoch = isinstance(every, str)
+        intervals[f"{kind}_strategy"] = "epoch" if by_epoch else "steps" if every else "no"
+        if every and not by_epoch:
+            intervals[f"{kind}_steps"] = every
+    ranks = max(1, read_environment().world_size // (config.parallel.tensor * config.parallel.pipeline))
+    known = config.schedule.name in transformers.SchedulerType._value2member_map_
+    arguments = TrainingArguments(
+        output_dir=f"{config.run.output_dir}/{config.run.name}",
+        run_name=config.run.name,
+        per_device_train_batch_size=config.batch.micro_size,
+        gradient_accumulation_steps=max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
+        per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
+        max_steps=config.run.max_steps,
+        num_train_epochs=config.run.epochs or 1,
+        learning_rate=config.optimizer.lr,
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.betas[0],
+        adam_beta2=config.optimizer.betas[1],
+        adam_epsilon=config.optimizer.eps,
+        max_grad_norm=config.run.clip_norm,
+        lr_scheduler_type=config.schedule.name if known else "cosine",
+        warmup_steps=config.schedule.warmup_steps,
+        logging_first_step=config.run.log_first_step,
+        save_total_limit=config.checkpoint.keep_last,
+        metric_for_best_model=config.run.metric,
+        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
+        seed=config.run.seed % 2**32,
+        label_smoothing_factor=config.run.label_smoothing,
+        push_to_hub=config.hub.push,
+        hub_model_id=config.hub.repository,
+        hub_private_repo=config.hub.private,
+        hub_revision=config.hub.revision,
+        hub_strategy="end",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=False,
+        **intervals,
+    )
+    # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
+    arguments.load_best_model_at_end = config.run.load_best
+    return arguments
 
 
 class CallbackDispatcher:

@@ -2,22 +2,24 @@
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
+
+The script of `zeromesh completion SHELL` is shtab's, made from the parser; the keys of the configuration and the words that they
+allow are added here. Completing starts no Python.
 """
 
 import argparse
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
 from zeromesh.errors import ZeromeshError, printable
 from zeromesh.trainer.cli import train
-from zeromesh.trainer.cli.completion import SHELLS, run_completion
-from zeromesh.trainer.cli.launch import PASSED, SILENCE_SECONDS, run_launch
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report, run_status
+from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
 from zeromesh.trainer.monitoring.start_times import now, process_began
 
 _DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -208,6 +210,92 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
+SHELLS = ("bash", "zsh", "fish")
+_MOST_NUMBERS = 10
+_BASH_KEYS = """
+_zeromesh_keys() {
+  local word=${COMP_LINE:0:COMP_POINT}
+  word=${word##*[[:space:]]}
+  if [[ $word != *=* ]]; then
+    compgen -W "KEYS" -- "$word"
+  elif [[ $COMP_WORDBREAKS == *=* ]]; then  # What stands before the = is there already.
+    compgen -W "VALUES" -- "$word" | cut -d= -f2-
+  else
+    compgen -W "VALUES" -- "$word"
+  fi
+}
+"""
+_BASH_END = """
+_zeromesh() {
+  _shtab_zeromesh "$@"
+  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+  return 0
+}
+complete -o bashdefault -o default -F _zeromesh zeromesh
+"""
+_ZSH_KEYS = """
+_zeromesh_keys() {
+  if [[ $PREFIX == *=* ]]; then
+    compadd -- VALUES
+  else
+    compadd -S '' -- KEYS
+  fi
+}
+"""
+
+
+def run_completion(shell: str, parser: argparse.ArgumentParser) -> int:
+    """Print the script by which a shell completes what `parser` takes; returns the exit code."""
+    import shtab
+
+    choices = dict(config_keys())
+    keys = " ".join(f"{key}=" for key in choices)
+    values = " ".join(f"{key}={word}" for key, words in choices.items() for word in words)
+    preambles = {"bash": _BASH_KEYS, "zsh": _ZSH_KEYS}
+    overrides = {
+        "bash": "_zeromesh_keys",
+        "zsh": "_zeromesh_keys",
+        "fish": f"{keys} {values}",
+        "preamble": {shell: text.replace("KEYS", keys).replace("VALUES", values) for shell, text in preambles.items()},
+    }
+    for action in _actions(parser):
+        if action.dest == "overrides":
+            action.complete = overrides  # type: ignore[attr-defined]
+        elif action.nargs != 0 and not action.choices:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    sys.stdout.write(shtab.complete(parser, shell) + "\n" + (_BASH_END if shell == "bash" else ""))
+    return 0
+
+
+def config_keys() -> Iterator[tuple[str, list[str]]]:
+    """Every key of the configuration that may be given a value by itself, and the words that it allows, if they are few."""
+    from zeromesh.trainer.config.messages import choices, known_paths, section_of
+    from zeromesh.trainer.config.sections.base import Allowed
+
+    for path, info in known_paths().items():
+        section = section_of(info)
+        if section is not None and not any(isinstance(item, Allowed) for item in info.metadata):
+            continue
+        # A mapping that may be written as one word allows the words of its first key.
+        first = info if section is None else next(iter(section.model_fields.values()))
+        low = next((item.ge for item in info.metadata if hasattr(item, "ge")), None)
+        high = next((item.le for item in info.metadata if hasattr(item, "le")), None)
+        words = ["true", "false"] if first.annotation is bool else list(map(str, choices(first)))
+        if info.annotation is int and low is not None and high is not None and high - low < _MOST_NUMBERS:
+            words = [str(number) for number in range(low, high + 1)]
+        yield path, words
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The actions of a parser and of all parsers below it, but for those that hold parsers."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
+        else:
+            yield action
+
+
 def _checkpoint(options: argparse.Namespace) -> int:
     from zeromesh.trainer.cli.checkpoint import run_checkpoint  # It imports torch.
 
@@ -216,7 +304,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": train.run_train,
-    "launch": lambda options: train.report(run_launch(options, train.say)),
+    "launch": train.run_launch,
     "evaluate": train.run_train,
     "config": train.print_config,
     "status": run_status,

@@ -19,7 +19,7 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of
+from zeromesh.trainer.callbacks.dispatcher import arguments_of
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.hub_download import T, while_posting

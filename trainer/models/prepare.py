@@ -1,25 +1,205 @@
 """What a run changes in the modules of a model before it trains, and how it puts that back.
 
 It changes training mode, the dtype in which linear layers multiply, and which blocks are recomputed and compiled.
+
+Activation checkpointing keeps the inputs of blocks only, and runs blocks again in backward. It is always the non-reentrant form of
+torch, around `forward` and not around the call of the module: hooks on a block then run once, outside of the recomputation, which
+is what an engine that gathers a block's parameters needs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.pytorch_utils import Conv1D
 
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
-from zeromesh.offload import Tiers
+from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
+from zeromesh.rng import HostState
 from zeromesh.trainer.config.sections.model import ModelSection
-from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.models.user_model import Compile
 from zeromesh.units.plan import block_modules
+
+Mode = Literal["none", "block", "selective"]
+
+# What `selective` keeps: results of matrix products and of fused attention, which are dear to compute.
+# Batched products are not among them: unfused attention makes its scores with them, [sequence, sequence] for
+# each head.
+_KEPT_NAMES = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_grouped_mm",
+    "zeromesh::wide_linear",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+)
+
+_ALIGNMENT = 64
+"""Bytes to which PyTorch aligns tensors on CPU."""
+
+
+def enable_activation_checkpointing(
+    model: nn.Module,
+    mode: Mode,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    store: ActivationStore | None = None,
+) -> int:
+    """Checkpoint the activations of `model`'s blocks; returns how many blocks do so.
+
+    Args:
+        model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with `blocks`.
+        mode: `none`: as the model was given, whose layers may recompute themselves; `block`: a block keeps its inputs and is
+            recomputed whole; `selective`: it also keeps the results of matrix products and of fused attention, and recomputes only
+            what is cheap.
+        blocks: the modules to checkpoint where they do not know it themselves.
+        store: keeps the inputs of blocks until backward; None: they stay on the device. Around it `torch.compile` compiles
+            nothing of a block.
+
+    Gradients are those without checkpointing, dropout included. Raises `ConfigError` if the model has no
+    blocks that can be checkpointed, and for a store that nothing would be kept in.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    if mode == "none":
+        if store is not None:
+            raise ConfigError(
+                "activation_checkpointing: none keeps all activations on the device, and their offload moves the inputs of "
+                "recomputed blocks; set activation_checkpointing: block"
+            )
+        return _count_recomputing(layers)
+    by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)
+    recomputed = _innermost(layers) if by_itself else list(blocks or ())
+    if not recomputed:
+        raise ConfigError(
+            f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
+            "are known; set activation_checkpointing: none, or name the blocks"
+        )
+    on_device, offloaded = _checkpoint_functions(mode, store)
+    count = store.away_of(len(recomputed)) if store is not None else 0
+    run = {id(block): offloaded for block in recomputed[:count]}
+    if by_itself:
+        for module in layers:
+            module._gradient_checkpointing_func = run.get(id(module), on_device)  # type: ignore[assignment]
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+    else:
+        for block in recomputed:
+            _wrap_forward(block, run.get(id(block), on_device))
+    return len(recomputed)
+
+
+def _count_recomputing(layers: Sequence[nn.Module]) -> int:
+    """Count the layers that the user has made recompute themselves (`model.gradient_checkpointing_enable()`) and that go on so."""
+    own = [module for module in layers if module.gradient_checkpointing]
+    for module in own:
+        if getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the "
+                "step's backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set "
+                "model.activation_checkpointing: block"
+            )
+    return len(_innermost(own))
+
+
+def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that contain none of the others."""
+    known = {id(module) for module in modules}
+    return [
+        module for module in modules if not any(id(inner) in known for inner in module.modules() if inner is not module)
+    ]
+
+
+def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what checkpoints a block whose inputs stay on the device, and one whose inputs leave it."""
+    run = partial(checkpoint, use_reentrant=False)
+    if mode == "selective":
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+
+    def copying(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(_replaying(function), *map(_copied, args), **kwargs)
+
+    def storing(away: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if store is None or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
+        with store.keeping(away=away):
+            return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
+
+    return (copying, copying) if store is None else (partial(storing, False), partial(storing, True))
+
+
+def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose later calls, in backward, draw from NumPy's and Python's generators what the first one did:
+    `checkpoint` itself restores PyTorch's generators alone."""
+    if torch.compiler.is_compiling():
+        return function
+    state, calls = HostState.now(), itertools.count()
+
+    def replaying(*args: Any, **kwargs: Any) -> Any:
+        with state.replayed() if next(calls) else nullcontext():
+            return function(*args, **kwargs)
+
+    return replaying
+
+
+class _LastingCopy(torch.autograd.Function):
+    """A copy of a block's input in memory of its own.
+
+    It lives until backward, while all that the block computes goes at once: on the C library's heap every input would leave a
+    hole behind it that the next block's results do not fit into.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return allocate_lasting(tuple(hidden.shape), hidden.dtype, hidden.device).copy_(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _copied(value: Any) -> Any:
+    """Hidden states in memory of their own, and any other argument as it is."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
+        return _LastingCopy.apply(value)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _aligned(hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states as the store will give them back: what a kernel computes may depend on strides and on alignment."""
+    if hidden.is_contiguous() and (hidden.device.type != "cpu" or hidden.data_ptr() % _ALIGNMENT == 0):
+        return hidden
+    return hidden.clone(memory_format=torch.contiguous_format)
+
+
+def _policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    if operation.name().rpartition(".")[0] in _KEPT_NAMES or operation.name() in _KEPT_NAMES:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
+    forward = block.forward
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return run(forward, *args, **kwargs)
+        return forward(*args, **kwargs)
+
+    block.forward = checkpointed
+
 
 _CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
 """Attributes that compiled and checkpointed blocks, training mode, and saving of a partitioned model change."""

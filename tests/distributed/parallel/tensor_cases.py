@@ -15,7 +15,7 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.trial import InFloat64
-from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing
 from zeromesh.units.plan import block_modules
 
 _SMALL = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.models.activation_checkpointing import Mode, enable_activation_checkpointing
+from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing
 
 
 def gpt2() -> Any:

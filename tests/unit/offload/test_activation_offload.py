@@ -34,7 +34,7 @@ from zeromesh.offload import (
 from zeromesh.offload import activation_store as activations
 from zeromesh.offload.activation_store import ActivationStore, BlockCall, FreeRanges, SavedTensor
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.trainer.models.activation_checkpointing import Mode, enable_activation_checkpointing
+from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing
 
 FILE = TierChoice(tier="file")
 HOST = TierChoice(tier="host")

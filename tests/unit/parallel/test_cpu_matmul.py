@@ -15,8 +15,7 @@ from zeromesh.kernels.cpu_matmul import product_dtype as product_by_trial
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.models import prepare
-from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing
-from zeromesh.trainer.models.prepare import prepare_model, use_fastest_linear
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing, prepare_model, use_fastest_linear
 
 WIDE = "wide_linear"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.trainer.cli.completion import SHELLS, config_keys
-from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.cli.main import SHELLS, config_keys, main
 from zeromesh.trainer.config.messages import known_paths
 
 _COMPLETED = [
