@@ -29,12 +29,12 @@ from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
-from zeromesh.trainer.monitoring.start_times import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.weights.hub_names import quiet_library
+from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})

@@ -13,8 +13,8 @@ from zeromesh.checkpoint.multi_host.parts import merge, open_parts
 from zeromesh.checkpoint.verify import find_damage
 from zeromesh.errors import CheckpointError, StorageError, some
 from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.tools.checkpoint import reading
 from zeromesh.trainer.tools.checkpoint.diff import diff_checkpoints
-from zeromesh.trainer.tools.checkpoint.inspect import inspect_checkpoint, list_checkpoints
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, checkpoint_at, checkpoints_at, part_text
 
 _SHOWN_TENSORS = 20
@@ -42,13 +42,8 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         torch.set_num_threads(threads)
 
 
-def _list(options: argparse.Namespace) -> int:
-    sys.stdout.write(list_checkpoints(options.path, as_json=options.json))
-    return 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    sys.stdout.write(inspect_checkpoint(options.path, options.tensors, as_json=options.json))
+def _write(text: str) -> int:
+    sys.stdout.write(text)
     return 0
 
 
@@ -98,8 +93,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
-    "inspect": _inspect,
+    "list": lambda options: _write(reading.list_checkpoints(options.path, as_json=options.json)),
+    "inspect": lambda options: _write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json)),
     "verify": _verify,
     "export": _export,
     "merge": _merge,

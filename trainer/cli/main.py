@@ -20,7 +20,7 @@ from zeromesh.errors import ZeromeshError, printable
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report, run_status
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
-from zeromesh.trainer.monitoring.start_times import now, process_began
+from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
 _DTYPES = ("float32", "bfloat16", "float16", "keep")
 

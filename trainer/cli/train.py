@@ -31,7 +31,7 @@ from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.start_times import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import StartTimes
 
 PASSED = (
     "OMP_NUM_THREADS",

@@ -25,8 +25,7 @@ from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+from zeromesh.trainer.monitoring.step_metrics import StartTimes, StepMetrics
 from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, traffic_table
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 

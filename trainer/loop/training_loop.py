@@ -17,8 +17,7 @@ from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
 from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.monitoring.memory import STEP_MEMORY, recorded_memory
 from zeromesh.trainer.monitoring.profiler import Profile
-from zeromesh.trainer.monitoring.start_times import sentence
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics, strict
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
 

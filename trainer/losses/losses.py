@@ -16,7 +16,7 @@ from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.monitoring.step_stats import require_free_names
-from zeromesh.trainer.weights.hub_names import quiet_library
+from zeromesh.trainer.weights.safetensors_source import quiet_library
 
 ComputeLoss = Callable[
     [nn.Module, Mapping[str, Any]], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]

@@ -18,8 +18,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSect
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.models.hub_download import directory_of
 from zeromesh.trainer.models.user_model import integer, text_part
-from zeromesh.trainer.weights.hub_names import match
-from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles
+from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, BuiltModel, build_deferred, canonical_names
 
 _COUNTS = (

@@ -32,7 +32,7 @@ from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.start_times import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.setup.model import build_trained_model

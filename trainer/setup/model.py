@@ -40,7 +40,7 @@ from zeromesh.trainer.models.user_model import (
     unwrap,
 )
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.start_times import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.units.build import open_tiers

@@ -14,7 +14,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.multi_host.parts import merge, open_parts
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.manager import _metric_of
-from zeromesh.trainer.tools.checkpoint.inspect import list_checkpoints
+from zeromesh.trainer.tools.checkpoint.reading import list_checkpoints
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
 
 STEPS = 15

@@ -18,7 +18,7 @@ from zeromesh.errors import StorageError
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
-from zeromesh.trainer.tools.checkpoint.inspect import summary_of
+from zeromesh.trainer.tools.checkpoint.reading import summary_of
 
 
 def trainer_in(folder: Path, *, callbacks: tuple[Callback, ...] = (), **sections: Any) -> Trainer:

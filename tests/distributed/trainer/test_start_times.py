@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from zeromesh.trainer.monitoring import start_times
-from zeromesh.trainer.monitoring.start_times import StartTimes, process_began, sentence
+from zeromesh.trainer.monitoring import step_metrics
+from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
 
 
 def test_parts_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((13.0, 100.0, 102.5, 104.0))
-    monkeypatch.setattr(start_times, "now", lambda: next(clock))
+    monkeypatch.setattr(step_metrics, "now", lambda: next(clock))
     times = StartTimes(10.0)
     times.end("launch", at=11.0)
     times.end("imports")
@@ -30,5 +30,5 @@ def test_parts_too_short_to_matter_are_counted_and_not_shown() -> None:
 
 def test_the_clock_is_that_of_all_processes() -> None:
     """The launcher's time is compared with that of its workers."""
-    assert 0 <= start_times.now() - process_began() < 86400
+    assert 0 <= now() - process_began() < 86400
     assert re.fullmatch(r"0\.0 s", sentence({}))

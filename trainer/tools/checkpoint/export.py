@@ -24,7 +24,7 @@ from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, begin_files
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, windows
-from zeromesh.trainer.weights.hub_names import Group, HubNames, quiet_library, read_class
+from zeromesh.trainer.weights.safetensors_source import Group, HubNames, quiet_library, read_class
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

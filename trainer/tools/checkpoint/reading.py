@@ -1,21 +1,28 @@
-"""What the tools for checkpoints share: what a path on the command line means, counters, and reading elements."""
+"""What checkpoints hold, as text for a person or as JSON (`zeromesh checkpoint list` and `inspect`), and what the tools for
+checkpoints share: what a path on the command line means, counters, and reading elements.
+"""
 
+import json
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor
-from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.format.manifest import NAME, Manifest
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
+from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import ConfigError
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER
-from zeromesh.trainer.formatting import human_bytes, human_seconds
+from zeromesh.trainer.checkpoints.trainer_state import state_of
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
 from zeromesh.trainer.monitoring.console import Console
 
 WINDOW_BYTES = 32 << 20
@@ -32,14 +39,14 @@ def store_at(path: Path) -> CheckpointStore:
         store = CheckpointStore(root)
         if store.steps() or store.leftovers():
             return store
-    hint = "; it is one: `inspect` shows it" if (path / manifest.NAME).exists() else ""
+    hint = "; it is one: `inspect` shows it" if (path / NAME).exists() else ""
     raise ConfigError(f"{path} holds no checkpoints: neither step-* nor {FOLDER}/step-*{hint}")
 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoint that a path is, or all of a run, newest first. Raises `ConfigError` where there is none."""
     path = path.expanduser()
-    if (path / manifest.NAME).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
+    if (path / NAME).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
         return [path]
     store = store_at(path)
     steps = store.steps()
@@ -113,3 +120,191 @@ class Throughput:
 
     def __str__(self) -> str:
         return f"{human_bytes(self._done)} in {human_seconds(time.monotonic() - self._began)} ({self._rate()})"
+
+
+COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
+_NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
+_APART = frozenset({"step", "tracker", "settings"})
+"""Of the counters, what has lines of its own."""
+
+
+def list_checkpoints(path: Path, *, as_json: bool) -> str:
+    """Return the checkpoints of a run or a directory, oldest first.
+
+    Raises:
+        ConfigError: where there are none.
+    """
+    store = store_at(path)
+    found = [summary_of(store, step) for step in reversed(store.steps())]
+    left = store.leftovers()
+    if as_json:
+        return _json({"directory": str(store.root), "checkpoints": found, "leftovers": left})
+    rows = [summary_row(each) for each in found]
+    lines = [str(store.root), *(table_lines(COLUMNS, rows, _NUMBERS) if rows else ["no checkpoints"])]
+    what = "being written or removed, or left behind by a kill; the next start of the run removes it"
+    return _text([*lines, *(f"{name}: {what}" for name in left)])
+
+
+def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """Return what is known of a checkpoint without reading its weights; `reason` says why it cannot be used, if so."""
+    directory = store.path(step)
+    size = sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(directory) for name in names)
+    found: dict[str, Any] = {
+        "step": step,
+        "path": str(directory),
+        "date": _date(directory),
+        "bytes": size,
+        "whole": False,
+    }
+    found |= dict.fromkeys(("part", "reason", "loss", "eval_loss", "tokens")) | {"layout": {}}
+    try:
+        reader = CheckpointReader(directory, parts=True)
+        found["layout"] = dict(reader.manifest.layout)
+        if reader.manifest.step != step:
+            raise CheckpointError(f"its manifest is of step {reader.manifest.step}")
+        state = state_of(reader)
+    except (CheckpointError, StorageError) as error:
+        return found | {"reason": str(error)}
+    found |= {"whole": reader.manifest.part[1] == 1, "part": list(reader.manifest.part)}
+    if state is not None:
+        found |= {"loss": state.loss, "eval_loss": state.eval_loss, "tokens": state.tokens}
+    return found
+
+
+def _date(directory: Path) -> str:
+    """Return when it was written, in UTC: the manifest comes last."""
+    path = directory / NAME
+    seconds = (path if path.is_file() else directory).stat().st_mtime
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def summary_row(found: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a summary for the columns of a table, `COLUMNS`."""
+    state = "whole" if found["whole"] else f"NOT WHOLE: {found['reason']}"
+    if found["part"] is not None and not found["whole"]:
+        state = f"part {found['part'][0] + 1} of {found['part'][1]}"
+    return [
+        str(found["step"]),
+        found["date"].replace("T", " ").removesuffix("Z"),
+        human_bytes(found["bytes"]),
+        *("" if found[name] is None else f"{found[name]:.4f}" for name in ("loss", "eval_loss")),
+        "" if found["tokens"] is None else human_count(found["tokens"]),
+        _layout_text(found["layout"]),
+        state,
+    ]
+
+
+def _layout_text(layout: Mapping[str, Any]) -> str:
+    """Return the layout as far as it is of the form that is written here: it is only information."""
+    mesh, ranks = layout.get("mesh"), layout.get("ranks")
+    words = [f"{ranks} rank{'' if ranks == 1 else 's'}"] if ranks is not None else []
+    words += [f"{axis} {size}" for axis, size in mesh.items() if size != 1] if isinstance(mesh, dict) else []
+    words += [f"stage {layout['stage']}"] if "stage" in layout else []
+    words += ["/".join(str(layout[name]) for name in ("compute", "master") if name in layout)]
+    return ", ".join(word for word in words if word)
+
+
+def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str:
+    """Return what a checkpoint holds; with a pattern also the tensors of such names.
+
+    Raises:
+        CheckpointError: when it is damaged.
+        ConfigError: where there is none, or no tensor has such a name.
+    """
+    directory = checkpoint_at(path)
+    reader = CheckpointReader(directory, checked=False)
+    manifest, whole = reader.manifest, reader.manifest.part[1] == 1
+    if whole:
+        reader = CheckpointReader(directory)
+    state = state_of(reader) if whole else None
+    content = {
+        "path": str(directory),
+        "date": _date(directory),
+        "step": manifest.step,
+        "state": None if state is None else asdict(state),
+        "kinds": _kinds(manifest),
+        "files": {name: record.nbytes for name, record in sorted(manifest.files.items())},
+        "bytes": manifest.nbytes,
+        "aliases": dict(manifest.aliases),
+        "layout": dict(manifest.layout),
+        "part": list(manifest.part),
+    }
+    if pattern is not None:
+        content["tensors"] = [_tensor(manifest, each) for each in _matching(manifest, pattern)]
+    return _json(content) if as_json else _text(_lines(content, manifest, f"{directory}{part_text(reader)}"))
+
+
+def _matching(manifest: Manifest, pattern: str) -> list[StoredTensor]:
+    """Return tensors whose name matches a pattern of the shell's kind, or has it somewhere in it."""
+    glob = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
+    found = [tensor for tensor in manifest.tensors if fnmatchcase(tensor.spec.name, glob)]
+    if not found:
+        raise ConfigError(f"--tensors {pattern!r}: no tensor has such a name; --tensors '*' shows all")
+    return found
+
+
+def _kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for spec in (tensor.spec for tensor in manifest.tensors):
+        kind = found.setdefault(spec.kind, {"tensors": 0, "parameters": 0, "bytes": 0, "dtypes": []})
+        kind["tensors"] += 1
+        kind["parameters"] += spec.numel
+        kind["bytes"] += spec.nbytes
+        if DTYPE_NAMES[spec.dtype] not in kind["dtypes"]:
+            kind["dtypes"].append(DTYPE_NAMES[spec.dtype])
+    return found
+
+
+def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
+    spec, pieces = tensor.spec, manifest.files[tensor.path].pieces
+    return {
+        "kind": spec.kind,
+        "name": spec.name,
+        "dtype": DTYPE_NAMES[spec.dtype],
+        "shape": list(spec.shape),
+        "file": tensor.path,
+        "begin": tensor.begin,
+        "end": tensor.end,
+        "ranks": sorted({piece.rank for piece in overlapping(pieces, tensor.begin, tensor.end)}),
+    }
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else ""
+
+
+def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
+    """Yield the content of `inspect` as lines of text."""
+    yield head
+    state = content["state"] or {}
+    values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _APART}}
+    values |= {f"tracker {name}": value for name, value in state.get("tracker", {}).items()}
+    values["written by"] = _layout_text(content["layout"]) or "unknown"
+    values["date"] = f"{content['date'].replace('T', ' ').removesuffix('Z')} UTC"
+    values["size"] = f"{human_bytes(content['bytes'])} in {len(content['files'])} files"
+    yield from (f"{name:<14} {value}" for name, value in values.items() if value is not None)
+    kinds = [
+        [name, kind["tensors"], f"{kind['parameters']:,}", human_bytes(kind["bytes"]), ", ".join(kind["dtypes"])]
+        for name, kind in content["kinds"].items()
+    ]
+    yield from ("", *table_lines(("kind", "tensors", "parameters", "size", "dtypes"), kinds, _NUMBERS))
+    files = [[path, f"{nbytes:,}", len(manifest.files[path].pieces)] for path, nbytes in content["files"].items()]
+    yield from ("", *table_lines(("file", "bytes", "pieces"), files, _NUMBERS))
+    if content["aliases"]:
+        yield from ("", "aliases", *(f"  {alias} is {name}" for alias, name in content["aliases"].items()))
+    if state.get("settings"):
+        yield from ("", "settings", *(f"  {name}: {json.dumps(value)}" for name, value in state["settings"].items()))
+    if tensors := content.get("tensors"):
+        rows = [[*list(each.values())[:-1], _ranks_text(each["ranks"])] for each in tensors]
+        columns = ("kind", "name", "dtype", "shape", "file", "begin", "end", "written by")
+        yield from ("", *table_lines(columns, rows, _NUMBERS))
+
+
+def _text(lines: Iterator[str] | Sequence[str]) -> str:
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"

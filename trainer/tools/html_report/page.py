@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from zeromesh import __version__
 from zeromesh.mesh.mesh_shape import AXES, Coordinate
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
-from zeromesh.trainer.monitoring.start_times import sentence
+from zeromesh.trainer.monitoring.step_metrics import sentence
 from zeromesh.trainer.tools.html_report.charts import COLORS, charts_of
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
@@ -247,7 +247,7 @@ def _checkpoints(run: RunRecord) -> Html | None:
     """The checkpoints that are there, oldest first."""
     if not run.checkpoints:
         return None
-    from zeromesh.trainer.tools.checkpoint.inspect import COLUMNS, summary_row  # It needs torch.
+    from zeromesh.trainer.tools.checkpoint.reading import COLUMNS, summary_row  # It needs torch.
 
     rows = []
     for each in run.checkpoints:

@@ -199,7 +199,7 @@ def _step_memory(path: Path) -> StepMemory:
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:
     from zeromesh.checkpoint.store import CheckpointStore
-    from zeromesh.trainer.tools.checkpoint.inspect import summary_of
+    from zeromesh.trainer.tools.checkpoint.reading import summary_of
 
     store = CheckpointStore(path)
     return [summary_of(store, step) for step in reversed(store.steps())]
