@@ -134,7 +134,23 @@ _RESOLVED = "config.resolved.yaml"
 
 def run_train(options: argparse.Namespace) -> int:
     """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
-    return _train(options) if options.attached is None else _attached(options)
+    if options.attached is not None:
+        return _attached(options)
+    if options.worker:
+        die_with_launcher()
+        become_worker(exit_code_of)
+    environment = read_environment()
+    processes = _processes(options, environment)
+    evaluates = options.command == "evaluate"
+    path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
+    config = load_config(path, [*keys, *options.overrides], ranks=processes * options.nnodes[1])
+    if options.nnodes[1] == 1:
+        check_mesh(config, processes)
+    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
+        return report(_launch(options, processes))
+    if not options.worker and environment.rank == 0:
+        _hint("loading torch and transformers")
+    return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
 def _attached(options: argparse.Namespace) -> int:
@@ -155,24 +171,6 @@ def _attached(options: argparse.Namespace) -> int:
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return python_arguments("zeromesh", (options.command, "--worker", "--", options.config, *options.overrides))
-
-
-def _train(options: argparse.Namespace) -> int:
-    if options.worker:
-        die_with_launcher()
-        become_worker(exit_code_of)
-    environment = read_environment()
-    processes = _processes(options, environment)
-    evaluates = options.command == "evaluate"
-    path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
-    config = load_config(path, [*keys, *options.overrides], ranks=processes * options.nnodes[1])
-    if options.nnodes[1] == 1:
-        check_mesh(config, processes)
-    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
-        return report(_launch(options, processes))
-    if not options.worker and environment.rank == 0:
-        _hint("loading torch and transformers")
-    return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
 def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:

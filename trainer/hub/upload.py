@@ -33,9 +33,14 @@ _TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
     """Write `README.md`, transformers' own draft of a model card, for a `Trainer`.
 
-    `values` are what the user says of the model, by transformers' names.
+    `values` are what the user says of the model, by transformers' names; the repository's name and the model's tags go beside them.
     """
     config, mesh = trainer.run.config, trainer.mesh
+    values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
+    tags = getattr(trainer.model, "model_tags", None)
+    if tags:
+        own = values.get("tags") or []
+        values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
     described = SimpleNamespace(  # What transformers reads of a trainer for a card.
         args=arguments_of(config),
         model=trainer.model,
@@ -91,7 +96,7 @@ def push(
 
     def upload() -> CommitInfo:
         if isinstance(getattr(trainer.model, "config", None), PreTrainedConfig):
-            _write_model_card(trainer, directory, _values_of_card(trainer, card))
+            _write_model_card(trainer, directory, card)
         return huggingface_hub.HfApi().upload_folder(
             repo_id=repository,
             folder_path=directory,
@@ -110,16 +115,6 @@ def push(
         shutil.rmtree(directory, ignore_errors=True)
         trainer.run.console.note(f"uploaded to {commit.commit_url}")
     return commit
-
-
-def _values_of_card(trainer: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The repository's name and the model's tags beside what the user says of the model, as in transformers."""
-    values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
-    tags = getattr(trainer.model, "model_tags", None)
-    if tags:
-        own = values.get("tags") or []
-        values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
-    return values
 
 
 def _by_first_rank(mesh: Mesh, call: Callable[[], T], token: str | None, what: str) -> tuple[T | None, str]:

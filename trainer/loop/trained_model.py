@@ -25,7 +25,7 @@ from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.memory import explained
+from zeromesh.trainer.monitoring.profiler import explained
 from zeromesh.zero.engine import ZeroEngine
 
 

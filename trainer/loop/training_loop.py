@@ -15,8 +15,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
 from zeromesh.trainer.loop.stop_signals import StopRequest
-from zeromesh.trainer.monitoring.memory import STEP_MEMORY, recorded_memory
-from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking

@@ -57,12 +57,16 @@ class ModelFlops:
         if two_kinds or "input_ids" not in inspect.signature(model.forward).parameters:
             return None
         config = text_part(config)
+        count = _number(config, *_EXPERTS)
+        chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+        # The part of a layer's experts that a token goes through.
+        reached = chosen / count if count and chosen else 1.0
         dense = 0.0
         looked_up = _lookup_tables(model)
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
-                dense += each * parameter.numel() * (_reached_experts(config) if "experts" in name.split(".") else 1.0)
+                dense += each * parameter.numel() * (reached if "experts" in name.split(".") else 1.0)
         heads = _number(config, "num_attention_heads", "n_head")
         width = _number(config, "hidden_size", "n_embd")
         size = _number(config, "head_dim") or (width // heads if heads else 0)
@@ -116,13 +120,6 @@ def _lookup_tables(model: nn.Module) -> set[int]:
     multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
     tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return {id(weight) for weight in tables} - multiplied
-
-
-def _reached_experts(config: Any) -> float:
-    """The part of a layer's experts that a token goes through."""
-    count = _number(config, *_EXPERTS)
-    chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
-    return chosen / count if count and chosen else 1.0
 
 
 def _windows(config: Any) -> tuple[float, ...]:

@@ -244,15 +244,10 @@ def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str)
     return len(layers)
 
 
-def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    return linear(input, layer.weight, layer.bias)
-
-
-def _transposed(layer: Conv1D, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, layer.weight.t(), layer.bias)
-
-
-_FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _linear, Conv1D: _transposed}
+_FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    nn.Linear: lambda layer, input: linear(input, layer.weight, layer.bias),
+    Conv1D: lambda layer, x: linear(x, layer.weight.t(), layer.bias),
+}
 
 
 def prepare_model(

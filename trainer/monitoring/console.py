@@ -80,7 +80,11 @@ class Console:
     def step(self, metrics: StepMetrics) -> None:
         """Show a logged step."""
         if self._progress is not None:
-            self._numbers = _bar_numbers(metrics)
+            # Short enough for 80 columns, beside the bar.
+            self._numbers = (
+                f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
+                f"{human_bytes(metrics.peak_memory_bytes)}"
+            )
             self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
         else:
             self._attempt(lambda: self._print(self._line(metrics)))
@@ -187,11 +191,3 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
     ]
     return "  ".join(parts)
-
-
-def _bar_numbers(metrics: StepMetrics) -> str:
-    """The figures beside the progress bar, short enough for 80 columns."""
-    return (
-        f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
-        f"{human_bytes(metrics.peak_memory_bytes)}"
-    )

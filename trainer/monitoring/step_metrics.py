@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, write_whole
+from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
 METRICS = "metrics.jsonl"
 """A line for each logged step: a record of `StepMetrics`."""
@@ -194,6 +195,15 @@ def unstrict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: unstrict(item) for name, item in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of nested mappings, with the keys that lead to it; empty and very deep mappings are values too."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and len(above) < MAX_DEPTH:
+            yield from leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 def _reason(verb: str, path: Path, error: Exception) -> str:

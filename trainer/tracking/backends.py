@@ -21,7 +21,7 @@ import psutil
 import yaml
 
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, metrics_of_steps
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, leaves, metrics_of_steps
 
 _NAMES = {
     "loss": "train/loss",
@@ -58,25 +58,11 @@ class TrackedRow(NamedTuple):
 def step_row(record: Mapping[str, Any]) -> TrackedRow:
     """The row of a step, from its line in `metrics.jsonl`."""
     values: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            values |= {
-                path.replace(" ", "-"): leaf
-                for path, leaf in _leaves(value, "/", f"{_NAMES.get(name, name)}/")
-                if isinstance(leaf, int | float)
-            }
-        elif isinstance(value, int | float) and name not in ("step", "time"):
-            values[_NAMES.get(name, f"train/{name}")] = value
+    for (name, *keys), value in leaves(record):
+        if isinstance(value, int | float) and name not in ("step", "time"):
+            path = "/".join([_NAMES.get(name, name), *map(str, keys)]).replace(" ", "-")
+            values[path if keys else _NAMES.get(name, f"train/{name}")] = value
     return TrackedRow(Place(record["step"]), values)
-
-
-def _leaves(values: Mapping[str, Any], separator: str, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What mappings in mappings hold, by its path."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, separator, f"{path}{key}{separator}")
-        else:
-            yield f"{path}{key}", value
 
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
@@ -417,11 +403,11 @@ class OtherTracker(NotedTracker):
         run = self.run
         folder = [str(run.directory / self.name)] if LOGGER_TYPE_TO_CLASS[self.name].requires_logging_directory else []
         self._make(run.project, *folder, **arguments_of(self.name, run))
-        settings = dict(_leaves(run.config, "."))
         self.tracker.store_init_configuration(
             {
-                key: value if isinstance(value, str | int | float) else json.dumps(value)
-                for key, value in settings.items()
+                ".".join(map(str, keys)): value if isinstance(value, str | int | float) else json.dumps(value)
+                for keys, value in leaves(run.config)
+                if value != {}
             }
         )
         self.sent = self._noted()

@@ -109,8 +109,17 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
                 unexpected.append(name)
     found = {*direct, *converted}
     missing = _missing(model, state, found)
-    new = [name for name in missing if _optional(model, name)]
-    unused = [name for name in unexpected if _ignored(model, name) or _for_another_head(model, entries, name)]
+    base = model.base_model_prefix
+    has_base = bool(base) and hasattr(model, base)
+    files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
+
+    def in_head(name: str, *, apart: bool) -> bool:
+        """Whether a tensor is outside of the base model, where that is `apart`, or of the pooler that only some heads use."""
+        return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
+
+    may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
+    new = [name for name in missing if _fits(name, may_lack) or in_head(name, apart=has_base)]
+    unused = [name for name in unexpected if _ignored(model, name) or in_head(name, apart=files_have_base)]
     problems = [f"{name} is missing" for name in missing if name not in new]
     problems += [f"{name} is not part of {type(model).__name__}" for name in unexpected if name not in unused]
     for name, shape in shapes.items():
@@ -170,24 +179,9 @@ def _missing(model: Any, state: Mapping[str, torch.Tensor], found: set[str]) -> 
     return [name for name in state if canonical.get(name) == name and name not in have]
 
 
-def _optional(model: Any, name: str) -> bool:
-    """Whether a parameter may be absent: a head, or the pooler that only some heads use."""
-    prefix = model.base_model_prefix
-    outside = bool(prefix) and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
-    return (
-        _fits(name, getattr(model, "_keys_to_ignore_on_load_missing", None)) or outside or "pooler" in name.split(".")
-    )
-
-
 def _ignored(model: Any, name: str) -> bool:
     """Whether the library itself passes over a tensor of this name: old buffers, and layers that it does not implement."""
     return _fits(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)) or _fits(name, _OLD_BUFFERS)
-
-
-def _for_another_head(model: Any, entries: Mapping[str, Entry], name: str) -> bool:
-    prefix = f"{model.base_model_prefix}."
-    has_base = model.base_model_prefix != "" and any(entry.startswith(prefix) for entry in entries)
-    return (has_base and not name.startswith(prefix)) or "pooler" in name.split(".")
 
 
 def _fits(name: str, patterns: Iterable[str] | None) -> bool:

@@ -21,8 +21,7 @@ from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.memory import ran_out
-from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.profiler import Profile, ran_out
 
 CASES = "profiling_cases"
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ from zeromesh.files import read_whole
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.config.yaml_reader import MAX_DEPTH, parse_yaml
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, read_metrics
+from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
 CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
 _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
@@ -155,15 +155,6 @@ def as_number(value: Any) -> float | None:
         return float(value) if type(value) in (int, float) or value in ("nan", "inf", "-inf") else None
     except OverflowError:
         return None
-
-
-def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of nested mappings, with the keys that lead to it; empty and very deep mappings are values too."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value and len(above) < MAX_DEPTH:
-            yield from leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
 
 
 def _config(path: Path) -> dict[str, Any]:
