@@ -5,6 +5,7 @@ of forward, loss, vocabulary) is asked of the model inside. What is trained, and
 their attributes: PEFT itself is imported only where adapters are made.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -161,8 +162,9 @@ class AdaptedSource:
         self._inside = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
         rest = {name: tensor for name, tensor in parameters.items() if name not in self._inside}
         self._own = {name: tensor.detach() for name, tensor in rest.items() if not tensor.is_meta}
-        # The trained copy of a head starts from what its original has.
-        self._inside |= {name: self._inside[_original(name)] for name in rest if name not in self._own}
+        # The trained copy of a head, `head.modules_to_save.default.weight`, starts from `head.original_module.weight`.
+        for name in rest.keys() - self._own:
+            self._inside[name] = self._inside[re.sub(r"\.modules_to_save\.[^.]*\.", ".original_module.", name, count=1)]
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
@@ -183,9 +185,3 @@ class AdaptedSource:
     def close(self) -> None:
         self._source.close()
         self._own.clear()
-
-
-def _original(name: str) -> str:
-    """The name `head.original_module.weight` for `head.modules_to_save.default.weight`."""
-    before, _, after = name.partition(".modules_to_save.")
-    return f"{before}.original_module.{after.partition('.')[2]}"

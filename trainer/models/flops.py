@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.trainer.models.user_model import integer, text_part
+from zeromesh.trainer.models.user_model import positive, text_part
 
 _PEAKS = {
     "A100": 312e12,
@@ -57,8 +57,8 @@ class ModelFlops:
         if two_kinds or "input_ids" not in inspect.signature(model.forward).parameters:
             return None
         config = text_part(config)
-        count = _number(config, *_EXPERTS)
-        chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+        count = positive(config, *_EXPERTS)
+        chosen = positive(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
         # The part of a layer's experts that a token goes through.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
@@ -67,9 +67,9 @@ class ModelFlops:
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
                 dense += each * parameter.numel() * (reached if "experts" in name.split(".") else 1.0)
-        heads = _number(config, "num_attention_heads", "n_head")
-        width = _number(config, "hidden_size", "n_embd")
-        size = _number(config, "head_dim") or (width // heads if heads else 0)
+        heads = positive(config, "num_attention_heads", "n_head")
+        width = positive(config, "hidden_size", "n_embd")
+        size = positive(config, "head_dim") or (width // heads if heads else 0)
         return cls(dense=dense, attention=12.0 * heads * size, windows=_windows(config) if heads else ())
 
     def of_step(self, tokens: int, length: float) -> float:
@@ -124,20 +124,11 @@ def _lookup_tables(model: nn.Module) -> set[int]:
 
 def _windows(config: Any) -> tuple[float, ...]:
     """How far each attention layer sees."""
-    layers = _number(config, "num_hidden_layers", "n_layer")
-    window = _number(config, "sliding_window") or math.inf
+    layers = positive(config, "num_hidden_layers", "n_layer")
+    window = positive(config, "sliding_window") or math.inf
     kinds = getattr(config, "layer_types", None) or ["attention" if window == math.inf else "sliding"] * layers
     return tuple(
         float(window) if "sliding" in kind else math.inf
         for kind in kinds
         if not any(word in kind for word in _NO_ATTENTION)
     )
-
-
-def _number(config: Any, *names: str) -> int:
-    """The first of these attributes that is a number above 0; else 0."""
-    for name in names:
-        value = integer(config, name)
-        if value is not None and value > 0:
-            return value
-    return 0

@@ -65,11 +65,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
     rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
     if settings.max_time is not None:
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
-    if staged:
-        _check_staged(arguments, settings, rest)
-
-
-def _check_staged(arguments: Mapping[str, Any], settings: GenerationConfig, rest: Mapping[str, Any]) -> None:
+    if not staged:
+        return
     where = "under parallel.pipeline"
     unknown = [name for name in arguments if not hasattr(settings, name) and name not in _STAGED_ARGUMENTS]
     if unknown or rest:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
-from zeromesh.weight_init.weight_sources import is_pretrained_model
+from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a compiled function of a function."""
@@ -54,19 +54,29 @@ def _is_compiled(model: Any) -> bool:
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
-def require_no_layer_drop(model: nn.Module, data_ranks: int) -> None:
-    """Raise `ConfigError` for a model that leaves layers out at random (LayerDrop, Fan et al., 2020) on several data ranks.
+def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
+    """Raise `ConfigError` for a model that this layout cannot train.
 
-    Ranks gather layers and sum gradients together. One that leaves a layer out would have the others wait for it.
+    Data ranks gather layers and sum gradients together. One that leaves a layer out at random (LayerDrop, Fan et al., 2020) would
+    have the others wait for it.
     """
-    inside = pretrained_of(model)
-    if inside is None or data_ranks == 1:
-        return
-    found = list(_layer_drops(inside.config.to_dict()))
-    if found:
+    divides = mesh.tensor.size > 1 or mesh.pipeline.size > 1
+    if divides and is_adapted(model):
         raise ConfigError(
-            f"{', '.join(found)}: each of {data_ranks} data ranks would leave out other layers, and they gather layers together; "
-            "set it to 0 in the model's configuration, or train on one rank",
+            "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
+            "zero.stage: 3 shares out its frozen weights"
+        )
+    if divides and (hooked := hooked_parameters(model)):
+        raise ConfigError(
+            f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "
+            "parameters and gradients; set both to 1, or take the hook off"
+        )
+    inside = pretrained_of(model)
+    dropped = list(_layer_drops(inside.config.to_dict())) if inside is not None and mesh.data.size > 1 else []
+    if dropped:
+        raise ConfigError(
+            f"{', '.join(dropped)}: each of {mesh.data.size} data ranks would leave out other layers, and they gather layers "
+            "together; set it to 0 in the model's configuration, or train on one rank",
             where="model.config",
         )
 
@@ -78,15 +88,6 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
             yield from _layer_drops(value)
         elif str(name).endswith("layerdrop") and isinstance(value, int | float) and value > 0:
             yield f"{name} is {value}"
-
-
-def require_adapters_that_fit(model: nn.Module, mesh: Mesh) -> None:
-    """Raise `ConfigError` for adapters of a model that is to be divided."""
-    if is_adapted(model) and (mesh.tensor.size > 1 or mesh.pipeline.size > 1):
-        raise ConfigError(
-            "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
-            "zero.stage: 3 shares out its frozen weights"
-        )
 
 
 _LABELS = frozenset({"labels", "label", "label_ids"})
@@ -126,13 +127,14 @@ class ForwardInputs:
         main = getattr(model, "main_input_name", None)
         if pretrained is not None and fields and main in fields and main not in required:
             required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
+        config = getattr(model, "config", None) if is_pretrained_model(model) else None
         return cls(
             model=type(model).__name__,
             fields=fields,
             named=named | _LABELS,
             required=() if users_loss else tuple(required),
             vocab_size=_vocabulary_of(model),
-            positions=_positions_of(model),
+            positions=positive(text_part(config), "max_position_embeddings") or None,
         )
 
     def left_out(self, batch: Mapping[str, Any]) -> list[str]:
@@ -168,14 +170,6 @@ def _vocabulary_of(model: nn.Module) -> int | None:
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
-def _positions_of(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    if not is_pretrained_model(model) or config is None:
-        return None
-    found = integer(text_part(config), "max_position_embeddings")
-    return found if found is not None and found > 0 else None
-
-
 def text_part(config: Any) -> Any:
     """The part of a Hugging Face configuration for the model's language part; the whole where there is no single one."""
     try:
@@ -191,3 +185,12 @@ def integer(config: Any, name: str) -> int | None:
     except (AttributeError, ValueError, RuntimeError):  # it differs from layer to layer
         return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def positive(config: Any, *names: str) -> int:
+    """The first of these attributes that is a number above 0; else 0."""
+    for name in names:
+        value = integer(config, name)
+        if value is not None and value > 0:
+            return value
+    return 0

@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -112,21 +112,14 @@ def _write(profiler: profile, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(plain))
+        own = False
         with plain.open(encoding="utf-8") as lines, gzip.open(packed, "wt", encoding="utf-8", compresslevel=5) as out:
-            out.writelines(_in_rows(lines))
+            for line in lines:
+                own = own or _NAME in line  # An event says its name before its row.
+                if own and _ROW.search(line):
+                    line, own = _ROW.sub('"units in backward"', line), False
+                out.write(line)
         packed.replace(path)
-
-
-def _in_rows(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of a trace, in which an event says its name before its row."""
-    own = False
-    for line in lines:
-        own = own or _NAME in line
-        if own and _ROW.search(line):
-            yield _ROW.sub('"units in backward"', line)
-            own = False
-        else:
-            yield line
 
 
 _LARGEST = 30

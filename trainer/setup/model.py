@@ -33,24 +33,13 @@ from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model
-from zeromesh.trainer.models.user_model import (
-    ForwardInputs,
-    require_adapters_that_fit,
-    require_no_layer_drop,
-    unwrap,
-)
+from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.units.build import open_tiers
-from zeromesh.weight_init.weight_sources import (
-    BuiltModel,
-    build_deferred,
-    hooked_parameters,
-    materialize_buffers,
-    wrap_passed_model,
-)
+from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
 
 _REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
@@ -89,7 +78,7 @@ def build_trained_model(
     put_back = keep_attributes(model)
     tiers = open_tiers(mesh, options)
     try:
-        _require_layout_fits(model, mesh)
+        require_layout_fits(model, mesh)
         lost = materialize_buffers(model, mesh.device, config.run.seed, source=built.source)
         if lost:
             raise ConfigError(
@@ -215,18 +204,6 @@ def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer |
         return inside
 
     return replace(build_deferred(call, seed), compile=compile_)
-
-
-def _require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
-    """Raise `ConfigError` for a model that this layout cannot train."""
-    require_adapters_that_fit(model, mesh)
-    hooked = hooked_parameters(model) if mesh.tensor.size > 1 or mesh.pipeline.size > 1 else ()
-    if hooked:
-        raise ConfigError(
-            f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "
-            "parameters and gradients; set both to 1, or take the hook off"
-        )
-    require_no_layer_drop(model, mesh.data.size)
 
 
 def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
