@@ -236,7 +236,7 @@ def test_nothing_loads_code() -> None:
         if isinstance(node, ast.keyword) and node.arg in keywords and not _is_false(node.value)
     ]
     # Code that a model brings along is run where `model.trust_remote_code` is true, which these two files are told.
-    trusting = ("trainer/models/build.py", "trainer/models/hub_download.py", "trainer/setup/model.py")
+    trusting = ("trainer/models/build.py", "trainer/setup/model.py")
     assert not [each for each in found if not each.startswith(trusting) or not each.endswith("trust_remote_code")]
 
 

@@ -22,7 +22,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.dispatcher import arguments_of
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.models.adapters import is_adapted
-from zeromesh.trainer.models.hub_download import T, while_posting
+from zeromesh.trainer.models.build import T, while_posting
 from zeromesh.trainer.tracking.tracking import describe_error
 
 FOLDER = "hub-upload"

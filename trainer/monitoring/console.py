@@ -8,8 +8,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.errors import ConsoleError
@@ -34,7 +35,7 @@ class _Terminal(RichConsole):
         raise BrokenPipeError("the reader of the output has gone")
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Shows a run to a person, on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
 
     On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
@@ -95,9 +96,6 @@ class Console:
         progress, self._progress = self._progress, None
         if progress is not None:
             self._attempt(progress.stop, always=True)  # it also gives standard output back
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

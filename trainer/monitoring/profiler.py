@@ -11,9 +11,9 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -35,7 +35,7 @@ _NAME = f'"name": "{BACKWARD_RANGE}'
 _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
 
-class Profile:
+class Profile(AbstractContextManager["Profile"]):
     """The profile of one run on one rank, a context manager: a run that ends early, in order, writes what there is.
 
     `note` shows a line.
@@ -55,9 +55,6 @@ class Profile:
         self._recorded: list[int] = []
         self._open = ExitStack()
         self._profiler: profile | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:

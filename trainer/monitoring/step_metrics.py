@@ -9,10 +9,10 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, write_whole
@@ -60,7 +60,7 @@ class StepMetrics:
         return own | {name: value for name, value in self.extras.items() if name not in own}
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends lines to a file of JSON lines, each handed to the operating system at once.
 
     A line that a kill cut short is removed when the file is opened again. `keep_through`: lines of later
@@ -101,9 +101,6 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -29,8 +29,7 @@ from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
-from zeromesh.trainer.models.build import check_model
-from zeromesh.trainer.models.hub_download import pin_sources
+from zeromesh.trainer.models.build import check_model, pin_sources
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats

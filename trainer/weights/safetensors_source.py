@@ -107,8 +107,10 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
                 shapes[name] = tuple(value.shape)
             else:
                 unexpected.append(name)
-    found = {*direct, *converted}
-    missing = _missing(model, state, found)
+    # Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed.
+    canonical = canonical_names(model)
+    have = {canonical[name] for name in (*direct, *converted) if name in canonical}
+    missing = [name for name in state if canonical.get(name) == name and name not in have]
     base = model.base_model_prefix
     has_base = bool(base) and hasattr(model, base)
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
@@ -170,13 +172,6 @@ def _planned(conversion: Conversion, entries: Mapping[str, Entry], model: Any) -
             f"{conversion.target} cannot be made from {names} ({len(conversion.sources)} tensors): {error}",
             where="model.source: the files do not fit the model",
         ) from error
-
-
-def _missing(model: Any, state: Mapping[str, torch.Tensor], found: set[str]) -> list[str]:
-    """Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed."""
-    canonical = canonical_names(model)
-    have = {canonical[name] for name in found if name in canonical}
-    return [name for name in state if canonical.get(name) == name and name not in have]
 
 
 def _ignored(model: Any, name: str) -> bool:

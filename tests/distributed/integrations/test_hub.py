@@ -15,7 +15,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.models.hub_download import MODEL_FILES, TOKENIZER_FILES, directory_of, pin_sources
+from zeromesh.trainer.models.build import MODEL_FILES, TOKENIZER_FILES, directory_of, pin_sources
 
 
 @pytest.mark.parametrize("revision", [None, COMMIT])

@@ -192,21 +192,17 @@ def network() -> Iterator[Finding]:
             "torchrun and others meet there unless they are given another port. zeromesh train looks for a free one by itself.",
             "Give torchrun --master-port or set MASTER_PORT, if you start runs with them.",
         )
-    yield _exchange()
-
-
-def _exchange() -> Finding:
-    """Judge a sum over gloo by two processes of this host."""
     trial = try_exchange()
     if trial.failure:
-        return problem(
+        yield problem(
             "two processes",
             trial.failure,
             "Two processes of this host could not exchange a tensor over gloo, as the ranks of a run do.",
             f"Look at what is wrong above, and at {INTERFACE}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch say more.",
         )
+        return
     shared = "share memory" if trial.shares_memory else "share no memory"
-    return warning(
+    yield warning(
         "two processes",
         f"a sum of 1 MiB over gloo in {1000 * trial.seconds:.2g} ms; they {shared}",
         "Ranks of one host fall back from host-shared memory to gloo, which is slower and needs a copy for each rank.",
