@@ -147,7 +147,7 @@ class Trainer:
             self.config = with_resume(self.config, named)
             if self._run is not None:
                 self._run = replace(self._run, config=with_resume(self._run.config, named))
-        mesh = self._connect()
+        mesh = self.mesh
         self.start_times.begin()
         with ExitStack() as stack:
             with self._beginning(mesh):
@@ -160,7 +160,7 @@ class Trainer:
                 if self.config.hub.push and self.hub_model_id is None:
                     self._open_repository()
             self.start_times.end("directory")
-            run = self._prepare()
+            run = self.run
             with errors_with_user_keys():
                 report = fit(run, directory)
         if self.config.hub.push:
@@ -188,7 +188,7 @@ class Trainer:
             ConfigError: when there is no evaluation dataset.
             DataError: when it cannot be used.
         """
-        run = self._prepare()
+        run = self.run
         with run.model.guarded("trainer.evaluate()"):
             values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys)
         if values is None:
@@ -207,7 +207,7 @@ class Trainer:
         Raises:
             DataError: when the dataset cannot be used.
         """
-        run = self._prepare()
+        run = self.run
         with run.model.guarded("trainer.predict()"):
             output = predict(run, test_dataset, metric_key_prefix, ignore_keys)
         run.events.call("on_predict", output.metrics or {})
@@ -222,7 +222,7 @@ class Trainer:
             ConfigError: for `ema` in a run without `ema.decay`.
             StorageError: when it cannot be written.
         """
-        self._prepare().model.save(Path(path).expanduser(), ema=ema)
+        self.run.model.save(Path(path).expanduser(), ema=ema)
 
     def push_to_hub(
         self,
@@ -262,7 +262,7 @@ class Trainer:
             CheckpointError: when it is not there, or damaged.
             LayoutError: when it is of another model.
         """
-        run = self._prepare()
+        run = self.run
         with run.model.guarded("trainer.load_weights()"):
             path = Path(checkpoint).expanduser()
             run.progress.step = load_weights(path, run.model.require_engine(), run.mesh)
@@ -290,7 +290,7 @@ class Trainer:
             DataError: for prompts padded on the right, and where ranks of one group give other prompts.
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
-        return self._prepare().model.generate({name: value for name, value in named.items() if value is not None}, seed)
+        return self.run.model.generate({name: value for name, value in named.items() if value is not None}, seed)
 
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
@@ -301,7 +301,7 @@ class Trainer:
         Raises:
             ConfigError: for `ema` in a run without `ema.decay`.
         """
-        return self._prepare().model.state_dict(ema=ema)
+        return self.run.model.state_dict(ema=ema)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
@@ -312,7 +312,7 @@ class Trainer:
             StorageError: when they would not fit in memory.
             PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
         """
-        return self._prepare().model.gathered(list(names))
+        return self.run.model.gathered(list(names))
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
@@ -322,22 +322,17 @@ class Trainer:
         Raises:
             PhaseError: at other times, and when it was used up inside backward (`optimizer.in_backward`).
         """
-        return self._prepare().model.gradient(name)
+        return self.run.model.gradient(name)
 
     @property
     def model(self) -> nn.Module:
         """The model. During `fit` its parameters are partitioned; under no_grad its forward works on all ranks."""
-        return self._prepare().model.module
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that the run is on."""
-        return self._connect()
+        return self.run.model.module
 
     @property
     def state(self) -> RunState:
         """Where the run is."""
-        return self._prepare().state(self.run_directory)
+        return self.run.state(self.run_directory)
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Log scalars of one's own, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
@@ -361,12 +356,7 @@ class Trainer:
     @property
     def processing_class(self) -> Any:
         """The tokenizer that is saved with the model."""
-        return self._prepare().model.processing_class
-
-    @property
-    def run(self) -> RunContext:
-        """The parts of the run, which are made when they are first needed; all ranks ask for them."""
-        return self._prepare()
+        return self.run.model.processing_class
 
     @property
     def run_directory(self) -> Path:
@@ -376,7 +366,7 @@ class Trainer:
     @property
     def engine(self) -> ZeroEngine | None:
         """The engine, while the model is partitioned."""
-        return self._prepare().model.engine
+        return self.run.model.engine
 
     def close(self) -> None:
         """Leave the process groups and give shared memory back. The trainer is over."""
@@ -393,7 +383,9 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connect(self) -> Mesh:
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the run is on, which is joined when it is first needed; all ranks ask for it."""
         if self._mesh is None:
             self.start_times.begin()
             self._mesh = connect(self.config)
@@ -405,9 +397,11 @@ class Trainer:
         with self.mesh.call("trainer.push_to_hub()"):
             self.hub_model_id = open_repository(self, token, private)
 
-    def _prepare(self) -> RunContext:
+    @property
+    def run(self) -> RunContext:
+        """The parts of the run, which are made when they are first needed; all ranks ask for them."""
         if self._run is None:
-            mesh = self._connect()
+            mesh = self.mesh
             self.start_times.begin()
             with (
                 self._beginning(mesh),

@@ -111,12 +111,12 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerSettings:
-    """`initial` scale; halved at an overflow, doubled after `growth_interval` steps without one."""
+    """`initial_scale`; halved at an overflow, doubled after `growth_interval` steps without one, or changed by other factors."""
 
-    initial: float = 65536.0
+    initial_scale: float = 65536.0
     growth_interval: int = 2000
-    growth: float = 2.0
-    backoff: float = 0.5
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
     smallest: float = 1.0
 
 

@@ -93,7 +93,7 @@ class Layout:
     def options(self, problem: Problem) -> ZeroOptions:
         """The engine's options."""
         compute, wide = DTYPES[problem.precision]
-        scale = ScalerSettings(initial=self.scale, growth_interval=4) if self.scale else None
+        scale = ScalerSettings(initial_scale=self.scale, growth_interval=4) if self.scale else None
         transport: Any = self.transport
         stop: Any = "stop" if self.in_backward else self.on_nonfinite
         return ZeroOptions(

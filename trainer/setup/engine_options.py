@@ -56,13 +56,6 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """The options of the engine; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, ema = config.precision, config.optimizer, config.ema
-    scale = precision.loss_scale
-    settings = ScalerSettings(
-        initial=scale.initial_scale,
-        growth_interval=scale.growth_interval,
-        growth=scale.growth_factor,
-        backoff=scale.backoff_factor,
-    )
     return ZeroOptions(
         stage=config.zero.stage,
         prefetch=config.zero.prefetch,
@@ -71,7 +64,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         transport=config.parallel.transport,
         precision=Precision(
             **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
-            loss_scale=settings if precision.compute == "float16" else None,
+            loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerSettings)})),
         offload=_offload(config),

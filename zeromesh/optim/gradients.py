@@ -43,7 +43,7 @@ class LossScaler:
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
-        self.scale = settings.initial if settings else 1.0
+        self.scale = settings.initial_scale if settings else 1.0
         self.good_steps = 0
         """Steps without an overflow since the scale has changed."""
 
@@ -58,9 +58,9 @@ class LossScaler:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
-            self.scale = max(settings.smallest, self.scale * settings.backoff)
+            self.scale = max(settings.smallest, self.scale * settings.backoff_factor)
         elif self.good_steps == settings.growth_interval:
-            self.scale, self.good_steps = self.scale * settings.growth, 0
+            self.scale, self.good_steps = self.scale * settings.growth_factor, 0
 
 
 LEAVING = 2

@@ -120,15 +120,12 @@ class Prefetcher:
         self._prefetch = prefetch
         self._orders: dict[str, list[int]] = {}
         self._lasting: dict[str, set[int]] = {}
-        self._begin("", [])
+        self.begin("")
 
     def begin(self, kind: str) -> None:
         """Begin a pass of a kind, such as training or evaluation, each of which has an order of its own."""
-        self._begin(kind, self._orders.get(kind, []))
-
-    def _begin(self, kind: str, recorded: list[int]) -> None:
-        self._kind, self._recorded, self._now = kind, recorded, list[int]()
-        self._on_record = bool(recorded)
+        self._kind, self._recorded, self._now = kind, self._orders.get(kind, []), list[int]()
+        self._on_record = bool(self._recorded)
 
     def end(self) -> None:
         """End the pass, whose order is the record of its kind from now on."""

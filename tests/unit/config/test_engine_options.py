@@ -139,7 +139,7 @@ def test_optimizers_that_need_whole_matrices(alone: Mesh) -> None:
 
 
 def test_the_loss_scale_halves_and_grows() -> None:
-    scaler = LossScaler(ScalerSettings(initial=4.0, growth_interval=2))
+    scaler = LossScaler(ScalerSettings(initial_scale=4.0, growth_interval=2))
     seen = []
     for overflow in (True, True, True, False, False, False, False):
         scaler.update(overflow=overflow)
