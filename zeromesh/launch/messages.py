@@ -49,9 +49,13 @@ _KILLED = 128 + int(signal.SIGKILL)
 
 Message = Mapping[str, Any]
 Value = TypeVar("Value", str, bool)
+_LONGEST_SHOWN = 160
 _VARIABLE, _VALUE = re.compile(r"[^=\0\ud800-\udfff]+"), re.compile(r"[^\0\ud800-\udfff]*")
-_shown = reprlib.repr
-"""The beginning of a wrong value."""
+
+
+def _shown(value: object) -> str:
+    """The beginning of a wrong value."""
+    return reprlib.repr(value)[:_LONGEST_SHOWN]
 
 
 class MessageError(ZeromeshError, ValueError):
