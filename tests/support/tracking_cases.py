@@ -1,6 +1,7 @@
 """Cases of runs that are tracked: each trains something tiny, and says what the console said."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -162,6 +163,10 @@ def tracked(
         register_tracker_class(Noted)
         with Trainer(llama(), config, sentences(), sentences(5, seed=4), callbacks=watching) as trainer:
             report = trainer.fit()
+    # wandb asks its service about each module of these names that is imported.
+    Path(folder, "xgboost.py").touch()
+    with patch.object(sys, "path", [folder, *sys.path]), patch.dict(sys.modules):
+        importlib.import_module("xgboost")
     return {
         "losses": list(report.losses),
         "said": said.getvalue(),

@@ -280,8 +280,9 @@ class WandbTracker(Tracker):
 
 
 def _services() -> list[psutil.Process]:
-    """The processes that wandb has started in this one."""
-    return [each for each in psutil.Process().children() if "wandb-core" in each.name()]
+    """The processes that wandb has started in this one, and that have not ended."""
+    children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in children if "wandb-core" in each.name()]
 
 
 _BLOCK = 32 << 10
