@@ -26,16 +26,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from zeromesh.offload import accelerator
+
 
 def seed_generators(number: int) -> None:
-    """Seed the CPU's generator and those of CUDA, as `torch.manual_seed` does, if CUDA is in use.
+    """Seed the CPU's generator and those of the accelerators in use, as `torch.manual_seed` does.
 
     `torch.manual_seed` also keeps a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
     in a model that is a millisecond, before every unit.
     """
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(number)
+    accelerator.seed(number)
 
 
 def seed_all(number: int) -> None:
@@ -145,23 +146,21 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllStates:
-    """The states of all global generators that `seed_all` seeds; of CUDA's, that of the current device."""
+    """The states of all global generators that `seed_all` seeds; of accelerators', that of the current one."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    device: torch.Tensor | None
     host: HostState
 
     @classmethod
     def now(cls) -> AllStates:
         """The present states of all generators."""
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return cls(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if in_use else None, host=HostState.now())
+        return cls(cpu=torch.get_rng_state(), device=accelerator.generator_state(), host=HostState.now())
 
     def restore(self) -> None:
         """Put all generators into this state."""
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        accelerator.set_generator_state(self.device)
         self.host.restore()
 
     def mark(self, number: int) -> None:

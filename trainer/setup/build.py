@@ -14,9 +14,10 @@ from zeromesh.environment import read_environment, setting
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.mesh.process_mesh import Mesh, pick_device
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import reuse_freed_memory
+from zeromesh.offload.accelerator import pick_device
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.trainer_config import TrainerConfig

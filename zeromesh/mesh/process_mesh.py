@@ -1,6 +1,6 @@
 """`ProcessMesh`: the ranks of a run on named axes, joined: where they run, their process sets, board, watch and device.
 
-The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, its `ProcessSet`s, and this process's device.
+The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, and its `ProcessSet`s.
 """
 
 import json
@@ -26,6 +26,8 @@ from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.mesh.run_store import START_SECONDS
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.telemetry.status_board import ROW_WORDS, StatusBoard, Store, StoreBoard, new_row, shared_rows
 from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
@@ -221,7 +223,7 @@ class ProcessMesh:
             watch=self.watch,
             link=link,
             one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
-            on_stream=self.device.type == "cuda",
+            on_stream=is_accelerator(self.device),
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
 
@@ -277,16 +279,14 @@ class ProcessMesh:
 
 def _recorder_of(device: torch.device) -> StepRecorder:
     """The recorder of a device, whose marks are the host's clock, or events on the stream that computes, which nobody waits for."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return StepRecorder()
 
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def mark() -> torch.Event:
+        return accelerator.record(accelerator.current_stream(device), timed=True)
 
-    def between(end: torch.cuda.Event, begin: torch.cuda.Event) -> float | None:
-        return begin.elapsed_time(end) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
+    def between(end: torch.Event, begin: torch.Event) -> float | None:
+        return begin.elapsed_time(end) / 1e3 if end.query() else None
 
     return StepRecorder(mark, between)
 
@@ -326,13 +326,11 @@ def host_identity() -> str:
 def island_of(device: torch.device) -> int:
     """The part of the host that this process computes in: 0 where that is not known, or the process is not bound to one.
 
-    A CPU process is in the NUMA node that holds all cores it may run on. A CUDA process is in that of the devices that reach each
-    other's memory directly (NVLink, or one PCIe switch): the lowest of them names it.
+    A CPU process is in the NUMA node that holds all cores it may run on. One with an accelerator is in that of the devices that
+    reach each other's memory directly: the lowest of them names it.
     """
-    if device.type == "cuda":
-        own = device.index or 0
-        near = (other for other in range(own) if torch.cuda.can_device_access_peer(own, other))
-        return next(near, own)
+    if is_accelerator(device):
+        return min([*accelerator.neighbours(device), device.index or 0])
     own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     for folder in sorted(_NODES.glob("node[0-9]*")):
         cores = {int(core.name.removeprefix("cpu")) for core in folder.glob("cpu[0-9]*")}
@@ -341,21 +339,4 @@ def island_of(device: torch.device) -> int:
     return 0
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this process's local rank, made current, if there is one; else the CPU.
-
-    Raises:
-        ConfigError: when the host has fewer accelerators than ranks.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {local_rank} has no CUDA device: this host has {torch.cuda.device_count()}; start as many ranks"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-__all__ = ["CollectiveError", "Mesh", "ProcessSet", "pick_device"]
+__all__ = ["CollectiveError", "Mesh", "ProcessSet"]

@@ -1,0 +1,169 @@
+"""All that is of an accelerator: its streams and events, its memory, its generators, and the host memory that it reads by itself.
+
+Built on `torch.accelerator`, `torch.Stream` and `torch.Event`, so that what holds for CUDA holds for ROCm and XPU; nothing else in
+the package names a kind of device. "The device" is where a process computes; the CPU is a device without streams, whose work is
+done when a call returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from zeromesh.errors import ConfigError
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` runs in streams, beside the host, and in memory of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in an accelerator's memory."""
+    return is_accelerator(tensor.device)
+
+
+def found() -> torch.device | None:
+    """The kind of accelerator that this process sees, without an index; None on a machine that has only CPUs."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this process's local rank, made current, if there is one; else the CPU.
+
+    A launcher that shows each process one device alone (as Slurm does with `--gpus-per-task=1`) is understood: that one is taken.
+
+    Raises:
+        ConfigError: when the host has fewer accelerators than ranks.
+    """
+    kind = found()
+    if kind is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    index = 0 if count == 1 else local_rank
+    if index >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no {kind.type.upper()} device: this process sees {count}; "
+            "start as many ranks on a host as it has devices"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream on which this thread launches what it computes on `device`."""
+    return torch.accelerator.current_stream(device)
+
+
+def event(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """An event that a stream records; a thread that waits for it sleeps rather than spins."""
+    return torch.Event(device, enable_timing=timed, blocking=True)
+
+
+def record(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
+    """Return an event that happens once all that was launched on `stream` so far is done."""
+    made = event(stream.device, timed=timed)
+    made.record(stream)
+    return made
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that was launched on it; on a CPU that is so."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device: of all processes (`free`, `total`), and of this process's tensors (`allocated`, the most of them since the
+    peak was reset in `peak`, and with what the allocator keeps for later `reserved`)."""
+
+    free: int
+    total: int
+    allocated: int
+    reserved: int
+    peak: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """What memory of an accelerator is free and used."""
+    free, total = torch.accelerator.get_memory_info(device)
+    return DeviceMemory(
+        free=free,
+        total=total,
+        allocated=torch.accelerator.memory_allocated(device),
+        reserved=torch.accelerator.memory_reserved(device),
+        peak=torch.accelerator.max_memory_allocated(device),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device's model, such as `NVIDIA H100 80GB HBM3`."""
+    return str(_module(device).get_device_name(device))
+
+
+def neighbours(device: torch.device) -> list[int]:
+    """Indices of the devices before this one whose memory it reaches directly (NVLink, or one PCIe switch)."""
+    reaches = getattr(_module(device), "can_device_access_peer", None)
+    own = device.index or 0
+    return [other for other in range(own) if reaches is not None and reaches(own, other)]
+
+
+def seed(number: int) -> None:
+    """Seed the generators of all devices that this process has begun to use."""
+    if module := _begun():
+        module.manual_seed_all(number)
+
+
+def generator_state() -> torch.Tensor | None:
+    """The state of the current device's generator; None while the process uses no accelerator."""
+    module = _begun()
+    return None if module is None else module.get_rng_state()
+
+
+def set_generator_state(state: torch.Tensor | None) -> None:
+    """Put the current device's generator into a state that `generator_state` has returned."""
+    if state is not None and (module := _begun()):
+        module.set_rng_state(state)
+
+
+def pin(address: int, nbytes: int, device: torch.device) -> bool:
+    """Have the driver pin host memory, from which the device then copies by itself; whether it did.
+
+    The driver does not go by RLIMIT_MEMLOCK, so its own answer is the only one that counts.
+    """
+    runtime = getattr(_module(device), "cudart", None)
+    if runtime is None:
+        return False
+    if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
+        return True
+    _forget_error(device)
+    return False
+
+
+def unpin(address: int, device: torch.device) -> None:
+    """Have the driver unpin memory that `pin` has pinned."""
+    _module(device).cudart().cudaHostUnregister(address)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take the error of a refused call from the driver, which would give it to whoever launches next."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        return
+
+
+def _module(device: torch.device) -> ModuleType:
+    return torch.get_device_module(device)  # type: ignore[no-any-return]
+
+
+def _begun() -> ModuleType | None:
+    """torch's module for the accelerator, once this process has begun to use it: to ask earlier would begin, and take memory."""
+    kind = found()
+    if kind is None:
+        return None
+    module = _module(kind)
+    return module if module.is_initialized() else None
