@@ -22,8 +22,21 @@ _WORKERS = pytest.StashKey[Workers]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Of the conformance tests, which give most of their time to steps."""
+    """How many steps conformance tests take, which give most of their time to them, and where tests compute."""
     parser.addoption("--steps", type=int, default=10, help="steps of conformance tests that do not say how many (10)")
+    parser.addoption(
+        "--device", choices=["cpu", "sim"], default="cpu", help="where tests compute: cpu, or the simulated device"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before modules are read: the simulated device, when tests compute there."""
+    if config.getoption("--device") == "sim":
+        from simulated import device
+
+        if device.compiler() is None:
+            pytest.exit("the simulated device needs a C++ compiler (g++ or clang++), and there is none", returncode=0)
+        device.load()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,11 +47,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start that process when a test will want it."""
     if any(map(_uses_workers, session.items)) and not session.config.option.collectonly:
-        session.config.stash[_WORKERS] = Workers(Path(tempfile.mkdtemp(prefix="zeromesh-workers-")))
+        folder = Path(tempfile.mkdtemp(prefix="zeromesh-workers-"))
+        session.config.stash[_WORKERS] = Workers(folder, session.config.getoption("--device"))
 
 
 def _uses_workers(item: pytest.Item) -> bool:
     return "workers" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(autouse=True)
+def judged(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the simulated device a test has no race."""
+    if request.config.getoption("--device") != "sim":
+        yield
+        return
+    from simulated import device
+
+    with device.judged():
+        yield
 
 
 @pytest.fixture(scope="module")

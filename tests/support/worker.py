@@ -8,20 +8,21 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
+from types import ModuleType
 from typing import Any
-
-import torch
 
 from zeromesh.environment import read_environment
 from zeromesh.mesh import process_mesh
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.accelerator import pick_device
 
 
 def serve(address: str, options: dict[str, Any]) -> None:
     """Run the cases that come over the connection until it is closed."""
     warnings.filterwarnings("ignore")
     environment = read_environment()
+    simulated: Any = simulate() if options["device"] == "sim" else None
     connection: Connection = Client(address)
     connection.send_bytes(json.dumps({"rank": environment.rank}).encode())
     mesh: Mesh | None = None
@@ -33,7 +34,10 @@ def serve(address: str, options: dict[str, Any]) -> None:
         reply: dict[str, Any]
         try:
             mesh = mesh or join(options)
+            begun = simulated.begin() if simulated else 0
             reply = {"result": find(request["case"])(mesh, **request["arguments"])}
+            if simulated:
+                reply["launched"] = simulated.end(begun)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test wants to know
             reply = {
                 "error": type(error).__name__,
@@ -55,7 +59,15 @@ def join(options: dict[str, Any]) -> Mesh:
         process_mesh.host_identity = lambda: f"host {host}"
     axes = {name: options.get(name, 1) for name in ("replicate", "tensor", "pipeline")}
     shape = MeshShape.resolve(environment.world_size, **axes)
-    return Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=options["timeout_seconds"])
+    device = pick_device(environment.local_rank)
+    return Mesh(shape, environment, device=device, timeout_seconds=options["timeout_seconds"])
+
+
+def simulate() -> ModuleType:
+    """Compute on the simulated device, which sees to what cases do on it."""
+    from simulated import cases
+
+    return cases
 
 
 def find(case: str) -> Callable[..., Any]:

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
+
+from simulated.launches import launch_differences
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -46,11 +48,14 @@ class Outcome:
     traceback: str = ""
     at: float = 0.0
     """`time.monotonic()` at the error; one clock for all processes of a machine."""
+    launched: Sequence[Any] = ()
+    """On the simulated device: the collectives that the case has launched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
-    """A layout of ranks. `hosts`: so many ranks are told that they share a host; 0: as it is; -n: they are dealt out to n hosts."""
+    """A layout of ranks. `hosts`: so many ranks are told that they share a host; 0: as it is; -n: they are dealt out to n hosts.
+    `device`: `cpu`, or `sim` for the simulated one."""
 
     size: int
     replicate: int = 1
@@ -58,6 +63,7 @@ class PoolOptions:
     pipeline: int = 1
     timeout_seconds: float = 20.0
     hosts: int = 0
+    device: str = "cpu"
 
 
 class Zygote:
@@ -160,6 +166,9 @@ class Pool:
             CaseError: when it failed or hung on any rank; the pool is then closed.
         """
         outcomes = self.outcomes(case, timeout=timeout, **arguments)
+        if parted := launch_differences([outcome.launched for outcome in outcomes]):
+            self.close()
+            raise CaseError(f"{case}: collectives were launched in different orders\n" + "\n".join(parted))
         if any(outcome.error for outcome in outcomes):
             self.close()
             raise CaseError(f"{case} failed\n" + "\n".join(_report(outcome) for outcome in outcomes))
@@ -239,14 +248,16 @@ def _folders() -> list[str]:
 class Workers:
     """All pools of a session."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        """`device`: of pools that do not say."""
         self.folder = folder
+        self._device = device
         self._zygote = Zygote(folder)
         self._pools: dict[PoolOptions, Pool] = {}
 
-    def pool(self, size: int, **axes: int) -> Pool:
+    def pool(self, size: int, *, device: str = "", **axes: int) -> Pool:
         """The kept pool of a layout, started when there is none. `axes`: ranks along the axes other than shard."""
-        options = PoolOptions(size=size, **axes)
+        options = PoolOptions(size=size, device=device or self._device, **axes)
         pool = self._pools.pop(options, None)
         if pool is None or not pool.open:
             pool = Pool(self._zygote, options)
@@ -264,15 +275,16 @@ class Workers:
         tensor: int = 1,
         pipeline: int = 1,
         timeout: float = 60.0,
+        device: str = "",
         **arguments: Any,
     ) -> list[Any]:
         """Run a case in the kept pool of a layout."""
-        pool = self.pool(size, replicate=replicate, tensor=tensor, pipeline=pipeline)
+        pool = self.pool(size, device=device, replicate=replicate, tensor=tensor, pipeline=pipeline)
         return pool.run(case, timeout=timeout, **arguments)
 
     def fresh(self, options: PoolOptions) -> Pool:
         """A pool for one test, which closes it."""
-        return Pool(self._zygote, options)
+        return Pool(self._zygote, options if options.device != "cpu" else replace(options, device=self._device))
 
     def close(self) -> None:
         """End everything."""
