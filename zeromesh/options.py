@@ -263,3 +263,8 @@ class ZeroOptions:
     def sums_before_reducing(self) -> bool:
         """Whether each rank sums the gradients of its own microbatches before they are reduced, once per step."""
         return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL
+
+    def wire_dtype(self, own: torch.dtype, *, on_device: bool) -> torch.dtype:
+        """The dtype in which gradients of parameters of dtype `own` travel to their sum: their own where ranks add what has come,
+        and that of the sum where earlier microbatches are in it, or where a device's collective itself adds."""
+        return self.precision.reduce if on_device or self.sums_before_reducing else own

@@ -225,6 +225,7 @@ class SharedReducer(Reducer):
         published: Counters,
         consumed: Counters,
     ) -> None:
+        super().__init__()
         self._group = group
         self.traffic = group.traffic
         self._ring = ring

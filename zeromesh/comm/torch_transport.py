@@ -107,6 +107,7 @@ class CollectiveReducer(Reducer):
     """
 
     def __init__(self, ring: RingRequest, group: ProcessSet, device: torch.device) -> None:
+        super().__init__(on_stream=group.on_stream)
         self.group = group
         self.finished = 0
         sets = 1 if group.on_stream else 2
@@ -118,17 +119,16 @@ class CollectiveReducer(Reducer):
         return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
-        group, kind, sent, sums = self.group, Collective.REDUCE_SCATTER, filled, out
+        group, kind, sums = self.group, Collective.REDUCE_SCATTER, out
         whole = out.numel() == filled.numel()
         work: AsyncWork
         if group.on_stream:
-            sent = filled.to(out.dtype)
             if whole:
-                kind, received = Collective.ALL_REDUCE, filled.clone() if sent is filled else sent
+                kind, received = Collective.ALL_REDUCE, filled
                 work = dist.all_reduce(received, group=group.reduce_group, async_op=True)
             else:
-                received = torch.empty_like(out)
-                work = _reduce_scatter(received, sent, group=group.reduce_group, async_op=True)
+                received = torch.empty_like(out) if add else out
+                work = _reduce_scatter(received, filled, group=group.reduce_group, async_op=True)
             parts: Sequence[torch.Tensor] = [received]
         else:
             received = self._receive[sequence % len(self._receive)][: filled.nbytes].view(filled.dtype)
@@ -136,7 +136,7 @@ class CollectiveReducer(Reducer):
             parts = received.chunk(group.size)
             length = filled.numel() // group.size
             sums = out[group.index * length : (group.index + 1) * length] if whole else out
-        group.traffic.count(kind, sent.nbytes)
+        group.traffic.count(kind, filled.nbytes)
         return Reduction(
             traffic=group.traffic,
             kind=kind,
@@ -147,7 +147,6 @@ class CollectiveReducer(Reducer):
             wait=lambda: group.wait(work, "reduction of gradients"),
             free=self._free,
             complete=partial(self._gather_sums, out, sums) if sums.numel() != out.numel() else None,
-            sent=sent,
         )
 
     def _free(self) -> None:

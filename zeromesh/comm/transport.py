@@ -20,6 +20,7 @@ from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.step_recorder import Collective, CommAccount
 
 
@@ -126,14 +127,12 @@ class Reduction:
     """What this rank sums, of one length with each part."""
     add: bool
     arrived: Callable[[], bool]
-    """Whether `wait` would return at once."""
+    """Whether `wait` would return at once. On a device nobody asks that: it is a question of time."""
     wait: Callable[[], None]
     free: Callable[[], None]
     """Called once the slot may be filled again."""
     complete: Callable[[], None] | None = None
     """Gathers the other ranks' sums, where this rank wants the whole one."""
-    sent: torch.Tensor | None = None
-    """Kept until the end: NCCL reads it on a stream of its own."""
     done: bool = False
 
     def ready(self) -> bool:
@@ -175,6 +174,10 @@ class Reducer:
     This one is that of a group of one rank, which has nothing to sum and no slot: gradients are accumulated where they stay.
     """
 
+    def __init__(self, *, on_stream: bool = False) -> None:
+        """`on_stream`: gradients lie on a device. To finish a reduction there holds up what is launched, not the host."""
+        self.on_stream = on_stream
+
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """The bytes of the slot for `sequence`; None while a peer still reads what it held, unless told to wait."""
         raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
@@ -201,7 +204,7 @@ class Transport:
 
     def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
         self.buffers = [GatherBuffer(request, device) for request in requests]
-        self.reducer = Reducer()
+        self.reducer = Reducer(on_stream=is_accelerator(device))
 
     def poll(self) -> None:
         """Do what can be done without waiting."""

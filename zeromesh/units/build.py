@@ -14,6 +14,7 @@ from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredTensor, Tiers, allocate_lasting, available_bytes
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.plan import ModelPlan
 from zeromesh.units.unit import Bucket, Unit
@@ -89,7 +90,7 @@ def build_units(
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
     trained = [layout for layout in flat if layout.first.requires_grad]
-    ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options))
+    ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept)
         for layout, kept in zip(flat, keep, strict=True)
@@ -137,10 +138,13 @@ def ring_bytes(transport: str, slots: int, nbytes: int) -> int:
     return {"local": 0, "gloo": 2}.get(transport, 1) * slots * nbytes
 
 
-def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:
+def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: torch.device) -> int:
     """Bytes of one gradient slot: the largest bucket in the dtype that travels."""
-    reduce = options.precision.reduce if options.sums_before_reducing else None
-    return max((each.padded * (reduce or each.first.dtype).itemsize for each in trained), default=0)
+    on_device = is_accelerator(device)
+    return max(
+        (each.padded * options.wire_dtype(each.first.dtype, on_device=on_device).itemsize for each in trained),
+        default=0,
+    )
 
 
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:

@@ -6,6 +6,10 @@
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
 is complete too early waits for its turn; while no slot is free its gradients stay where autograd put them, until backward leaves
 the unit.
+
+On a device the host runs ahead of what is computed, and nothing that it could ask for would say when a slot will be free. There a
+bucket is copied into its slot at once, when it is complete and next, and the stream that computes waits for the reduction that had
+the slot before. So what is launched, and when, follows from the program alone, on all ranks alike.
 """
 
 from collections import deque
@@ -16,6 +20,7 @@ import torch
 
 from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
+from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.step_recorder import NOTHING, StepRecorder
 from zeromesh.units.unit import Bucket
 
@@ -59,18 +64,16 @@ class GradientReducer:
         self,
         reducer: Reducer,
         passes: GradientSink,
-        grad_dtype: torch.dtype,
+        options: ZeroOptions,
         *,
         direct: bool,
-        overlap: bool,
         recorder: StepRecorder,
     ) -> None:
-        """`passes` give memory, and hear how far a bucket is. `direct`: the group has one rank, whose own sums are the result.
-        `overlap`: reductions run beside backward."""
+        """`passes` give memory, and hear how far a bucket is. `direct`: the group has one rank, whose own sums are the result."""
         self._reducer = reducer
-        self._grad_dtype = grad_dtype
+        self._options = options
         self._direct = direct
-        self._overlap = overlap
+        self._overlap = options.overlap
         self._recorder = recorder
         self._passes = passes
         self._next_sequence = 0
@@ -116,7 +119,10 @@ class GradientReducer:
                 "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
             )
         again = arrivals.arrive(index)
-        if not self._reduce:
+        if self._reducer.on_stream:
+            if not again:  # Autograd adds a second one to the first.
+                arrivals.waiting.append(index)
+        elif not self._reduce:
             _put(self._own_sum(bucket), bucket, index, add=again or not self._first)
         elif again:
             # Autograd has added it to a first one that still waits.
@@ -129,17 +135,18 @@ class GradientReducer:
         if arrivals.complete:
             self._passes.on_complete(bucket)
             if not self._reduce:
-                self._keep_missing(arrivals)  # Those of frozen parameters.
+                self._keep(arrivals)
                 arrivals.launched = True
                 self._hand_on()
             elif self._overlap:
                 self.pump()
 
     def pump(self) -> None:
-        """Launch what is complete and next in order; finish what peers have made ready. Never waits."""
-        while self._queue and self._queue[0].complete and self._slot_of(self._queue[0]) is not None:
-            self._launch(self._queue.popleft())
-        while self._flying and self._flying[0][1].ready():
+        """Launch what is complete and next in order; finish what peers have made ready. The host never waits."""
+        on_stream = self._reducer.on_stream
+        while self._queue and self._queue[0].complete and (on_stream or self._slot_of(self._queue[0]) is not None):
+            self._launch_next()
+        while not on_stream and self._flying and self._flying[0][1].ready():
             self._finish_one()
 
     def keep_up(self) -> None:
@@ -158,7 +165,7 @@ class GradientReducer:
         if not self._reduce:
             for arrivals in self._queue:
                 if not arrivals.launched:
-                    self._keep_missing(arrivals)
+                    self._keep(arrivals)
                     arrivals.launched = True
             self._hand_on()
         while self._queue:
@@ -189,9 +196,13 @@ class GradientReducer:
                 self._passes.before_reduction(bucket)
             self._passes.on_reduced(bucket)
 
-    def _keep_missing(self, arrivals: BucketArrivals) -> None:
-        if self._first:
-            _zero_missing(self._own_sum(arrivals.bucket), arrivals)
+    def _keep(self, arrivals: BucketArrivals) -> None:
+        """Take what has waited into this rank's sum, in which the gradients of frozen and of unused parameters are zeros."""
+        if self._first or arrivals.waiting:
+            target = self._own_sum(arrivals.bucket)
+            _put_all(target, arrivals.bucket, arrivals.waiting, add=not self._first)
+            if self._first:
+                _zero_missing(target, arrivals)
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._direct and bucket.grad is None
@@ -211,10 +222,10 @@ class GradientReducer:
         return arrivals.filled
 
     def _typed(self, bucket: Bucket, slot: torch.Tensor | None) -> torch.Tensor | None:
-        """A slot as gradients of a bucket, `[padded]`: in their own dtype, or in that of the sum where earlier sums join them."""
+        """A slot as gradients of a bucket, `[padded]`, in the dtype in which they travel."""
         if slot is None:
             return None
-        dtype = bucket.dtype if bucket.partial is None else self._grad_dtype
+        dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
         return slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
 
     def _launch(self, arrivals: BucketArrivals) -> None:
@@ -223,8 +234,7 @@ class GradientReducer:
         self._passes.before_reduction(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
-        for index in arrivals.waiting:
-            _put(filled, bucket, index, add=False)
+        _put_all(filled, bucket, arrivals.waiting, add=False)
         _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
         if bucket.partial is not None and not self._first:
@@ -258,6 +268,24 @@ def _put(flat: torch.Tensor | None, bucket: Bucket, index: int, *, add: bool) ->
     else:
         place.copy_(parameter.grad)
     parameter.grad = None
+
+
+def _put_all(flat: torch.Tensor, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
+    """Copy or add the gradients of some parameters to their places: on a device by one kernel, with the change of dtype."""
+    slots = [bucket.layout.slots[index] for index in indices]
+    parameters = [bucket.parameters[index] for index in indices]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if len(gradients) < len(slots):
+        raise PhaseError(f"bucket {bucket.name}: a gradient is gone that waited to be taken")
+    if not slots:
+        return
+    places = [flat[slot.where.start : slot.where.end].view(slot.spec.shape) for slot in slots]
+    if add:
+        torch._foreach_add_(places, gradients)
+    else:
+        torch._foreach_copy_(places, gradients)
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:

@@ -104,7 +104,7 @@ class _Formula:
             memory[Purpose.GRADIENTS] += self.passing_gradients()
         if options.sums_before_reducing and self.parts > 1:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self.trained) * self.reduce_bytes
-        slots = slot_bytes(self.trained, options)
+        slots = slot_bytes(self.trained, options, self.device)
         memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(self.transport, options.gradient_slots, slots)
         memory[Purpose.STAGING] += self.staging() + (THREAD_BYTES if files.total() else 0)
         return MemoryModel(

@@ -94,9 +94,8 @@ class Passes:
         self.gradients = GradientReducer(
             built.reduction.reducer,
             self,
-            options.precision.reduce,
+            options,
             direct=mesh.shard.size == 1,
-            overlap=options.overlap,
             recorder=mesh.recorder,
         )
 

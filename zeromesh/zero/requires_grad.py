@@ -88,7 +88,8 @@ class RequiresGradFlags:
                     )
 
     def _needed_bytes(self) -> int:
-        return slot_bytes([bucket.layout for _, bucket in self._buckets if bucket.trainable], self._options)
+        trained = [bucket.layout for _, bucket in self._buckets if bucket.trainable]
+        return slot_bytes(trained, self._options, self._mesh.device)
 
     def _widen(self) -> None:
         """Reduce through larger slots where a bucket that is trained now does not fit into the present ones."""
