@@ -7,6 +7,7 @@ done when a call returns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -73,6 +74,17 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that was launched on it; on a CPU that is so."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Read tensors of one element, for which the host waits once, however many they are; those on a CPU are there already."""
+    there = [scalar.detach().reshape(()) for scalar in scalars if on_accelerator(scalar)]
+    if not there:
+        return [float(scalar) for scalar in scalars]
+    # Not every device has float64, which whole numbers may need.
+    narrow = all(scalar.is_floating_point() and scalar.itemsize <= 4 for scalar in there)
+    found = iter(torch.stack([scalar.to(torch.float32 if narrow else torch.float64) for scalar in there]).tolist())
+    return [next(found) if on_accelerator(scalar) else float(scalar) for scalar in scalars]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

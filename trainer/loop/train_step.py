@@ -8,15 +8,17 @@ update divides.
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.accelerator import numbers
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
 from zeromesh.rng import Streams
@@ -24,11 +26,22 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import Feed, require_same_batches
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.losses.losses import Loss
+from zeromesh.trainer.losses.losses import Loss, whole_count
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition
+
+_Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
+"""The loss of a microbatch, its targets, and scalars to be logged; tensors are on the device, and nobody has read them."""
+
+
+class DeviceBatch(dict[str, Any]):
+    """A batch whose tensors are on the device, and its targets as the host has counted them before; None: only forward counts."""
+
+    def __init__(self, batch: Mapping[str, Any], targets: int | None) -> None:
+        super().__init__(batch)
+        self.targets = targets
 
 
 class Stepper:
@@ -53,8 +66,8 @@ class Stepper:
         self._modules = list(model.modules())
         self._modes = [module.training for module in self._modules]
         """Which modules are in training mode; see `_restore_modes`."""
-        self._computed: list[tuple[Tensor, int, Mapping[str, Any]]] = []
-        """The loss of each microbatch of the present step, its targets, and what it gave to be logged."""
+        self._computed: list[_Computed] = []
+        """What each microbatch of the present step has given."""
         self.scalars = UserScalars()
         """Values of losses and users that are to be logged."""
         self.gradient_factor = 1.0
@@ -67,14 +80,14 @@ class Stepper:
         groups: Sequence[Hyperparameters],
         *,
         substep_end: Callable[[], None],
-        before_update: Callable[[], None],
+        before_update: Callable[[], bool],
         stop_signal: int = 0,
     ) -> StepResult:
         """Run step `step` (from 0) on the batches of a feed, with the hyperparameters of its update.
 
         Args:
             substep_end: called after each microbatch but the last one that counts.
-            before_update: called between the last backward and the update.
+            before_update: called between the last backward and the update; whether somebody has had the gradients.
             stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
 
         Raises:
@@ -93,7 +106,8 @@ class Stepper:
         with mesh.recorder.span(StepPhase.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
         require_same_batches(batches, mesh)
-        count, shares = self._count_targets(feed.plan, microbatches, batches)
+        counts = [self._loss.count(batch) for batch in batches]
+        count, shares = self._count_targets(feed.plan, microbatches, counts)
 
         # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
         engine.begin_step(step, groups)
@@ -106,15 +120,9 @@ class Stepper:
         ]
         seed = 1.0 if count is None else 1.0 / max(1, count)
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
-        sums = torch.tensor([0, 0, 0, stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT], dtype=torch.float64)
 
-        def add(number: int) -> None:
-            """Add a microbatch to the sums, where this rank counts it, and announce that it is over."""
-            if microbatches[number].weight and self._counts:
-                loss, targets, scalars = self._computed[number]
-                own = [float(loss) * shares[number], targets, _inputs_of(batches[number])[1]]
-                sums[:3] += torch.tensor(own, dtype=torch.float64)
-                self.scalars.add(scalars)
+        def end(number: int) -> None:
+            """Announce that a microbatch is over."""
             if number + 1 < rounds:
                 substep_end()
                 self._restore_modes()
@@ -122,25 +130,37 @@ class Stepper:
         if self._pipeline is None:
             for number, (batch, own_seed, position) in enumerate(zip(batches, seeds, positions, strict=True)):
                 with engine.microbatch(position) as backward:
-                    backward(self._loss_of(self._to_device(batch), own_seed * engine.loss_scale), own_seed)
-                add(number)
+                    moved = self._to_device(batch, counts[number])
+                    backward(self._loss_of(moved, own_seed * engine.loss_scale), own_seed)
+                end(number)
         else:
             work = [
-                MicrobatchWork(batch=self._to_device(batch), where=position, seed=own_seed * engine.loss_scale)
-                for batch, own_seed, position in zip(batches, seeds, positions, strict=True)
+                MicrobatchWork(batch=self._to_device(batch, found), where=position, seed=own_seed * engine.loss_scale)
+                for batch, found, own_seed, position in zip(batches, counts, seeds, positions, strict=True)
             ]
             engine.run_schedule(partial(self._pipeline.train, work=work, loss=self._loss_of))
             for number in range(len(work)):
-                add(number)
+                end(number)
 
-        # The sums over all ranks, and the update.
+        # What the device has computed is read at once, and summed over all ranks together with what the host knows.
+        counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts]
+        computed = [self._computed[number] for number in counted]
+        values, squares = engine.read_step(_tensors_in(computed))
+        asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT]
+        sums = torch.tensor([0, 0, 0, *asked, squares], dtype=torch.float64)
+        for number, (loss, found, scalars) in zip(counted, _with_values(computed, values), strict=True):
+            own = [loss * shares[number], whole_count(found), _inputs_of(batches[number])[1]]
+            sums[:3] += torch.tensor(own, dtype=torch.float64)
+            self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
-        mesh.world.sum_(sums, "sum of the loss")
-        loss_sum, targets, inputs, terminated, interrupted = sums.tolist()
+        mesh.world.sum_(sums, "sums of the step")
+        loss_sum, targets, inputs, terminated, interrupted, squares = sums.tolist()
+
+        # The update.
         factor = 1.0 if count is not None else 1.0 / max(1, targets)
         self.gradient_factor = factor / engine.loss_scale
-        before_update()
-        outcome = engine.finish_step(factor, loss_finite=loss_finite)
+        had = before_update()
+        outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite)
         bubble = self._pipeline.bubble() if self._pipeline is not None else None
         return StepResult(
             loss=loss_sum / targets if targets else float("nan"),
@@ -172,26 +192,31 @@ class Stepper:
         rounds = feed.plan.accumulation
         # Microbatches that are in a pipeline together.
         at_once = 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
-        sums = torch.zeros(2, dtype=torch.float64)
+        computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self._model):
             for start in range(0, rounds, at_once):
                 done = min(start + at_once, rounds)
                 group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [feed.fetch(each) for each in group]
                 require_same_batches(fetched, self._mesh)
-                batches = [self._to_device(batch) for batch in fetched]
+                # Where outputs are wanted, of batches that may be without targets, the host waits for them anyway.
+                counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]
+                batches = list(map(self._to_device, fetched, counts))
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 found = self._forwards(batches, streams, outputs=collector is not None)
-                for each, batch, (loss, targets, outputs) in zip(group, batches, found, strict=True):
+                for each, batch, (loss, count, outputs) in zip(group, batches, found, strict=True):
                     counted = bool(each.weight) and self._counts
                     if counted:
-                        sums += torch.tensor([float(loss), targets], dtype=torch.float64)
+                        computed.append((loss, count))
                     parts.append(collector.part(outputs, batch) if collector is not None and counted else None)
                 if collector is not None:
                     collector.add(parts)
                 if not go_on(done, rounds):
                     return None
+        sums = torch.zeros(2, dtype=torch.float64)
+        for values in _with_values(computed, numbers(_tensors_in(computed))):
+            sums += torch.tensor(values, dtype=torch.float64)
         self._mesh.world.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
         return float(sums[0]) / targets if targets else float("nan"), targets
@@ -212,8 +237,8 @@ class Stepper:
         return self._mesh.tensor.index == 0 and last
 
     def _forwards(
-        self, batches: Sequence[dict[str, Any]], streams: Sequence[Streams], *, outputs: bool
-    ) -> list[tuple[Tensor, int, Any]]:
+        self, batches: Sequence[Mapping[str, Any]], streams: Sequence[Streams], *, outputs: bool
+    ) -> list[tuple[Tensor, int | Tensor, Any]]:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
         if self._engine is None or self._pipeline is None:
             found = []
@@ -221,7 +246,7 @@ class Stepper:
                 with torch.no_grad(), drawn.in_force() if self._engine is None else self._engine.evaluation(drawn):
                     found.append(self._evaluated(batch, outputs=outputs))
             return found
-        last: list[tuple[Tensor, int, Any]] = []
+        last: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
             last.append(self._evaluated(batch, outputs=outputs))
@@ -236,19 +261,20 @@ class Stepper:
             losses = self._pipeline.evaluate(passes, work, loss_of)
         return last or [(loss, 0, None) for loss in losses]
 
-    def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int, Any]:
+    def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
         """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
         if outputs:
-            loss, made = self._loss.with_outputs(self._model, batch)
+            loss, made = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
         else:
-            loss, made = self._loss(self._model, batch, seed=0.0), None
+            loss, made = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch)), None
         return loss, self._loss.last_count, made
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
-        loss = self._loss(self._model, batch, seed=seed)
-        self._computed.append((loss.detach(), self._loss.last_count, self._loss.last_scalars))
-        if self._loss.last_count and not loss.requires_grad:
+        loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
+        count, scalars = self._loss.last_count, self._loss.last_scalars
+        self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
+        if not loss.requires_grad and count:
             raise ConfigError(
                 "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
                 "number and back"
@@ -256,11 +282,10 @@ class Stepper:
         return loss
 
     def _count_targets(
-        self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]
+        self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], counts: Sequence[int | None]
     ) -> tuple[int | None, list[float]]:
-        """Targets of the global batch, or None where the loss counts them only after forward; and a factor for the summed losses of
-        each microbatch, which is 1 for a mean over targets."""
-        counts = [self._loss.count(batch) for batch in batches]
+        """Targets of the global batch, of which this rank's microbatches have `counts`, or None where the loss counts them only in
+        forward; and a factor for the summed losses of each microbatch, which is 1 for a mean over targets."""
         if any(count is None for count in counts):
             return None, [1.0] * len(counts)
         known = [count or 0 for count in counts]
@@ -276,14 +301,35 @@ class Stepper:
         ]
         return int(targets), shares
 
-    def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_device(self, batch: Mapping[str, Any], targets: int | None) -> DeviceBatch:
         """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
-        moved = dict(batch)
+        moved = DeviceBatch(batch, targets)
         for name, value in batch.items():
             if isinstance(value, Tensor):
                 dtype = self._dtype if value.is_floating_point() and name != "labels" else value.dtype
                 moved[name] = value.to(self._mesh.device, dtype, non_blocking=True)
         return moved
+
+
+def _targets_of(batch: Mapping[str, Any]) -> int | None:
+    return batch.targets if isinstance(batch, DeviceBatch) else None
+
+
+def _detached(value: Any) -> Any:
+    """A value that was given to be logged, without its graph; what is no number becomes None."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach() if value.numel() == 1 else None
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _with_values(tree: Any, values: Iterable[float]) -> Any:
+    """The tree, with numbers in place of its tensors."""
+    found = iter(values)
+    return pytree.tree_map_only(Tensor, lambda _: next(found), tree)
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> tuple[str, int]:

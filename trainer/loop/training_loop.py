@@ -149,11 +149,13 @@ class TrainingLoop:
             stack.enter_context(recorded_memory(path, number, ledger))
         return stack
 
-    def _before_update(self) -> None:
-        """Let callbacks read the gradients of the present step."""
-        if self.run.events.listens("on_pre_optimizer_step"):
+    def _before_update(self) -> bool:
+        """Let callbacks read the gradients of the present step; returns whether there are such."""
+        wanted = self.run.events.listens("on_pre_optimizer_step")
+        if wanted:
             with self.run.model.gradients_to_read():
                 self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
+        return wanted
 
     def _end_start(self) -> str:
         """The first step of the process has been made: the sentence about the time until then."""

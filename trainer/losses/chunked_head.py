@@ -18,7 +18,13 @@ import torch
 from torch import nn
 
 from zeromesh.errors import PhaseError
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+from zeromesh.kernels.chunked_cross_entropy import (
+    UNCHANGED,
+    LogitChange,
+    chunk_for,
+    chunked_cross_entropy,
+    require_targets_in,
+)
 from zeromesh.tensor.layers import VocabParallelHead
 from zeromesh.trainer.models.adapters import output_layer
 
@@ -59,11 +65,16 @@ class ChunkedHead:
         self, model: Any, *, route: Route, chunk_tokens: int | None = None, change: LogitChange = UNCHANGED
     ) -> None:
         self._model = model
+        self._vocab = len(output_layer(model).weight)
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._change = change
         self.found: LogitChange | None = None
         """What the first run has shown that the model does to its logits."""
+
+    def require_known(self, labels: torch.Tensor) -> None:
+        """Raise `DataError` for labels that are no tokens of the vocabulary: on a device nobody looks at them again."""
+        require_targets_in(labels, self._vocab)
 
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
@@ -102,6 +113,7 @@ class ChunkedHead:
             seed=current.seed,
             chunk_tokens=self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], len(head.weight), rows.dtype),
             change=self._change,
+            count=current.count,
             **parts,
         )
         if self._route == "loss_function":

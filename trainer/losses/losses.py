@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
+from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
@@ -35,7 +36,7 @@ _LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")
 _POSITIONS = ("start_positions", "end_positions")
 
 
-_Computed = tuple[Tensor, Any, int, Mapping[str, Any]]
+_Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
 """The sum of the losses of a batch, what the model returned (None: not known), the number of targets, and scalars to be logged."""
 
 
@@ -47,31 +48,40 @@ class Loss:
     """What the loss is a sum over."""
     count: Callable[[Mapping[str, Any]], int | None]
     """Counts the targets of a batch by its labels; None where only the forward tells. Raises `DataError` without labels."""
-    compute: Callable[[Any, Mapping[str, Any], float | None], _Computed]
-    """Computes the loss of a model for a batch. The backward will start with the third argument; None: the outputs are wanted."""
+    compute: Callable[[Any, Mapping[str, Any], int, float | None], _Computed]
+    """Computes the loss of a model for a batch, which has so many targets (0 where only the forward tells). The backward will start
+    with the last argument; None: the outputs are wanted."""
     notes: tuple[str, ...] = ()
     """Lines that the run prints about how the loss counts and computes."""
     causal: bool = False
     """Whether the model predicts the next token, so that its first label is no target."""
-    last_count: int = 0
-    """Targets of the batch that was computed last."""
+    last_count: int | Tensor = 0
+    """Targets of the batch that was computed last. Where the forward has counted them on a device it is a scalar there, which
+    nobody has read."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)
     """What else the batch that was computed last gave, to be logged: numbers by name."""
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Any], *, seed: float, targets: int | None = None
+    ) -> Tensor:
         """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation).
 
-        A batch without targets gives 0, with gradients of 0.
+        A batch without targets gives 0, with gradients of 0. `targets` is what `count` has found in it, before it went to a device;
+        None: it is counted here.
         """
-        total, _, self.last_count, self.last_scalars = self.compute(model, batch, seed)
+        counted = self.count(batch) if targets is None else targets
+        total, _, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, seed)
         return total
 
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    def with_outputs(
+        self, model: nn.Module, batch: Mapping[str, Any], *, targets: int | None = None
+    ) -> tuple[Tensor, Any]:
         """Return the sum of the losses, 0 for a batch without labels, and what the model returned."""
         if self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
             self.last_count = 0
             return torch.zeros(()), model(**batch)
-        total, outputs, self.last_count, self.last_scalars = self.compute(model, batch, None)
+        counted = self.count(batch) if targets is None else targets
+        total, outputs, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, None)
         return total, model(**batch) if outputs is None else outputs
 
 
@@ -202,10 +212,14 @@ def _label_loss(
             "Give each sample labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a "
             "data_collator that does"
         )
-        return count_targets(_tensor_of(batch, "labels", cure), causal=causal, ignored=ignored)
+        labels = _tensor_of(batch, "labels", cure)
+        found = count_targets(labels, causal=causal, ignored=ignored)
+        if head is not None:
+            head.require_known(labels[..., 1:] if causal else labels)
+        return found
 
-    def compute(model: Any, batch: Mapping[str, Any], seed: float | None) -> _Computed:
-        found, inputs, labels = count(batch), {**fixed, **batch}, batch["labels"]
+    def compute(model: Any, batch: Mapping[str, Any], found: int, seed: float | None) -> _Computed:
+        inputs, labels = {**fixed, **batch}, batch["labels"]
         if head is not None and seed is not None:
             targets = shifted(labels) if causal else labels
             return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
@@ -227,13 +241,12 @@ def _label_loss(
     return Loss(kind="labels", count=count, compute=compute, notes=notes, causal=causal)
 
 
-def _compute_answers(model: Any, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+def _compute_answers(model: Any, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
     """Compute the loss of extractive question answering: cross entropy of where an answer starts, and of where it ends; both count.
 
     As in transformers, a position beyond the sequence is no target. Where an example has either both or none, as transformers' own
     preparation of such data makes them, the mean is that of the model's own loss: the mean of the two means.
     """
-    count = _count_answers(batch)
     outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
     total = torch.zeros((), device=outputs.start_logits.device)
     for logits, targets in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
@@ -269,8 +282,8 @@ def _transcript_loss(reduction: str) -> Loss:
     def count(batch: Mapping[str, Any]) -> int:
         return _tensor_of(batch, "labels", "Give each sample its transcript").shape[0]
 
-    def compute(model: Any, batch: Mapping[str, Any], seed: float | None) -> _Computed:
-        found, outputs = count(batch), model(**batch)
+    def compute(model: Any, batch: Mapping[str, Any], found: int, seed: float | None) -> _Computed:
+        outputs = model(**batch)
         return outputs.loss * (1 if reduction == "sum" else found), outputs, found, {}
 
     note = "loss: the mean over examples of their alignments with transcripts (CTC)"
@@ -280,8 +293,8 @@ def _transcript_loss(reduction: str) -> Loss:
 def _example_loss(what: str) -> Loss:
     """Return a module's own scalar, as the mean over the examples of the batch (dim 0 of its first tensor)."""
 
-    def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
-        count, outputs = _count_examples(batch), model(**batch)
+    def compute(model: nn.Module, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
+        outputs = model(**batch)
         return _scalar(outputs, type(model).__name__) * count, outputs, count, _scalars_of(outputs)
 
     note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise"
@@ -298,7 +311,7 @@ def _count_examples(batch: Mapping[str, Any]) -> int:
 def _user_loss(compute_loss: ComputeLoss) -> Loss:
     """Return a user's loss, which raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
 
-    def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+    def compute(model: nn.Module, batch: Mapping[str, Any], _: int, seed: float | None) -> _Computed:
         result = compute_loss(model, batch)
         if (
             not isinstance(result, tuple)
@@ -316,12 +329,20 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
         require_free_names(scalars, "compute_loss")
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
-        number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-        if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
-            raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
-        return total.reshape(()), None, int(number), scalars
+        if isinstance(count, Tensor) and count.numel() == 1:
+            if on_accelerator(count):
+                return total.reshape(()), None, count.detach().reshape(()), scalars
+            return total.reshape(()), None, whole_count(count.item()), scalars
+        return total.reshape(()), None, whole_count(count), scalars
 
     return Loss(kind="user", count=lambda batch: None, compute=compute)
+
+
+def whole_count(count: object) -> int:
+    """What a user's loss has counted. Raises `ConfigError` where that is no whole number of 0 or more."""
+    if isinstance(count, bool) or not isinstance(count, int | float) or count != int(count) or count < 0:
+        raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
+    return int(count)
 
 
 def _scalar(output: Any, name: str) -> Tensor:

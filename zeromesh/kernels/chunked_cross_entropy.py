@@ -27,6 +27,7 @@ import torch
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import DataError, LayoutError, PhaseError
 from zeromesh.kernels.cpu_matmul import product_dtype, row_blocks
+from zeromesh.offload.accelerator import on_accelerator
 
 _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
 _ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
@@ -75,6 +76,7 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     change: LogitChange = UNCHANGED,
     ignore_index: int = -100,
+    count: int | None = None,
     sizes: Sequence[int] = (),
     exchange: Exchange | None = None,
 ) -> torch.Tensor:
@@ -90,6 +92,8 @@ def chunked_cross_entropy(
             more pass over the gradients.
         chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
         change: what is done to each logit before the softmax, in the dtype of the softmax.
+        count: how many targets are not `ignore_index`, where the caller knows it, and that they are in the vocabulary: then
+            nothing is asked of a device, for whose answer the host would wait.
         sizes: with an `exchange`, tokens of the vocabulary on each of its ranks, in order. Then `weight` and `bias` are this
             rank's part, `hidden` and `targets` the same on all ranks, and so are the result and the gradient of `hidden`.
 
@@ -110,14 +114,14 @@ def chunked_cross_entropy(
         run, vocab = partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
-    kept = (targets != ignore_index).nonzero().squeeze(1)
+    wanted = targets != ignore_index
+    if count is None or not on_accelerator(targets):
+        require_targets_in(targets, vocab, ignore_index)
+        kept = wanted.nonzero().squeeze(1)
+    else:
+        kept = torch.sort(wanted, descending=True, stable=True).indices[:count]
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
-    if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
-        raise DataError(
-            f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in "
-            f"[0, {vocab}); check the tokenizer against the model's vocab_size"
-        )
     seed = seed or 1.0  # The gradient of a microbatch of weight 0 says so by itself.
     settings = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
     head = partial(run, rows=kept if masked else None, targets=bound.long(), **settings)
@@ -125,6 +129,16 @@ def chunked_cross_entropy(
         return head(hidden.detach(), weight.detach(), bias).run()
     total: torch.Tensor = _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call]
     return total
+
+
+def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -100) -> None:
+    """Raise `DataError` for a target that is neither `ignore_index` nor in [0, vocab)."""
+    bound = targets[targets != ignore_index]
+    if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
+        raise DataError(
+            f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in "
+            f"[0, {vocab}); check the tokenizer against the model's vocab_size"
+        )
 
 
 def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
@@ -240,7 +254,7 @@ class HeadPass:
 
     def rows_at_once(self, logits: torch.Tensor) -> int:
         """Rows whose softmax is made at once."""
-        elements = _ROW_ELEMENTS if logits.device.type == "cpu" else _ROW_ELEMENTS_ACCELERATOR
+        elements = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
         return max(1, elements // self.vocab)
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
@@ -420,7 +434,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Reading the number would make the host wait for an accelerator; multiplying there costs less. A seed that
         # came through a product and a quotient is off by a rounding, which changes nothing that a sum would keep.
         close = 4 * torch.finfo(grad.dtype).eps
-        if grad.device.type != "cpu" or not math.isclose(float(grad), ctx.seed, rel_tol=close):
+        if on_accelerator(grad) or not math.isclose(float(grad), ctx.seed, rel_tol=close):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_((grad / ctx.seed).to(torch.promote_types(gradient.dtype, torch.float32)))

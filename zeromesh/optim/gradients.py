@@ -1,7 +1,7 @@
 """Gradient shards between the reduction of a bucket and its update: where they lie, who else sums them, their norm and scale.
 
     make_room -> the reducer sums into bucket.grad -> put_away      for each microbatch
-    squares                                                         at the end of the step: the sums of squares, for the norm
+    norms                                                           at the end of the step, for the norm of all
 
 A shard that rests on another tier has memory only while its bucket is being summed: at most `LEAVING` of them are on their way out
 at a time.
@@ -9,7 +9,7 @@ at a time.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,16 +18,6 @@ from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ScalerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
-
-
-def global_norm(squares: float, owners: ProcessSet) -> float:
-    """The norm of all gradients, from this rank's sum of squares; together `owners` count every element once.
-
-    All ranks get the same number, so they skip a step or clip together.
-    """
-    total = torch.tensor([squares], dtype=torch.float64)
-    owners.sum_(total, "sum of the gradient norm")
-    return float(total.sqrt())
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -169,15 +159,12 @@ class GradientShards:
         bucket.grad = None
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
-    def squares(self, buckets: Sequence[Bucket]) -> list[float]:
-        """The squared norms of shards, for which the host waits once; nan or inf where one holds such, 0 where it is used up."""
-        norms, nothing = [], torch.zeros((), dtype=self._dtype, device=self._tiers.device)
-        for bucket in buckets:
-            found = self._norms.get(id(bucket))
-            if found is None:
-                found = nothing if bucket.grad is None else torch.linalg.vector_norm(bucket.grad)
-            norms.append(found)
-        return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
+    def norm(self, bucket: Bucket) -> torch.Tensor:
+        """The norm of a shard, a scalar on the device; nan or inf where it holds such, 0 where it is used up."""
+        found = self._norms.get(id(bucket))
+        if found is None and bucket.grad is not None:
+            found = torch.linalg.vector_norm(bucket.grad)
+        return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if found is None else found
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """Forget the gradients of a step that has ended before its time."""

@@ -7,7 +7,8 @@ A step calls, in this order:
     take              for each bucket that is summed over its shard group; in the last backward it is summed over its replicas too,
                       and then put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
     end_backward      to wait for the sums over replicas
-    finish            for the global norm, clipping, and the update of what is not updated yet
+    read              for this rank's part of the global norm: the one time in a step that the host waits for a device
+    finish            for clipping, and the update of what is not updated yet
 
 [Note: Updates inside backward]
 A bucket is updated when it is reduced and this rank does not read its parameters any more. The update then waits until the other
@@ -38,15 +39,18 @@ from zeromesh.offload import (
     Tiers,
     UpdateStream,
     WaitTime,
+    accelerator,
 )
+from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.optim.class_optimizer import WholeOptimizer, make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
-from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
+from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, gradient_of
 from zeromesh.options import AverageSettings, Placement, UpdateOn, ZeroOptions
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
+_HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
 _EXCHANGED = 1 << 20
 """Elements that are exchanged at a time."""
 
@@ -126,7 +130,7 @@ def place_updates(
     `in_reach`: all states are in the device's memory. `try_on(device)` gives the seconds of a billion elements there.
     """
     device = mesh.device
-    if device.type == "cpu" or in_reach or wanted == "device":
+    if not is_accelerator(device) or in_reach or wanted == "device":
         return UpdateDevice(device=device)
     if wanted == "host":
         return UpdateDevice(device=_CPU)
@@ -148,7 +152,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
     uses = [StreamOperand(tensor=TieredTensor.of(each, Tier.HOST), mode=Access.UPDATE) for each in memory]
     stream = UpdateStream(
         device,
-        width=0 if device.type == "cpu" else len(uses),
+        width=len(uses) if is_accelerator(device) else 0,
         longest=memory[0].nbytes,
         nbytes=options.offload.staging_bytes,
         waits=WaitTime(),
@@ -166,8 +170,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
         began = time.perf_counter()
         stream.run(rows, compute)
         stream.settle()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
         seconds.append(time.perf_counter() - began)
     tiers.pinned.give(tiers.pinned.used - pinned)
     return min(seconds) * 1e9 / _ELEMENTS
@@ -220,11 +223,14 @@ class OptimizerStep:
         self._in_backward = False
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
         """What each group of parameters is updated with."""
-        self._squares = 0.0
+        self._updated: list[tuple[Bucket, torch.Tensor]] = []
+        """The buckets that backward has updated, and the norms of their gradients."""
+        self._norms: list[tuple[Bucket, float]] = []
+        """The norms of the step's gradients, once they are read."""
         self.sharing = ReplicaGroups(mesh, self._all)
         replicated = options.placements.optimizer is Placement.REPLICATED
-        self._owners = mesh["pipeline", "tensor"] if replicated else mesh["pipeline", "shard", "tensor"]
-        """The ranks whose buckets together are all of the model."""
+        self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
+        """Whether this rank counts the elements that it updates, of all ranks that update the same."""
         self.updates = 0
         """How many updates were made: steps that were not skipped."""
         self.last_order: list[Bucket] = []
@@ -292,7 +298,7 @@ class OptimizerStep:
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
         """Begin a step, whose updates are made with these hyperparameters of each group."""
         self.groups = groups
-        self._squares = 0.0
+        self._updated = []
         self.shards.begin_step()
         self._retired = set()
         self.last_order = []
@@ -357,10 +363,30 @@ class OptimizerStep:
         if tied:
             self.end_backward(())
 
-    def finish(self, units: Iterable[Unit], factor: float, *, loss_finite: bool) -> StepOutcome:
+    def read(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
+        """Read the norms of gradients, and scalars that the caller has on the device: the host waits for it once.
+
+        Returns the scalars, and this rank's part of the squared norm of all gradients as they were summed, with the loss scale in
+        it. Over the world the parts add up to the whole; what is not finite is in the part of every rank that has it.
+        """
+        measured = self._updated
+        if not self._options.optimizer_in_backward:
+            measured = [(bucket, self.shards.norm(bucket)) for bucket in self._buckets]
+        found = accelerator.numbers([*scalars, *(norm for _, norm in measured)])
+        values, norms = found[: len(scalars)], found[len(scalars) :]
+        self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, norms, strict=True)]
+        own = [norm**2 for bucket, norm in self._norms if self._owns(bucket) or not math.isfinite(norm)]
+        return values, sum(own)
+
+    def _owns(self, bucket: Bucket) -> bool:
+        """Whether this rank alone counts the elements of a bucket that it updates."""
+        return self._counts and self.sharing.counts(bucket)
+
+    def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
         """Multiply gradients by `factor`, unscale, clip, and update, unless backward has done so.
 
-        All ranks see one norm, and so skip, stop and clip together. `loss_finite`: whether this rank's own losses were finite.
+        `squares` is the sum over the world of what `read` has returned: all ranks see one norm, and so skip, stop and clip
+        together. `loss_finite`: whether this rank's own losses were finite.
 
         Raises:
             NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
@@ -368,25 +394,22 @@ class OptimizerStep:
         options = self._options
         self._mesh.post(Activity.OPTIMIZER)
         scale = self.scaler.scale
-        norm = self.norm() * abs(factor) / scale
+        norm = math.sqrt(squares) * abs(factor) / scale
         finite = math.isfinite(norm)
         cause = "" if finite else self._cause(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
-            raise NonFiniteError(f"{cause}; no parameter was changed (on_nonfinite: stop)")
+            unchanged = "no parameter was changed (on_nonfinite: stop)"
+            raise NonFiniteError(f"{cause}; {_HALF_DONE if options.optimizer_in_backward else unchanged}")
         self.scaler.update(overflow=not finite)
         self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)
         waited = self._tiers.waited()
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
-    def norm(self) -> float:
-        """The norm of all gradients as they were summed, with the loss scale in it; the same on all ranks, which all call it."""
-        if not self._options.optimizer_in_backward:
-            squares = zip(self._buckets, self.shards.squares(self._buckets), strict=True)
-            # A value that another rank counts may be not finite on this rank alone.
-            self._squares = sum(
-                value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value)
-            )
-        return global_norm(self._squares, self._owners)
+    def squares(self) -> float:
+        """The squared norm of all gradients as they were summed, with the loss scale in it; the same on all ranks, which all call
+        it."""
+        total = torch.tensor([self.read()[1]], dtype=torch.float64)
+        return float(self._mesh.world.sum_(total, "sum of the gradient norm"))
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
         """Multiply gradients by `factor` and update with them, unless backward has done so; release their memory. `skip`: release
@@ -429,9 +452,8 @@ class OptimizerStep:
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Which units' gradients, and which ranks' losses, are not finite. All ranks call it, and return the same text."""
-        units = [self._units[id(bucket)] for bucket in self._buckets]
-        squares = zip(units, self.shards.squares(self._buckets), strict=True)
-        found = sorted({(unit.index, unit.name) for unit, square in squares if not math.isfinite(square)})
+        units = [self._units[id(bucket)] for bucket, norm in self._norms if not math.isfinite(norm)]
+        found = sorted({(unit.index, unit.name) for unit in units})
         rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
         text = f"the gradient norm is {norm}"
@@ -477,13 +499,11 @@ class OptimizerStep:
                 self._ready.append(bucket)
                 continue
             self._complete(bucket)
-            (square,) = self.shards.squares([bucket])
-            if not math.isfinite(square):
-                raise NonFiniteError(
-                    f"gradients of unit {unit.name} are not finite; the optimizer runs inside backward, "
-                    "so the step is half done and its state must not be saved"
-                )
-            self._squares += square if self.sharing.counts(bucket) else 0.0
+            norm = self.shards.norm(bucket)
+            # On a device it is read when the step ends: the host would wait here until the device has got to this point.
+            if not on_accelerator(norm) and not math.isfinite(norm):
+                raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
+            self._updated.append((bucket, norm))
             done = {id(bucket), *map(id, self.last_order)}
             self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
             self.shards.drop(bucket)
@@ -560,4 +580,4 @@ class OptimizerStep:
 
 
 def _memory_of(device: torch.device) -> Tier:
-    return Tier.HOST if device.type == "cpu" else Tier.DEVICE
+    return Tier.DEVICE if is_accelerator(device) else Tier.HOST

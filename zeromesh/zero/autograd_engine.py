@@ -460,7 +460,7 @@ class AutogradEngine(ZeroEngine):
         """The norm of all gradients times `factor`, without loss scale, as clipping has left them. All ranks call it."""
         self._passes.close_backwards()
         if self._norm is None or self._norm[0] != self._passes.backwards:
-            self._norm = self._passes.backwards, self._optimizer_step.norm()
+            self._norm = self._passes.backwards, math.sqrt(self._optimizer_step.squares())
         return self._norm[1] * abs(factor) * self._clip / self.loss_scale
 
     def clip(self, limit: float, factor: float) -> float:

@@ -9,6 +9,8 @@ A step is
             backward(loss, seed)                         # backward does so too, and reduces gradients as buckets complete
     engine.finish_step(factor)                           # norm, clipping, update of the shards, next values of the parameters
 
+Before `finish_step` a caller may `read_step` what it wants to know of the device, so that the host waits for it once a step.
+
 A stage changes where tensors lie (`options.placements`), never which code runs. `passes.py` has what happens in a pass,
 `optim/optimizer_step.py` what happens from the gradient shards on.
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar, Self, TypeVar
 
+import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
@@ -248,17 +251,30 @@ class ZeroEngine:
             self.mesh.fail(error)
             raise
 
-    def finish_step(self, factor: float = 1.0, *, loss_finite: bool = True) -> StepOutcome:
+    def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
+        """Read, after the last backward, what the caller has on the device and wants to know, scalars: the host waits once.
+
+        Returns them as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
+        """
+        with self.mesh.recorder.span(StepPhase.OPTIMIZER):
+            return self._optimizer_step.read(scalars)
+
+    def finish_step(
+        self, factor: float = 1.0, *, squares: float | None = None, loss_finite: bool = True
+    ) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
 
-        A norm that is not finite skips the update on all ranks, or ends the run where options say so. Then the outcome, or the
-        error, names units, and ranks with `loss_finite` False: whose own loss was not finite.
+        `squares` is the sum over the world of what `read_step` has returned; None: that is done here. A norm that is not finite
+        skips the update on all ranks, or ends the run where options say so. Then the outcome, or the error, names units, and ranks
+        with `loss_finite` False: whose own loss was not finite.
 
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.
         """
         with self._updating():
-            return self._optimizer_step.finish(self.units, factor, loss_finite=loss_finite)
+            if squares is None:
+                squares = self._optimizer_step.squares()
+            return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
