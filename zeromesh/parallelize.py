@@ -105,7 +105,7 @@ def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Pa
 
     exchange: Exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
     plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
-    return Parallelized(model, exchange, plan, sequence=options.sequence, device=mesh.device)
+    return Parallelized(model, exchange, plan, sequence=options.sequence)
 
 
 def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:

@@ -28,13 +28,15 @@ _FILE = TierChoice(tier="file")
 class _Host:
     """The bytes that the ranks of one host need for a planned model, and those that it has.
 
-    `parts` ranks share the states over `transport`. `inputs` are bytes of a rank's kept inputs of recomputed blocks on files, as
-    far as they are known beforehand. `memory_room` is free memory with swap, and `disk_room` is free on all disks of the file tier.
+    `parts` ranks, which compute on `device`, share the states over `transport`. `inputs` are bytes of a rank's kept inputs of
+    recomputed blocks on files, as far as they are known beforehand. `memory_room` is free memory with swap, and `disk_room` is free
+    on all disks of the file tier.
     """
 
     plan: ModelPlan
     parts: int
     transport: str
+    device: torch.device
     local_ranks: int
     inputs: int
     memory_room: int
@@ -43,7 +45,9 @@ class _Host:
     def least(self, options: ZeroOptions) -> MemoryModel:
         """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
         budgets = (0, None) if options.gathered_budget is None else (options.gathered_budget,)
-        predict = partial(predict_memory, self.plan, options, parts=self.parts, transport=self.transport)
+        predict = partial(
+            predict_memory, self.plan, options, parts=self.parts, transport=self.transport, device=self.device
+        )
         return min((predict(budget=budget) for budget in budgets), key=lambda footprint: footprint.total)
 
     def memory(self, options: ZeroOptions) -> int:
@@ -123,6 +127,7 @@ def require_memory(
         plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
         parts=mesh.shard.size,
         transport=transport,
+        device=mesh.device,
         local_ranks=local_ranks,
         inputs=inputs if options.offload.activations.tier == "file" else 0,
         memory_room=free + swap_bytes() + freed,

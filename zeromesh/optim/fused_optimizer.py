@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.offload import Purpose, TieredTensor, Tiers
+from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -156,7 +157,9 @@ def fused_update(
     `updates` is how many updates were made before.
     """
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
-    steps = [torch.full((), float(updates), device=master.device)]  # made there: a copy would make the host wait
+    fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a kernel for it.
+    # Made where it is read: a copy would make the host wait for the device.
+    steps = [torch.full((), float(updates), device=master.device if fused else torch.device("cpu"))]
     with torch.no_grad():
         if name == "sgd":
             if group.get("momentum") and not moments:
@@ -168,7 +171,7 @@ def fused_update(
             sgd([master], [grad], list(moments) or [None], fused=True, **common)
         elif name == "adagrad":
             common |= {"lr_decay": group.get("lr_decay", 0.0), "eps": group["eps"]}
-            adagrad([master], [grad], list(moments), steps, fused=not master.is_cuda, **common)
+            adagrad([master], [grad], list(moments), steps, fused=fused, **common)
         else:
             kind = adamw if name == "adamw" else adam
             first, second = moments

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zeromesh.offload import accelerator
 from zeromesh.rng import number_of, seed_generators
 from zeromesh.tensor.autograd_collectives import uncompiled
 
@@ -17,12 +18,12 @@ from zeromesh.tensor.autograd_collectives import uncompiled
 class ShardedRandomness:
     """Makes what is drawn between `enter` and `leave` this rank's own. `active` is false for a model that draws nothing."""
 
-    def __init__(self, rank: int, device: torch.device, *, active: bool = True) -> None:
+    def __init__(self, rank: int, *, active: bool = True) -> None:
         self.active = active
         self._rank = rank
-        self._device = device
         self._seed: int | None = None
-        self._states: list[torch.Tensor] = []
+        self._states: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        """Those of the CPU's generator and of the device's, before they were this rank's own."""
 
     @property
     def entered(self) -> bool:
@@ -35,21 +36,19 @@ class ShardedRandomness:
         if not self.active or self.entered:
             return
         common = int(torch.randint(2**62, (), device="cpu"))
-        self._states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            self._states.append(torch.cuda.get_rng_state(self._device))
+        self._states = torch.get_rng_state(), accelerator.generator_state()
         self._seed = number_of(f"{common}/{self._rank}")
         seed_generators(self._seed)
 
     @uncompiled
     def leave(self) -> None:
         """Draw the same numbers on all ranks again, for equal activations. Does nothing where that is so already."""
-        if not self.active or not self.entered:
+        if not self.active or not self.entered or self._states is None:
             return
-        torch.set_rng_state(self._states[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._states[1], self._device)
-        self._seed = None
+        host, device = self._states
+        torch.set_rng_state(host)
+        accelerator.set_generator_state(device)
+        self._seed = self._states = None
 
     @contextmanager
     def sharded(self) -> Iterator[None]:

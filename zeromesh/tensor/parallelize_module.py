@@ -57,7 +57,6 @@ class Parallelized:
 
     Args:
         sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
-        device: where the model will compute (for its random numbers); CPU by default.
 
     Raises:
         LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
@@ -70,7 +69,6 @@ class Parallelized:
         plan: TensorPlan,
         *,
         sequence: bool = False,
-        device: torch.device | None = None,
     ) -> None:
         if plan.size != exchange.size:
             raise LayoutError(f"a plan for {plan.size} tensor ranks on an axis of {exchange.size}")
@@ -82,7 +80,7 @@ class Parallelized:
         whole on every rank, with the same gradient on each."""
         self.head: VocabParallelHead | None = None
         """The output embedding, where it is divided."""
-        self.randomness = ShardedRandomness(exchange.index, device or torch.device("cpu"), active=_draws(model))
+        self.randomness = ShardedRandomness(exchange.index, active=_draws(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The shares of the sequence that blocks pass on; None where they pass on all of it."""
         self._model = model

@@ -34,6 +34,8 @@ from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import gathered_budget, kept_units, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
@@ -60,27 +62,39 @@ class MemoryModel:
 
 
 def predict_memory(
-    plan: ModelPlan, options: ZeroOptions, *, parts: int, transport: str, budget: int | None = None
+    plan: ModelPlan,
+    options: ZeroOptions,
+    *,
+    parts: int,
+    transport: str,
+    budget: int | None = None,
+    device: torch.device = _CPU,
 ) -> MemoryModel:
     """Memory of each of `parts` ranks that share the states of the planned model.
 
     `transport` is what `choose_transport` gives for them: `local`, `shared`, `gloo` or `nccl`. `budget` is bytes of gathered
-    parameters kept at stage 3; None: all of them where ranks share pages, none elsewhere.
+    parameters kept at stage 3; None: all of them where ranks share pages, none elsewhere. `device` is what ranks compute on.
     """
-    return _Formula(plan_layouts(plan, parts), options, parts, transport, budget).result()
+    return _Formula(plan_layouts(plan, parts), options, parts, transport, budget, device).result()
 
 
 class _Formula:
     """The terms, and what they depend on."""
 
     def __init__(
-        self, units: list[list[BucketLayout]], options: ZeroOptions, parts: int, transport: str, budget: int | None
+        self,
+        units: list[list[BucketLayout]],
+        options: ZeroOptions,
+        parts: int,
+        transport: str,
+        budget: int | None,
+        device: torch.device,
     ) -> None:
         self.units = units
         self.options = options
         self.parts = parts
         self.transport = transport
-        self.device = torch.device("cuda" if transport == "nccl" else "cpu")
+        self.device = device
         self.replicated = options.placements.optimizer is Placement.REPLICATED
         self.reduce_bytes = options.precision.reduce.itemsize
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
