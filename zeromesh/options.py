@@ -1,7 +1,7 @@
 """The options of an engine: precision, optimizer, offload and ZeRO, each checked when it is made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -133,6 +133,9 @@ class AverageSettings:
 class Precision:
     """The dtype of each role. `loss_scale` is for float16 gradients alone.
 
+    Gradients are summed in the dtype `reduce`. Where that is bfloat16 and master weights are float32, they travel in bfloat16, and
+    are summed in float32.
+
     Raises:
         ConfigError: when a sum or a master weight would be kept in less than the compute dtype.
     """
@@ -145,21 +148,29 @@ class Precision:
     def __post_init__(self) -> None:
         problems = [
             f"precision.{role} is {dtype}, less than precision.compute {self.compute}"
-            for role, dtype in (("master", self.master), ("reduce", self.reduce))
+            for role, dtype in (("master", self.master), ("reduce", self.sums))
             if dtype.itemsize < self.compute.itemsize
         ]
-        if self.master.itemsize != self.reduce.itemsize:
+        if self.master.itemsize != self.sums.itemsize:
             problems.append(
-                f"precision.master {self.master} and precision.reduce {self.reduce} differ: an update needs equal ones"
+                f"precision.master {self.master} and precision.reduce {self.reduce} differ: an update needs equal ones, or "
+                "gradients that travel in bfloat16 to master weights in float32"
             )
         if problems:
             raise ConfigError(problems)
 
+    @property
+    def sums(self) -> torch.dtype:
+        """The dtype in which gradients are summed."""
+        travels = self.reduce is torch.bfloat16 and self.compute in (torch.bfloat16, torch.float32)
+        return self.master if travels and self.master is torch.float32 else self.reduce
+
     def table(self, optimizer: str) -> str:
         """One line naming the dtype of every role."""
-        compute, reduce, master = (
-            str(each).removeprefix("torch.") for each in (self.compute, self.reduce, self.master)
+        compute, reduce, sums, master = (
+            str(each).removeprefix("torch.") for each in (self.compute, self.reduce, self.sums, self.master)
         )
+        reduce = sums if sums == reduce else f"{sums} of what travels in {reduce}"
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
         return (
             f"precision: parameters and gradients {compute}, sums {reduce}, "
@@ -212,6 +223,8 @@ class ZeroOptions:
     """Settings of an average of the weights, which is kept beside them; None: there is none."""
     accumulation: int = 1
     """Microbatches of a step on each rank."""
+    reduce_once: bool = False
+    """Whether stages 2 and 3 too reduce gradients once a step, from sums of each rank that take memory for all of them."""
     clip_norm: float = 0.0
     on_nonfinite: Literal["skip", "stop"] = "skip"
     optimizer_in_backward: bool = False
@@ -243,8 +256,9 @@ class ZeroOptions:
 
     @property
     def placements(self) -> Placements:
-        """The row of the stage."""
-        return STAGES[self.stage]
+        """The row of the stage, but for gradients that are reduced once a step."""
+        row = STAGES[self.stage]
+        return replace(row, accumulating=Placement.PARTIAL) if self.reduce_once else row
 
     @property
     def gradients_pass_through(self) -> bool:
@@ -266,5 +280,8 @@ class ZeroOptions:
 
     def wire_dtype(self, own: torch.dtype, *, on_device: bool) -> torch.dtype:
         """The dtype in which gradients of parameters of dtype `own` travel to their sum: their own where ranks add what has come,
-        and that of the sum where earlier microbatches are in it, or where a device's collective itself adds."""
-        return self.precision.reduce if on_device or self.sums_before_reducing else own
+        and that of the sum where earlier microbatches are in it, or where a device's collective itself adds; but nothing wider than
+        `precision.reduce`."""
+        reduce = self.precision.reduce
+        found = self.precision.sums if on_device or self.sums_before_reducing else own
+        return reduce if reduce.itemsize < found.itemsize else found

@@ -84,6 +84,9 @@ class Layout:
     on_nonfinite: str = "skip"
     scale: float = 0.0
     """Initial loss scale; 0 for none."""
+    reduce_once: bool = False
+    reduce: str = ""
+    """The dtype in which gradients travel; empty for that of their sums."""
     sequence: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
@@ -93,6 +96,7 @@ class Layout:
     def options(self, problem: Problem) -> ZeroOptions:
         """The engine's options."""
         compute, wide = DTYPES[problem.precision]
+        reduce = getattr(torch, self.reduce) if self.reduce else wide
         scale = ScalerSettings(initial_scale=self.scale, growth_interval=4) if self.scale else None
         transport: Any = self.transport
         stop: Any = "stop" if self.in_backward else self.on_nonfinite
@@ -102,10 +106,11 @@ class Layout:
             gathered_budget=self.budget,
             overlap=self.overlap,
             transport=transport,
-            precision=Precision(compute=compute, master=wide, reduce=wide, loss_scale=scale),
+            precision=Precision(compute=compute, master=wide, reduce=reduce, loss_scale=scale),
             optimizer=problem.settings(),
             offload=offload_options(self.offload),
             accumulation=self.accumulation,
+            reduce_once=self.reduce_once,
             clip_norm=problem.clip,
             on_nonfinite=stop,
             optimizer_in_backward=self.in_backward,

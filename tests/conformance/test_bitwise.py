@@ -66,6 +66,16 @@ def test_stages_0_and_1_equal_stage_2_without_accumulation(laboratory: Laborator
     check_same_bits(found, base, "losses", "parameters", "final_loss")
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reducing_once_a_step_is_what_stage_1_does(
+    laboratory: Laboratory, kept: dict[object, Result], stage: int
+) -> None:
+    problem = Problem(model="llama", steps=4, samples=24)
+    base = run_once(laboratory, kept, 2, problem, Layout(stage=1, accumulation=3))
+    found = laboratory.train(2, problem, Layout(stage=stage, accumulation=3, reduce_once=True), QUIET)
+    check_same_bits(found, base, "losses", "norms", "parameters", "final_loss")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_rank_has_no_stages(laboratory: Laboratory, kept: dict[object, Result], stage: int) -> None:
     problem = Problem(model="lora", clip=0.3, steps=4, samples=24)

@@ -1,12 +1,13 @@
 """Precisions below float64: written tolerances (docs/numerics.md), and what is exact in spite of rounding."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from .checks import Laboratory, check_ranks_agree, whole_product
+from .checks import Laboratory, check_ranks_agree, check_same_bits, whole_product
 from .cover import Row, pairwise
 from .recipe import LEARNING_RATE, Extra, Layout, Problem
 from .test_matrix import CORE
@@ -64,6 +65,18 @@ def test_bfloat16_compute_follows_float32(laboratory: Laboratory, model: str, st
         assert found.parameters[name].dtype == torch.float32
         distance = float((found.parameters[name] - value).norm())
         assert distance <= LEARNING_RATE * problem.steps * value.numel() ** 0.5, name
+
+
+def test_gradients_that_travel_in_bfloat16(laboratory: Laboratory) -> None:
+    """What is bfloat16 already loses nothing on the way; float32 loses digits of summands, and no more."""
+    problem = Problem(model="llama", clip=1.0, precision="bfloat16", steps=4, samples=24)
+    layout = Layout(stage=3, accumulation=2, transport="gloo")
+    narrow = replace(layout, reduce="bfloat16")
+    check_same_bits(laboratory.train(2, problem, narrow, QUIET), laboratory.train(2, problem, layout, QUIET), "digests")
+    wide = replace(problem, precision="float32")
+    found, wanted = laboratory.train(2, wide, narrow, QUIET), laboratory.train(2, wide, layout, QUIET)
+    assert found.norms != wanted.norms
+    assert found.losses == pytest.approx(wanted.losses, rel=BFLOAT16_LOSS / 10)
 
 
 def test_bfloat16_updates_are_not_lost(laboratory: Laboratory) -> None:

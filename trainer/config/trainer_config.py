@@ -188,7 +188,13 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     # An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed.
     "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
     "precision.compute is; set both to float32, or both to float64": lambda c: (
-        c.precision.master != c.precision.reduce or c.precision.compute == "float64" != c.precision.master
+        c.precision.reduce != "bfloat16"
+        and (c.precision.master != c.precision.reduce or c.precision.compute == "float64" != c.precision.master)
+    ),
+    "precision.reduce: bfloat16 goes with precision.master float32 and precision.compute bfloat16 or float32, and not with "
+    "{c.precision.master} and {c.precision.compute}; set precision.reduce to {c.precision.master}": lambda c: (
+        c.precision.reduce == "bfloat16"
+        and (c.precision.master != "float32" or c.precision.compute not in ("bfloat16", "float32"))
     ),
     "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by skipping "
     "steps that overflow; set it to skip, or precision.compute to bfloat16": lambda c: (

@@ -60,6 +60,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         stage=config.zero.stage,
         prefetch=config.zero.prefetch,
         gathered_budget=None if config.zero.gathered_budget == "auto" else config.zero.gathered_budget,
+        reduce_once=config.zero.reduce_once,
         overlap=config.zero.overlap,
         transport=config.parallel.transport,
         precision=Precision(

@@ -1,7 +1,8 @@
 """Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks; and `open_transport`, which opens one of any kind.
 
 gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all,
-half the bytes, and a local sum in rank order in `precision.reduce`. NCCL's own reduce-scatter is used as it is.
+half the bytes, and a local sum in rank order in the dtype of the sum. So it is on a device where gradients travel in fewer bytes
+than their sum has; else NCCL's own reduce-scatter is used as it is.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class CollectiveBuffer(GatherBuffer):
 
 
 class CollectiveReducer(Reducer):
-    """`slots` buffers to send, on gloo as many to receive into. Reductions finish in the order in which they were launched.
+    """`slots` buffers to send, and on gloo as many to receive into. Reductions finish in the order in which they were launched.
 
     On a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
     """
@@ -122,7 +123,7 @@ class CollectiveReducer(Reducer):
         group, kind, sums = self.group, Collective.REDUCE_SCATTER, out
         whole = out.numel() == filled.numel()
         work: AsyncWork
-        if group.on_stream:
+        if group.on_stream and filled.dtype == out.dtype:
             if whole:
                 kind, received = Collective.ALL_REDUCE, filled
                 work = dist.all_reduce(received, group=group.reduce_group, async_op=True)
@@ -131,7 +132,10 @@ class CollectiveReducer(Reducer):
                 work = _reduce_scatter(received, filled, group=group.reduce_group, async_op=True)
             parts: Sequence[torch.Tensor] = [received]
         else:
-            received = self._receive[sequence % len(self._receive)][: filled.nbytes].view(filled.dtype)
+            if group.on_stream:
+                received = torch.empty_like(filled)
+            else:
+                received = self._receive[sequence % len(self._receive)][: filled.nbytes].view(filled.dtype)
             work = dist.all_to_all_single(received, filled, group=group.reduce_group, async_op=True)
             parts = received.chunk(group.size)
             length = filled.numel() // group.size

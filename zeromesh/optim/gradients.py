@@ -61,7 +61,7 @@ class GradientShards:
     """The gradient shards of one rank: memory for them, and their way to another tier and back."""
 
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
-        self._dtype = options.precision.reduce
+        self._dtype = options.precision.sums
         self._tiers = tiers
         self._stay = options.gradients_stay(tiers.device)
         self._pass_through = options.gradients_pass_through

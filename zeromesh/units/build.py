@@ -263,7 +263,7 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
 
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    dtype, length, padded = options.precision.reduce, bucket.length, bucket.layout.padded
+    dtype, length, padded = options.precision.sums, bucket.length, bucket.layout.padded
     if options.gradients_stay(tiers.device):
         what = f"gradients of {bucket.name}"
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)

@@ -159,7 +159,7 @@ class ZeroEngine:
             average = averages.of(bucket) if averages is not None and averages.count else None
             return average or bucket.master
 
-        return FullState(self.model, self.units, self.mesh, self.options.precision.reduce, weights_of)
+        return FullState(self.model, self.units, self.mesh, self.options.precision.sums, weights_of)
 
     @property
     def loss_scale(self) -> float:

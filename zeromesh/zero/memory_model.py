@@ -96,7 +96,7 @@ class _Formula:
         self.transport = transport
         self.device = device
         self.replicated = options.placements.optimizer is Placement.REPLICATED
-        self.reduce_bytes = options.precision.reduce.itemsize
+        self.reduce_bytes = options.precision.sums.itemsize
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
         """Part of gathered parameters that counts for one rank."""
         sizes = [sum(layout.nbytes for layout in unit) for unit in units]
@@ -149,7 +149,7 @@ class _Formula:
             if options.average is not None:
                 yield Purpose.AVERAGES, options.precision.master, offload.optimizer
             if not options.gradients_pass_through:
-                yield Purpose.GRADIENTS, options.precision.reduce, offload.gradients_at
+                yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
     def leaving(self) -> int:
         """Bytes of gradient shards in memory on their way to another tier: those that leave, and the next one."""

@@ -83,7 +83,8 @@ def test_errors_name_the_keys_of_the_configuration(error: Exception, text: str) 
     ("given", "said"),
     [
         ({"compute": torch.float64}, "precision.master is torch.float32, less than precision.compute"),
-        ({"compute": torch.float32, "reduce": torch.bfloat16}, "precision.reduce is torch.bfloat16, less than"),
+        ({"compute": torch.float32, "reduce": torch.float16}, "precision.reduce is torch.float16, less than"),
+        ({"compute": torch.float16, "reduce": torch.bfloat16}, "differ: an update needs equal ones"),
         ({"master": torch.float64}, "differ: an update needs equal ones"),
     ],
 )

@@ -100,7 +100,7 @@ dataloader_drop_last -> batch.last: true: drop
 steps_per_print -> run.log_every: as it is
 managed_gradient_accumulation: no effect: the microbatches of a step are always summed before its update
 prescale_gradients gradient_predivide_factor communication_data_type: no effect: gradients are summed over ranks in
-    precision.reduce, which is float32 or float64, and divided once
+    precision.reduce, which is float32, float64, or bfloat16 on the way to sums in float32, and divided once
 gradient_allreduce_op: refused unless "mean": gradients are those of the mean loss; set it to mean
 sparse_gradients: no effect: gradients of embeddings are dense
 disable_allgather zero_allow_untested_optimizer zero_force_ds_cpu_optimizer: no effect: it is about DeepSpeed's own optimizers
@@ -171,7 +171,8 @@ torch_autocast.enabled -> precision.compute: the dtype of torch_autocast.dtype
 torch_autocast.dtype -> precision.compute precision.loss_scale.initial_scale precision.loss_scale.growth_interval: bfloat16 or
     float16
 torch_autocast.lower_precision_safe_modules: no effect: all modules compute in precision.compute
-data_types.grad_accum_dtype: no effect: gradients are summed in precision.reduce, which is float32 or float64
+data_types.grad_accum_dtype: no effect: gradients are summed in precision.reduce, which is float32 or float64, or
+    bfloat16 on the way to sums in float32
 data_types.param_dtype data_types.buffer_dtype: no effect: parameters are in precision.compute, buffers as the model has them
 data_types.keep_in_fp32_modules: refused: those that the model names stay in float32; set it to auto
 amp: refused unless off: Apex is not there; set bf16 or fp16

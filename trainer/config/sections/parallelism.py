@@ -134,8 +134,9 @@ class PrecisionSection(Section):
     """Forward and backward, and the parameters that they read."""
     master: Literal["float32", "float64"] = "float32"
     """Master weights and optimizer state."""
-    reduce: Literal["float32", "float64"] = "float32"
-    """Sums of gradients over microbatches and ranks."""
+    reduce: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Sums of gradients over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
+    bytes between accelerators."""
     loss_scale: LossScaleSection = LossScaleSection()
     """The dynamic loss scale of float16."""
 
@@ -149,5 +150,8 @@ class ZeroSection(Section):
     """Units gathered ahead of the one that computes. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
     """Bytes of gathered parameters that are kept between uses; auto: what costs no extra peak."""
+    reduce_once: bool = False
+    """Stages 2 and 3 too reduce gradients once a step, from sums that each rank makes of its own microbatches: less traffic, but
+    memory for all gradients, as at stages 0 and 1."""
     overlap: bool = True
     """Gather and reduce while forward and backward compute."""
