@@ -27,6 +27,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.errors import StorageError
+from zeromesh.offload.accelerator import current_stream, is_accelerator
 from zeromesh.offload.io.direct_io import whole_blocks
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
@@ -113,7 +114,7 @@ class FileCopy(SavedTensor):
         self._fetched = None
         _wait(read)
         if self._write.copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._write.copied)
+            current_stream(self._device).wait_event(self._write.copied)
         return reservation.memory.to(self._device, non_blocking=True)
 
     def _start(self) -> tuple[Reservation, Transfer]:
@@ -129,7 +130,7 @@ class PinnedCopy(SavedTensor):
 
     def __init__(self, streams: CopyStreams, reservation: Reservation, device: torch.device) -> None:
         self._streams, self._reservation, self._device = streams, reservation, device
-        self._fetched: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._fetched: tuple[torch.Tensor, torch.Event] | None = None
 
     def fetch(self) -> None:
         self._fetched = self._fetched or self._start()
@@ -137,10 +138,10 @@ class PinnedCopy(SavedTensor):
     def get(self) -> torch.Tensor:
         tensor, copied = self._fetched or self._start()
         self._fetched = None
-        torch.cuda.current_stream(tensor.device).wait_event(copied)
+        current_stream(tensor.device).wait_event(copied)
         return tensor
 
-    def _start(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def _start(self) -> tuple[torch.Tensor, torch.Event]:
         tensor = torch.empty_like(self._reservation.memory, device=self._device)
         copied = self._streams.start(self._reservation.memory, tensor)
         tensor.record_stream(self._streams.inward)  # It may be dropped before anybody has waited.
@@ -157,12 +158,12 @@ class PendingWrite:
     sources: list[Reservation]
     slot: FileSlot
     room: Reservation
-    copied: torch.cuda.Event | None
+    copied: torch.Event | None
     _transfer: Transfer | None = None
 
     def advance(self) -> None:
         """Begin, if that has not been done and the bytes are there. Raises `StorageError`."""
-        copied = self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
+        copied = self.copied is None or self.copied.query()
         if copied and self._transfer is None:
             self._transfer = self.slot.write(0, _bytes_of(self.sources[0].memory))
             self._transfer.on_end(self.sources.clear)  # Of the list: a method of this object would keep itself alive.
@@ -255,8 +256,8 @@ class ActivationStore:
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
         self._tiers, self._choice = tiers, choice
-        self._streams = copy_streams_of(tiers.device) if tiers.device.type == "cuda" else None
-        self._copying: deque[tuple[torch.Tensor, int, torch.cuda.Event]] = deque()
+        self._streams = copy_streams_of(tiers.device) if is_accelerator(tiers.device) else None
+        self._copying: deque[tuple[torch.Tensor, int, torch.Event]] = deque()
         self._free = FreeRanges()
         self._writes: deque[PendingWrite] = deque()
         self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -340,7 +341,7 @@ class ActivationStore:
         write.advance()
         return FileCopy(on_host, write, tensor.device)
 
-    def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.cuda.Event | None:
+    def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Event | None:
         """Copy a tensor to `out` in the host's memory: at once on a CPU, else beside what is computed, until the event."""
         if self._streams is None:
             out.copy_(tensor)
@@ -355,7 +356,7 @@ class ActivationStore:
     def _end_copy(self) -> None:
         """Let go of the oldest tensor that is copied out. Raises `RuntimeError` where it was changed meanwhile."""
         tensor, version, event = self._copying.popleft()
-        torch.cuda.current_stream(self._tiers.device).wait_event(event)
+        current_stream(self._tiers.device).wait_event(event)
         require_unchanged(tensor, version, "while it was copied to the host")
 
     def _on_host(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:
@@ -387,7 +388,7 @@ class ActivationStore:
 
     def _settle(self) -> None:
         """Count what has ended, and look after what is on its way. Raises `StorageError` where a write went wrong."""
-        while self._copying and self._copying[0][2].query():  # type: ignore[no-untyped-call]
+        while self._copying and self._copying[0][2].query():
             self._end_copy()
         for write in self._writes:
             write.advance()

@@ -18,9 +18,10 @@ from typing import Literal, get_args
 import torch
 
 from zeromesh.errors import ConfigError, StorageError
+from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES, FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of, pages
-from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting, pinned_pages
+from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 
 STAGING_BYTES = 64 << 20
@@ -235,7 +236,7 @@ def _move(dtype: torch.dtype, part: TieredPart, data: torch.Tensor, *, write: bo
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
     if source.device.type != target.device.type:
-        return copy_streams_of(source.device if source.is_cuda else target.device).copy(source, target)
+        return copy_streams_of(source.device if on_accelerator(source) else target.device).copy(source, target)
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
     return DONE
@@ -301,7 +302,8 @@ class Tiers:
         """Make a buffer `[nbytes]`, uint8, on `device` for bytes on their way from another tier; on the host on its own pages."""
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return pinned_pages(nbytes) if self.pinned.take(nbytes, self.device) else pages(nbytes)
+        pinned = self.pinned.pages(nbytes, self.device)
+        return pages(nbytes) if pinned is None else pinned
 
     def file(self) -> FileTier:
         """The file tier. Raises `StorageError` where there is no directory for it."""

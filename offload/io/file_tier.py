@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from zeromesh.errors import StorageError
+from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, whole_blocks
 from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, copy_streams_of, pages
 
@@ -268,7 +269,7 @@ class FileSlot:
 
 def _copier(data: torch.Tensor) -> _Copy:
     """What copies between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
-    if data.is_cuda:
+    if on_accelerator(data):
         streams = copy_streams_of(data.device)
         return partial(streams.copy_after, streams.now())
     return lambda source, target: target.copy_(source)

@@ -1,6 +1,6 @@
 """Bytes on their way between tiers, the time that somebody has waited for them, and the buffers that they pass through.
 
-Between a CUDA device and its host copies go beside what is computed, by a stream each way, and the host never waits:
+Between an accelerator and its host copies go beside what is computed, by a stream each way, and the host never waits:
 
     in     host -> device     whoever uses the bytes on the device comes after the copy by an event
     out    device -> host     whoever uses the bytes on the host waits for the copy
@@ -24,6 +24,7 @@ from queue import SimpleQueue
 import torch
 
 from zeromesh.errors import StorageError
+from zeromesh.offload.accelerator import current_stream, on_accelerator, record
 
 
 class WaitTime:
@@ -123,24 +124,23 @@ DONE = Transfer()
 
 
 class CopyStreams:
-    """The streams between one CUDA device and this process's memory. Threads may share them."""
+    """The streams between one accelerator and this process's memory. Threads may share them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.inward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._outward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.inward, self._outward = torch.Stream(device), torch.Stream(device)
         # Events of a stream happen in order, so one thread can wait for all of them.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="zeromesh-copies")
+        self._threads = ThreadPoolExecutor(2, "zeromesh-copies", torch.accelerator.set_device_index, (device.index,))
 
-    def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
         """Start to copy between device and host, converted to the target's dtype; returns what happens when it is done.
 
         The caller keeps both tensors until then. The host's memory should be pinned: from other memory the host itself copies,
         and waits.
         """
-        stream = self.inward if target.is_cuda else self._outward
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if target.is_cuda:
+        stream = self._stream_to(target)
+        stream.wait_stream(current_stream(self._device))
+        if stream is self.inward:
             stream.wait_stream(self._outward)
         return _copy(stream, source, target)
 
@@ -148,22 +148,24 @@ class CopyStreams:
         """Start to copy as `start` does; both tensors are kept until that is done."""
         event = self.start(source, target)
         ended = self._threads.submit(lambda _kept: event.synchronize(), (source, target))
-        if target.is_cuda:
+        if on_accelerator(target):
             return _TransferToDevice(self._device, self.inward, event, ended)
         transfer = Transfer([ended])
         transfer.crosses = True
         return transfer
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> torch.Event:
         """An event for what has been launched on the current stream."""
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
-        return event
+        return record(current_stream(self._device))
 
-    def copy_after(self, event: torch.cuda.Event, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy_after(self, event: torch.Event, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy after an event and return when that is done: for threads whose business is to wait."""
-        stream = self.inward if target.is_cuda else self._outward
+        stream = self._stream_to(target)
         stream.wait_event(event)
         _copy(stream, source, target).synchronize()
+
+    def _stream_to(self, target: torch.Tensor) -> torch.Stream:
+        return self.inward if on_accelerator(target) else self._outward
 
 
 class _TransferToDevice(Transfer):
@@ -171,9 +173,7 @@ class _TransferToDevice(Transfer):
 
     on_device = crosses = True
 
-    def __init__(
-        self, device: torch.device, stream: torch.cuda.Stream, event: torch.cuda.Event, ended: Future[None]
-    ) -> None:
+    def __init__(self, device: torch.device, stream: torch.Stream, event: torch.Event, ended: Future[None]) -> None:
         super().__init__([ended])
         self._device, self._stream, self._event = device, stream, event
 
@@ -181,21 +181,22 @@ class _TransferToDevice(Transfer):
         return True
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        current_stream(self._device).wait_event(self._event)
 
     def ordering(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+        # A part of the bytes may have been on the device before: the current stream copies that, since this copy began.
+        self._stream.wait_stream(current_stream(self._device))
+        return self._stream
 
 
 copy_streams_of = cache(CopyStreams)
-"""The streams between this process's memory and a CUDA device."""
+"""The streams between this process's memory and an accelerator."""
 
 
-def _copy(stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
-    with torch.cuda.stream(stream):
+def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
+    with stream:
         target.copy_(source, non_blocking=True)
-        event: torch.cuda.Event = stream.record_event()
-    return event
+    return record(stream)
 
 
 PAGE = mmap.PAGESIZE

@@ -12,7 +12,6 @@ import errno
 import math
 import mmap
 import os
-import resource
 import sys
 import weakref
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.io.transfer import pages
+from zeromesh.offload.accelerator import is_accelerator, pin, unpin
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
@@ -85,17 +84,28 @@ class PinnedBudget:
 
     limit: int | None = None
     used: int = 0
+    refused: int = 0
+    """Bytes that the driver would not pin."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
         nbytes = numel * dtype.itemsize
-        if nbytes and self.take(nbytes, device):
-            return pinned_pages(nbytes).view(dtype)
-        return allocate_lasting(numel, dtype, torch.device("cpu"))
+        found = self.pages(nbytes, device) if nbytes else None
+        return allocate_lasting(numel, dtype, torch.device("cpu")) if found is None else found.view(dtype)
+
+    def pages(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """Pinned pages, `[nbytes]` uint8; None where the budget or the driver has none. One that has refused is not asked again."""
+        if not self.take(nbytes, device):
+            return None
+        found = pinned_pages(nbytes, device)
+        if found is None:
+            self.give(nbytes)
+            self.refused, self.limit = self.refused + nbytes, self.used
+        return found
 
     def take(self, nbytes: int, device: torch.device) -> bool:
         """Whether so many bytes more may be pinned; they count from now on. For a CPU there is nothing to pin."""
-        if device.type == "cpu":
+        if not is_accelerator(device):
             return False
         if self.limit is None:
             self.limit = pinned_limit()
@@ -109,39 +119,40 @@ class PinnedBudget:
         self.used -= nbytes
 
 
-def pinned_pages(nbytes: int) -> torch.Tensor:
-    """Pages of their own, `[nbytes]` uint8, that CUDA devices copy from and to by themselves.
+def pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Pages of their own, `[nbytes]` uint8, that an accelerator copies from and to by itself; None where the driver refuses to pin.
 
-    torch's own pinned memory is rounded up to a power of two, which for states is too much. Where the system refuses to pin, they
-    are ordinary pages.
+    torch's own pinned memory is rounded up to a power of two, which for states is too much.
     """
     found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(found, dtype=torch.uint8) if found.register() else pages(nbytes)
+    return torch.frombuffer(found, dtype=torch.uint8) if found.register(device) else None
 
 
 class _PinnedPages(mmap.mmap):
-    """Pages that are registered with CUDA until they go."""
+    """Pages that are registered with an accelerator's driver until they go."""
 
     _address = 0
+    _device: torch.device
 
-    def register(self) -> bool:
-        """Have CUDA pin them."""
+    def register(self, device: torch.device) -> bool:
+        """Have the driver pin them; whether it did."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)):  # type: ignore[no-untyped-call]
+        if not pin(address, len(self), device):
             return False
-        self._address = address
+        self._address, self._device = address, device
         return True
 
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
+            unpin(self._address, self._device)
 
 
 def pinned_limit() -> int:
-    """Bytes that this process may pin: within RLIMIT_MEMLOCK, and a part of what machine and control group have free."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    free = available_bytes() // _SHARE_OF_FREE
-    return free if soft == resource.RLIM_INFINITY else min(soft, free)
+    """Bytes that this process may pin: a part of what machine and control group have free.
+
+    RLIMIT_MEMLOCK does not count, which drivers do not go by: containers often have 64 KiB of it, and pin without limit.
+    """
+    return available_bytes() // _SHARE_OF_FREE
 
 
 def _whole_pages(nbytes: int) -> int:

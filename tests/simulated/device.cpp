@@ -37,6 +37,12 @@
 #include <unordered_map>
 #include <vector>
 
+extern "C" {
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
 namespace {
 
 using at::Tensor;
@@ -50,8 +56,25 @@ constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr auto kKey = c10::DispatchKey::PrivateUse1;
 constexpr size_t kQuarantine = 64u << 20;  // Bytes that stay poisoned before the C library gets them back.
 
+// Whoever waits here lets go of Python's lock: a thread inside may want it, since torch takes it to count references.
+struct Unlocked {
+  Unlocked() : state(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~Unlocked() {
+    if (state) PyEval_RestoreThread(state);
+  }
+  void* state;
+};
+
 std::recursive_mutex lock_;
-using Locked = std::lock_guard<std::recursive_mutex>;
+
+struct Locked {
+  explicit Locked(std::recursive_mutex& mutex) : held(mutex, std::try_to_lock) {
+    if (held) return;
+    Unlocked unlocked;
+    held.lock();
+  }
+  std::unique_lock<std::recursive_mutex> held;
+};
 
 struct Options {
   bool late = true, poison = true;
@@ -237,7 +260,8 @@ void let_go(void* memory) {
     for (const auto& read : at->second.reads) check(read);
     at = segments_.erase(at);
   }
-  if (options.poison) std::memset(memory, 0xFF, block.nbytes);
+  // The memory is used again by its stream, after what the stream is to wait for.
+  if (options.poison) queue(block.stream, [memory, nbytes = block.nbytes] { std::memset(memory, 0xFF, nbytes); });
   allocated_ -= block.nbytes;
   quarantine_.emplace_back(memory, block.nbytes);
   quarantined_ += block.nbytes;
@@ -863,6 +887,7 @@ void arrive(
   std::vector<Side> written;
   for (const auto& each : targets) written.push_back(Side::of(each));
   queue(current_, [work, kept = sources.vec(), written, group, tells] {
+    Unlocked unlocked;
     while (tells && !work->isCompleted()) {  // gloo's messages do not tell.
       TORCH_CHECK(!is_aborted(group), "simccl: the communicator was aborted");
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

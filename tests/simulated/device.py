@@ -56,6 +56,8 @@ def load() -> torch.device:
         torch.ops.load_library(str(build()))
         torch._register_device_module("sim", _module())
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+        # `Module.to` keeps parameters the objects that they are, as it does between a CPU and a GPU.
+        torch.__future__.set_swap_module_params_on_conversion(True)
     return torch.device("sim", 0)
 
 

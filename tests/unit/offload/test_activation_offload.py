@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE, accelerated, expected_races
 from hypothesis import given
 from hypothesis import strategies as st
 from test_activation_checkpointing import Net, gpt2, llama
@@ -758,38 +759,37 @@ def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
     assert extents.take(length) == 0
 
 
-# On a CUDA device
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# On an accelerator
 
 
-@cuda
+@accelerated
 @pytest.mark.parametrize("tier", ["host", "file"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_no_bit_changes_on_cuda(tier: Any, fraction: float, tmp_path: Path) -> None:
+def test_no_bit_changes_on_an_accelerator(tier: Any, fraction: float, tmp_path: Path) -> None:
     files = FileSettings(directories=(tmp_path,))
-    tiers = Tiers(device=torch.device("cuda"), ledger=Ledger(), files=files)
+    tiers = Tiers(device=DEVICE, ledger=Ledger(), files=files)
     store = ActivationStore(tiers, TierChoice(tier=tier, fraction=fraction))
     results = []
     for used in (None, store):
-        net = wide(used, blocks=8).cuda()
+        net = wide(used, blocks=8).to(DEVICE)
         for step in range(3):
-            net(INPUT.cuda() * (step + 1)).backward()
+            net(INPUT.to(DEVICE) * (step + 1)).backward()
         results.append([p.grad.cpu() for p in net.parameters()])
     assert all(map(torch.equal, *results))
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     nothing_left(store, tiers)
     tiers.close()
 
 
-@cuda
-def test_a_tensor_changed_while_it_is_copied_on_cuda() -> None:
-    tiers = Tiers(device=torch.device("cuda"), ledger=Ledger())
+@accelerated
+def test_a_tensor_changed_while_it_is_copied_on_an_accelerator() -> None:
+    tiers = Tiers(device=DEVICE, ledger=Ledger())
     store = ActivationStore(tiers, HOST)
-    tensor = computed(4096, 4096).cuda() * 1
+    tensor = computed(4096, 4096).to(DEVICE) * 1
     handle = packed(store, tensor)
     with torch.no_grad():
         tensor.zero_()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
+    expected_races(1)
     with pytest.raises(RuntimeError, match="while it was copied to the host"):
         store.unpack(handle)

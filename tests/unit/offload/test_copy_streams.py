@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE, accelerated
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import (
@@ -147,20 +148,18 @@ def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(m
         TieredTensor(torch.float32, halves).read(0, out)
 
 
-# On a CUDA device
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# On an accelerator
 
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
     files = FileSettings(directories=(tmp_path / "swap",), checksums=True)
-    found = Tiers(device=torch.device("cuda"), ledger=Ledger(), files=files)
+    found = Tiers(device=DEVICE, ledger=Ledger(), files=files)
     yield found
     found.close()
 
 
-@cuda
+@accelerated
 @pytest.mark.parametrize("tier", ["host", "file"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,7 +167,7 @@ def test_bytes_come_back_as_they_went(tiers: Tiers, tier: Any, fraction: float, 
     choice = TierChoice(tier=tier, fraction=fraction)
     tensor = tiers.allocate(3_000_001, torch.float32, choice, Purpose.MOMENTS, "moments")
     for turn in range(3):
-        values = torch.rand(tensor.numel, device="cuda").to(dtype)
+        values = torch.rand(tensor.numel, device=DEVICE).to(dtype)
         for _ in range(20):
             values = values + 1  # Still being computed when the copy is asked for.
         tensor.write(0, values).wait()
@@ -178,12 +177,12 @@ def test_bytes_come_back_as_they_went(tiers: Tiers, tier: Any, fraction: float, 
         assert torch.equal(out, values), turn
         on_host = torch.empty(tensor.numel, dtype=dtype)
         tensor.settle()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         tensor.read(0, on_host).wait()
         assert torch.equal(on_host, values.cpu()), turn
 
 
-@cuda
+@accelerated
 def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(tiers: Tiers) -> None:
     tensor = tiers.allocate(1_500_000, torch.float32, TierChoice(tier="host"), Purpose.MOMENTS, "moments")
     memory = tensor.parts[0].memory
@@ -193,19 +192,19 @@ def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(tiers: Tiers) -> N
     assert tensor.parts[0].tier is Tier.HOST
 
 
-@cuda
+@pytest.mark.skipif(DEVICE.type in ("cpu", "sim"), reason="needs a device that computes beside its host")
 def test_copies_go_on_beside_what_is_computed() -> None:
-    streams = copy_streams_of(torch.device("cuda", torch.cuda.current_device()))
+    streams = copy_streams_of(DEVICE)
     assert isinstance(streams, CopyStreams)
     source = torch.rand(1 << 26, pin_memory=True)
-    target = torch.empty(1 << 26, device="cuda")
-    torch.cuda.synchronize()
-    matrix = torch.rand(8192, 8192, device="cuda")
+    target = torch.empty(1 << 26, device=DEVICE)
+    torch.accelerator.synchronize()
+    matrix = torch.rand(8192, 8192, device=DEVICE)
     copied = streams.copy(source, target)
     for _ in range(20):
         matrix = matrix @ matrix
         matrix /= matrix.amax()
-    computed = torch.cuda.current_stream().record_event()
+    computed = torch.accelerator.current_stream().record_event()
     copied.end()
     assert not computed.query(), "the copy waited for what was launched after it"
     copied.wait()
