@@ -78,6 +78,9 @@ class SimulatedGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", options.store), self._own, self._count, options.timeout
         )
+        self._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo
+        )  # It keeps the name.
         self._number = next(_NUMBERS)
         self._stream: torch.Stream | None = None
         self._aborted = False

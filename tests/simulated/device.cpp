@@ -466,7 +466,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    Locked locked(lock_);
+    // A query never waits, though another thread may stand in a collective that does not end.
+    std::unique_lock<std::recursive_mutex> locked(lock_, std::try_to_lock);
+    if (!locked) return false;
     auto* asked = static_cast<Event*>(event);
     if (streams_[asked->stream].ran < asked->queued) {
       if (++asked->asked < options.patience) return false;
@@ -476,7 +478,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   bool queryStream(const Stream& stream) const override {
-    Locked locked(lock_);
+    std::unique_lock<std::recursive_mutex> locked(lock_, std::try_to_lock);
+    if (!locked) return false;
     return streams_[stream.id()].pending.empty();
   }
   void synchronizeEvent(void* event) const override {

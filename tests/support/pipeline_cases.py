@@ -62,7 +62,7 @@ def build(name: str, layers: int) -> Any:
     return model.double()
 
 
-def batches(count: int, *, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+def batches(count: int, *, seed: int = 1, device: str | torch.device = "cpu") -> list[dict[str, torch.Tensor]]:
     """Microbatches of different lengths, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -71,7 +71,8 @@ def batches(count: int, *, seed: int = 1) -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(1, VOCABULARY, (samples, length), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, length - 1 - number % 2 :] = 0
-        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        made.append({name: value.to(device) for name, value in batch.items()})
     return made
 
 
@@ -100,12 +101,12 @@ def trains(
     mesh: Mesh, model: str, schedule: Any, microbatches: int, chunks: int, recompute: bool = False
 ) -> dict[str, Any]:
     """Two steps in stages and in one process. Largest relative difference, and what else there is to see."""
-    whole = build(model, 4)
+    whole = build(model, 4).to(mesh.device)
     staged = copy.deepcopy(whole)
     if recompute:
         staged.train().gradient_checkpointing_enable({"use_reentrant": False})
     stages = cut(mesh, staged, chunks)
-    data = batches(microbatches)
+    data = batches(microbatches, device=mesh.device)
     queue = WeightQueue()
     if schedule == "zero_bubble":
         defer_weights(staged, [staged], queue)
@@ -121,9 +122,9 @@ def trains(
         staged.zero_grad()
         runner = PlainRunner(stages, data, loss_of, seed=0.5 + step, queue=queue)
         measured = executor.run(plan, runner)
-        losses = mesh.world.sum_(runner.losses, "losses")
+        losses = mesh.world.sum_(runner.losses.cpu(), "losses")
         wanted_losses, wanted = alone(whole, data, 0.5 + step)
-        differences.append(_difference(losses, wanted_losses))
+        differences.append(_difference(losses, wanted_losses.cpu()))
         differences += [_difference(found, wanted[name]) for name, found in _gradients(mesh, stages, staged)]
     names = sorted(name for name, _ in staged.named_parameters())
     bubble = executor.bubble(measured)
@@ -147,10 +148,10 @@ def _gradients(mesh: Mesh, stages: Stages, model: Any) -> list[tuple[str, torch.
         grads = [held.pop(name) for name in dict.fromkeys(copies) if name in held]
         shape = stages.model.get_parameter(copies[0]).shape if copies else (0,)
         largest = max(int(row[0]) for row in mesh.world.gather_integers([torch.Size(shape).numel()]))
-        total = torch.stack(grads).sum(0).flatten() if grads else torch.zeros(largest, dtype=torch.float64)
+        total = torch.stack(grads).sum(0).flatten().cpu() if grads else torch.zeros(largest, dtype=torch.float64)
         mesh.world.sum_(total, "gradients of tied parameters")
         if grads:
-            held[tie.names[0]] = total.view(shape)
+            held[tie.names[0]] = total.view(shape).to(grads[0].device)
     return list(held.items())
 
 
@@ -162,9 +163,9 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
     """Losses without gradients, by the same stages."""
-    whole = build(model, 4)
+    whole = build(model, 4).to(mesh.device)
     stages = cut(mesh, copy.deepcopy(whole), chunks)
-    data = batches(microbatches)
+    data = batches(microbatches, device=mesh.device)
     channels = Channels(mesh.world, mesh.device)
     executor = Executor(mesh.world, channels)
     runner = PlainRunner(stages, data, loss_of)
@@ -172,7 +173,7 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
         executor.run(forward_only(ranks=mesh.world.size, microbatches=microbatches, chunks=chunks), runner)
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
-    return _difference(mesh.world.sum_(runner.losses, "losses"), wanted)
+    return _difference(mesh.world.sum_(runner.losses.cpu(), "losses"), wanted.cpu())
 
 
 def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:

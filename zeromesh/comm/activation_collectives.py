@@ -37,6 +37,7 @@ from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
@@ -196,7 +197,7 @@ class GroupExchange(Exchange):
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
                 for work in launched[0]:  # What goes round is kept with it.
-                    group.wait(work, f"{kind.phrase} of activations over axis {group.name}")
+                    group.order(work, f"{kind.phrase} of activations over axis {group.name}")
                 return finish()
 
         return Pending(read)
@@ -205,29 +206,53 @@ class GroupExchange(Exchange):
         self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
     ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
         """The collectives, the tensors that go round, and what makes the result of them."""
-        group, tensor, on_stream = self._group.data_group, tensor.detach(), self._group.on_stream
+        group, tensor = self._group.data_group, tensor.detach()
+        if self._group.on_stream:
+            return self._launch_on_device(kind, tensor, dim, lengths)
         if kind is ExchangeKind.SCATTERED_SUM:
-            pieces = [piece.contiguous() for piece in torch.split(tensor, list(lengths), dim)]
+            pieces = torch.split(tensor, list(lengths), dim)
             own = pieces[self.index]
-            if on_stream:
-                out = torch.empty_like(own)
-                return [dist.reduce_scatter(out, pieces, group=group, async_op=True)], pieces, lambda: out
-            sent = torch.cat([piece.view(-1) for piece in pieces])
+            sent = torch.cat([piece.reshape(-1) for piece in pieces])
             received = sent.new_empty(self.size, own.numel())
             sizes = [own.numel()] * self.size, [piece.numel() for piece in pieces]
             work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
             return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
-        if on_stream and kind is not ExchangeKind.GATHER:
-            whole = tensor.clone(memory_format=torch.contiguous_format)
-            return [dist.all_reduce(whole, group=group, async_op=True)], [whole], lambda: whole
         parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
         parts[self.index] = tensor.contiguous()
-        if on_stream:
-            works = [dist.all_gather(parts, parts[self.index], group=group, async_op=True)]
-        else:  # gloo's all-gather copies.
-            pairs = zip(self._group.ranks, parts, strict=True)
-            works = [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
+        # gloo's all-gather copies.
+        works = self._broadcasts(parts)
         return works, parts, lambda: self._combine(kind, parts, dim, lengths)
+
+    def _launch_on_device(
+        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
+    ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
+        """The same by collectives of the device itself. What they write is never the caller's tensor, which autograd may keep."""
+        group, size = self._group.data_group, self.size
+        if kind is ExchangeKind.GATHER and len(set(lengths)) == 1:
+            own = tensor.contiguous()
+            whole = own.new_empty(size, *own.shape)
+            work = all_gather_single(whole.view(-1), own.view(-1), group=group, async_op=True)
+            return [work], [whole], lambda: torch.cat(whole.unbind(), dim) if dim else whole.flatten(0, 1)
+        if kind is ExchangeKind.GATHER:
+            parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
+            parts[self.index].copy_(tensor)
+            return self._broadcasts(parts), parts, lambda: torch.cat(parts, dim)
+        if kind is ExchangeKind.SCATTERED_SUM and len(set(lengths)) == 1:
+            pieces = torch.stack(torch.split(tensor, lengths[0], dim))
+            out = torch.empty_like(pieces[0])
+            work = reduce_scatter_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
+            return [work], [pieces], lambda: out
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        if kind is ExchangeKind.SUM:
+            return [work], [whole], lambda: whole
+        start = sum(lengths[: self.index])
+        return [work], [whole], lambda: whole.narrow(dim, start, lengths[self.index]).contiguous()
+
+    def _broadcasts(self, parts: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """One collective for each part that is not empty, from its rank to all."""
+        group, pairs = self._group.data_group, zip(self._group.ranks, parts, strict=True)
+        return [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
 
 
 def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,8 @@ Each direction between two ranks is a process group of these two: what one sends
 that goes the other way can stand before it (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
 unlike gloo's own send and receive can be waited for in slices, so that `Watchdog` bounds it and names whom it waits for.
 
+On a device a message is launched on both ends where the caller asks for it, shapes known or not: for these the host then waits.
+
 The receiver must know shapes before it can receive. Those of a kind of message that it has not had yet travel ahead in a header;
 both sides remember what they are, and the next message of the kind needs none: it can be on its way while the receiver computes.
 """
@@ -20,12 +22,15 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
+from zeromesh.mesh.process_groups import leave_group, make_group
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 
 HEADER_BYTES = 2048
-_FOREVER = timedelta(days=7)  # A receive is posted long before its message; `Watchdog` bounds what is waited for.
+_LONG = timedelta(
+    days=7
+)  # gloo's receives are posted long before their messages; `Watchdog` bounds what is waited for.
 _KINDS = 4096
 
 
@@ -72,7 +77,7 @@ class Incoming:
             data, work = self._header
             if not block and not work.is_completed():
                 return False
-            line.wait(work, f"the shapes of {self.what}")
+            line.order(work, f"the shapes of {self.what}")
             self._specs = line.known[self._kind] = read_header(data)
         self._tensors = [spec.empty(line.device) for spec in self._specs]
         self._works = [line.receive(tensor) for tensor in self._tensors]
@@ -82,7 +87,7 @@ class Incoming:
         """The tensors, and what they are; once."""
         self._line.advance(self)
         for work in self._works or ():
-            self._line.wait(work, self.what)
+            self._line.order(work, self.what)
         tensors, self._tensors, self._works = self._tensors, [], []
         return tensors, self._specs or ()
 
@@ -96,7 +101,7 @@ class _Line:
         self._group = group
         self._source = source
         self._peer = peer
-        self._watch = ranks.watch
+        self._ranks = ranks
         self._traffic = ranks.traffic
         self.device = device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
@@ -110,7 +115,7 @@ class _Line:
 
     def advance(self, wanted: Incoming | None = None) -> None:
         """Begin with messages whose shapes are known by now, in order; wait for those of `wanted` and the ones before it."""
-        while self.queue and self.queue[0].advance(block=wanted in self.queue):
+        while self.queue and self.queue[0].advance(block=self._ranks.on_stream or wanted in self.queue):
             self.queue.popleft()
 
     def send(
@@ -133,7 +138,7 @@ class _Line:
     def _launch(self, tensor: torch.Tensor, what: str) -> None:
         while self._flying and self._flying[0][1].is_completed():
             _tensor, work, earlier = self._flying.popleft()
-            self.wait(work, earlier)  # It may have failed.
+            self.order(work, earlier)  # It may have failed.
         with self._traffic.timed(Collective.POINT_TO_POINT, tensor.nbytes):
             work = _broadcast(tensor, self._source, self._group)
         self._flying.append((tensor, work, what))
@@ -142,19 +147,17 @@ class _Line:
         """Wait until all that was sent is gone. Shapes are not remembered without end."""
         while self._flying:
             _tensor, work, what = self._flying.popleft()
-            self.wait(work, what)
+            self.order(work, what)
         if len(self.known) > _KINDS:
             self.known.clear()
 
-    def wait(self, work: AsyncWork, what: str) -> None:
+    def order(self, work: AsyncWork, what: str) -> None:
+        """Have what follows come after a message: on a CPU the caller waits."""
         with self._traffic.timed(Collective.POINT_TO_POINT):
-            if self.device.type == "cuda":
-                work.wait()
-            else:
-                self._watch.wait_work(work, [self._peer], what)
+            self._ranks.order(work, what, [self._peer])
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        leave_group(self._group, self._ranks.works)
 
 
 class Channels:
@@ -179,8 +182,7 @@ class Channels:
             for pair in _neighbours(len(ranks), ring=ring):
                 ends = [ranks[index] for index in pair]
                 for source, target in (ends, ends[::-1]):
-                    backend = "nccl" if device.type == "cuda" else "gloo"
-                    made = dist.new_group(ends, backend=backend, timeout=_FOREVER)
+                    made = make_group(ends, group.works, _LONG)
                     if rank not in ends:
                         continue
                     peer, lines = (target, self._out) if rank == source else (source, self._in)

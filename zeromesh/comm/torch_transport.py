@@ -17,13 +17,10 @@ import torch.distributed as dist
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
 from zeromesh.offload import DONE, TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
-
-# torch 2.13 deprecates the names that torch 2.11 has alone.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _start_gather(
@@ -34,7 +31,7 @@ def _start_gather(
     gloo's all-gather has memory of its own, as large as the whole buffer, and copies from there. So each rank broadcasts its shard.
     """
     if group.on_stream:
-        return [_all_gather(full, own, group=process_group, async_op=True)]
+        return [all_gather_single(full, own, group=process_group, async_op=True)]
     parts = zip(group.ranks, full.chunk(group.size), strict=True)
     return [dist.broadcast(part, src=rank, group=process_group, async_op=True) for rank, part in parts]
 
@@ -43,6 +40,10 @@ class CollectiveBuffer(GatherBuffer):
     """A buffer that an all-gather fills.
 
     Gathers start once this rank's shard is there, in the order in which they were asked for: `queue` has those that wait for it.
+
+    A device runs collectives in the order of their launches, over whatever groups, and stands still in each until all ranks have
+    come to it. So there a gather starts where the program says so, whenever the shard is there: at once if the device itself waits
+    for the shard, else when the next gather is asked for, or this one is needed, for which the host then waits.
     """
 
     def __init__(
@@ -68,13 +69,21 @@ class CollectiveBuffer(GatherBuffer):
         if self._memory is not None:
             self._memory.take()
         self._reading = DONE if self.persistent else shard.read(0, self.own())
+        while self._group.on_stream and self._queue:
+            self._queue.popleft().start()
         self._queue.append(self)
         self.poll()
 
     def poll(self) -> None:
-        # A reading is done once the shard is in place, or cannot be had.
-        while self._queue and (reading := self._queue[0]._reading) is not None and reading.done():
+        while self._queue and self._queue[0].may_start():
             self._queue.popleft().start()
+
+    def may_start(self) -> bool:
+        """Whether the shard is in place, or cannot be had; on a device, whether the device itself will wait for it."""
+        reading = self._reading
+        if reading is None:
+            return False
+        return reading is DONE or reading.on_device if self._group.on_stream else reading.done()
 
     def start(self) -> None:
         """Gather, once this rank's shard is in place."""
@@ -91,7 +100,7 @@ class CollectiveBuffer(GatherBuffer):
             while self._reading is not None:
                 self._queue.popleft().start()
             for work in self._works:
-                self._group.wait(work, self._what)
+                self._group.order(work, self._what)
             self._works, self._live = [], True
 
     def release(self) -> None:
@@ -129,7 +138,7 @@ class CollectiveReducer(Reducer):
                 work = dist.all_reduce(received, group=group.reduce_group, async_op=True)
             else:
                 received = torch.empty_like(out) if add else out
-                work = _reduce_scatter(received, filled, group=group.reduce_group, async_op=True)
+                work = reduce_scatter_single(received, filled, group=group.reduce_group, async_op=True)
             parts: Sequence[torch.Tensor] = [received]
         else:
             if group.on_stream:
@@ -148,7 +157,7 @@ class CollectiveReducer(Reducer):
             sums=sums,
             add=add,
             arrived=work.is_completed,
-            wait=lambda: group.wait(work, "reduction of gradients"),
+            wait=lambda: group.order(work, "reduction of gradients"),
             free=self._free,
             complete=partial(self._gather_sums, out, sums) if sums.numel() != out.numel() else None,
         )
@@ -160,7 +169,7 @@ class CollectiveReducer(Reducer):
         group = self.group
         with group.traffic.timed(Collective.ALL_GATHER, out.nbytes):
             for work in _start_gather(out, sums, group, group.reduce_group):
-                group.wait(work, "all-gather of summed gradients")
+                group.order(work, "all-gather of summed gradients")
 
 
 class CollectiveTransport(Transport):

@@ -2,7 +2,7 @@
 
 import atexit
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
 from zeromesh.errors import ConfigError
+from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
 from zeromesh.mesh.run_store import START_SECONDS, LocalRowStore, rows, run_store
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.watchdog import Watchdog
 
 _NUMBERS = itertools.count()
@@ -57,13 +59,15 @@ class MeshGroups:
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment = environment
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._rank = environment.rank
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
         """By purpose, ranks, and the name of the process set that alone uses it; None where this rank is not in it."""
         self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
+        self.works: DeviceWorks | None = None
+        """What looks after collectives on an accelerator; None on CPUs, and for a single rank."""
 
     def store(self) -> dist.distributed_c10d.Store:
         """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's.
@@ -96,7 +100,7 @@ class MeshGroups:
                 if interface is not None and setting(INTERFACE) is None:
                     export({INTERFACE: interface})
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self._on_cuda else "gloo",
+                f"cpu:gloo,{self._device.type}:{backend_of(self._device)}" if is_accelerator(self._device) else "gloo",
                 store=store,
                 rank=rank,
                 world_size=self._environment.world_size,
@@ -129,14 +133,14 @@ class MeshGroups:
 
     def apart(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
         """A link that shares no group with any other, until it is `cut`; None on other ranks, all of which ask for it too."""
-        return self.between(ranks, ["data"] if self._on_cuda else [], name=name)
+        return self.between(ranks, ["data"] if self.works is not None else [], name=name)
 
     def cut(self, name: str) -> None:
         """Leave the groups of the link of this name, on all ranks, when nothing is in flight in them."""
         for key in [key for key in self._groups if key[2] == name]:
             group = self._groups.pop(key)
             if group is not None and (self.watch is None or not self.watch.in_doubt):
-                dist.destroy_process_group(group)
+                leave_group(group, self.works)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Leave these groups, too, when this mesh leaves."""
@@ -165,12 +169,41 @@ class MeshGroups:
             _leave_default()
 
     def _make(self, ranks: tuple[int, ...], purpose: GroupPurpose) -> dist.ProcessGroup | None:
-        backend = "nccl" if self._on_cuda and purpose != "control" else "gloo"
-        # torch sorts ranks unless told not to, which only newer ones understand.
-        as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        patience = timedelta(seconds=START_SECONDS)
-        made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
+        made = make_group(ranks, None if purpose == "control" else self.works, timedelta(seconds=START_SECONDS))
         return made if self._rank in ranks else None
+
+
+def backend_of(device: torch.device) -> str:
+    """What moves tensors between ranks that compute on such a device: `gloo` for CPUs, `nccl` for CUDA."""
+    return str(dist.get_default_backend_for_device(device))
+
+
+def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
+    """A process group of these ranks, which all ranks of the world make together. With `works` it is one of their device, and
+    connected: what is first used on one rank may be second on another.
+
+    gloo gives up what has not ended within `patience`. On a device that is the business of `works`, which knows whether peers make
+    progress; torch's own watch, which ends the process without a name, comes after it.
+
+    Raises:
+        CollectiveError: when the ranks cannot be connected.
+    """
+    # torch sorts ranks unless told not to, which only newer ones understand.
+    as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    backend = "gloo"
+    if works is not None:
+        backend, patience = backend_of(works.device), timedelta(seconds=2 * START_SECONDS) + works.patience
+    made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
+    if works is not None and dist.get_rank() in ranks:
+        works.connect(made, ranks)
+    return made
+
+
+def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
+    """Leave a group that `make_group` has made, in which nothing is in flight."""
+    if works is not None:
+        works.forget(group)
+    dist.destroy_process_group(group)
 
 
 def _leave_default() -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
+from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
@@ -69,7 +70,9 @@ class ProcessMesh:
         device: torch.device,
         timeout_seconds: float,
         order: Order = "topology",
+        traces: Path | None = None,
     ) -> None:
+        """`traces`: the folder for the latest collectives of a rank, which it writes when others do not come to one on a device."""
         if shape.world_size != environment.world_size:
             raise ConfigError(f"the mesh has {shape.world_size} ranks, the launch {environment.world_size}")
         self.shape = shape
@@ -95,7 +98,7 @@ class ProcessMesh:
         weakref.finalize(self, self._links.leave)
         try:
             if self.world_size > 1:
-                self._connect(timeout_seconds, order)
+                self._connect(timeout_seconds, order, traces)
             else:
                 self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
                 self._links.watch = self.watch
@@ -119,7 +122,7 @@ class ProcessMesh:
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
         self.data_index = shape.data_index(self.rank)
 
-    def _connect(self, timeout_seconds: float, order: Order) -> None:
+    def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
         process, joined_before = self.environment.rank, dist.is_initialized()
         store = cast(Store, self._links.store())
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
@@ -133,6 +136,8 @@ class ProcessMesh:
         self._links.join(self.rank)
         self.one_host = len({place.host for place in self.places}) == 1
         self.watch = self._links.watch = self._make_watch(store, timeout_seconds)
+        if is_accelerator(self.device):
+            self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
         warning = far_warning(self.shape, self.places)
         if warning and self.rank == 0:
             _LOGGER.warning("%s", warning)
@@ -223,7 +228,7 @@ class ProcessMesh:
             watch=self.watch,
             link=link,
             one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
-            on_stream=is_accelerator(self.device),
+            works=self._links.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, ranks_text
+from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_groups import MeshGroups, SetGroups
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
@@ -29,6 +30,10 @@ from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 _ABSENT = "(absent)"
 _SHOWN = 8
 _LENGTH = 100
+
+# torch 2.13 deprecates the names that torch 2.11 has alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +52,8 @@ class ProcessSet:
     link: SetGroups | None
     """The process groups; None for a set of one rank, and outside of the set."""
     one_host: bool
-    on_stream: bool
-    """Whether the groups that move parameters and gradients do so on streams of a device."""
+    works: DeviceWorks | None
+    """The collectives of an accelerator, where the groups that move parameters and gradients are of one."""
     traffic: CommAccount = field(default_factory=lambda: CommAccount(StepRecorder(), "", 1), compare=False, repr=False)
 
     @property
@@ -59,6 +64,11 @@ class ProcessSet:
     def member(self) -> bool:
         """Whether this rank is in the set."""
         return self.index >= 0
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether parameters and gradients move on streams of a device."""
+        return self.works is not None
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -109,16 +119,19 @@ class ProcessSet:
 
         def finish() -> None:
             with self.traffic.timed(Collective.ALL_REDUCE):
-                self.wait(work, what)
+                self.order(work, what)
 
         return finish
 
-    def wait(self, work: AsyncWork, what: str) -> None:
-        """Wait for a collective that moves data: watched until it is done; on a device only the compute stream waits."""
-        if self.on_stream:
-            work.wait()
+    def order(self, work: AsyncWork, what: str, peers: Sequence[int] = ()) -> None:
+        """Have what is launched from now on come after a collective that moves data: on a device the stream waits, not the host.
+
+        `peers`: whom it waits for, by default the whole set.
+        """
+        if self.works is not None:
+            self.works.order(work, peers or self.ranks, what)
         else:
-            self.watch.wait_work(work, self.ranks, what)
+            self.watch.wait_work(work, peers or self.ranks, what)
 
     def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""
@@ -127,8 +140,11 @@ class ProcessSet:
             full.copy_(shard)
             return
         with self.traffic.timed(Collective.ALL_GATHER, full.nbytes):
-            work = dist.all_gather(list(full.chunk(self.size)), shard, group=groups.data, async_op=True)
-            self.watch.wait_work(work, self.ranks, what)
+            if self.on_stream:
+                work = all_gather_single(full, shard, group=groups.data, async_op=True)
+            else:
+                work = dist.all_gather(list(full.chunk(self.size)), shard, group=groups.data, async_op=True)
+            self.order(work, what)
 
     def exchange(
         self,
@@ -148,7 +164,7 @@ class ProcessSet:
             filled, lengths = torch.cat(into), [[each.numel() for each in side] for side in (into, out)]
             with self.traffic.timed(Collective.ALL_TO_ALL, filled.nbytes):
                 work = dist.all_to_all_single(filled, moved, lengths[0], lengths[1], groups.data, async_op=True)
-                self.watch.wait_work(work, self.ranks, what)
+                self.order(work, what)
         targets = [each for side in received for each in side]
         for target, values in zip(targets, torch.split(filled, [each.numel() for each in targets]), strict=True):
             target.copy_(values)
@@ -159,7 +175,7 @@ class ProcessSet:
         if groups is not None:
             with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
                 work = dist.broadcast(tensor, src=self.ranks[source], group=groups.data, async_op=True)
-                self.watch.wait_work(work, self.ranks, what)
+                self.order(work, what)
         return tensor
 
     def require_member(self) -> SetGroups | None:

@@ -1,10 +1,14 @@
 """The executor: carries out a rank's actions, with sends and receives between them, in training, evaluation and generation.
 
 Receives are posted ahead in the order in which the neighbour sends, sends go in the background, so both overlap computing.
+
+On a device a message occupies it on both ends from its launch until the other end has launched it too, and what is launched in
+different orders can stand in each other's way for ever. There all ranks launch their messages in one order (`MessageOrder`), each
+at the end of the action during which it is made, as far as the simulated schedule knows: not long before, and not too late.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +19,14 @@ import torch
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.pipeline.schedule import (
     Action,
     ActionTime,
     Kind,
     Message,
+    MessageOrder,
     PipelineSchedule,
     Timeline,
     received_by,
@@ -71,23 +78,25 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(received) if gradient is None else gradient
 
 
-_Moment = float | torch.cuda.Event
+_Moment = float | torch.Event
 """On the host, or on a device's stream, where the host is ahead of what is computed."""
 
 
 def _now(device: torch.device) -> _Moment:
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    return accelerator.record(accelerator.current_stream(device), timed=True)
 
 
-def _seconds(start: _Moment, end: _Moment) -> float:
-    if isinstance(start, float) or isinstance(end, float):
-        return float(end) - float(start)  # type: ignore[arg-type]
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
+def _seconds(marks: Sequence[_Moment]) -> list[float]:
+    """The time from the first to each other one."""
+    first, last = marks[0], marks[-1]
+    if not isinstance(last, float) and not last.query():
+        last.synchronize()
+    return [
+        mark - first if isinstance(mark, float) else first.elapsed_time(mark) / 1000  # type: ignore[operator, union-attr]
+        for mark in marks[1:]
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +127,8 @@ class Executor:
         self._channels = channels
         self._incoming: dict[PipelineSchedule, dict[int, list[Message]]] = {}
         """For each schedule that was checked: what each neighbour sends this rank, in order."""
+        self._orders: dict[PipelineSchedule, MessageOrder] = {}
+        """The same for the order in which messages are launched on devices."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
         """Carry out this rank's part of a schedule.
@@ -132,9 +143,12 @@ class Executor:
         if schedule not in self._incoming:
             validate(schedule)
             self._incoming[schedule] = _incoming(schedule, rank)
+            if self.group.on_stream:
+                self._orders[schedule] = MessageOrder.of(schedule)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         self._require_agreement(schedule, signatures)
-        run = _Run(schedule, rank, self._incoming[schedule], runner, signatures, self._channels)
+        order = self._orders.get(schedule)
+        run = _Run(schedule, rank, self._incoming[schedule], order, runner, signatures, self._channels)
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action)
@@ -154,7 +168,7 @@ class Executor:
 
     def bubble(self, measured: Measured) -> Bubble:
         """Collect how long all ranks have waited; all ranks call this together, which waits until a device has computed all."""
-        own = [round(1e9 * _seconds(measured.marks[0], mark)) for mark in measured.marks[1:]]
+        own = [round(1e9 * seconds) for seconds in _seconds(measured.marks)]
         longest = max(row[0] for row in self.group.gather_integers([len(own)]))
         rows = self.group.gather_integers(own + [0] * (longest - len(own)))
         return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
@@ -201,9 +215,13 @@ class _Run:
     schedule: PipelineSchedule
     rank: int
     incoming: Mapping[int, list[Message]]
+    order: MessageOrder | None
+    """On devices: the order in which all ranks launch messages."""
     runner: StageRunner
     signatures: Sequence[Hashable]
     channels: Channels
+    _due: deque[tuple[float, Message]] = field(init=False)
+    """On devices: the messages that this rank has not launched yet."""
     _posted: Counter[int] = field(default_factory=Counter)
     """For each neighbour: how many of its messages this rank has begun to receive."""
     _consumed: Counter[int] = field(default_factory=Counter)
@@ -215,11 +233,15 @@ class _Run:
     _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """By stage and microbatch: the gradients that it is to send back for what it has received."""
 
+    def __post_init__(self) -> None:
+        self._due = deque(self.order.of_rank(self.rank) if self.order is not None else ())
+
     def do(self, action: Action) -> list[_Moment]:
         """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
         wanted = received_by(self.schedule, self.rank, action)
         received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
-        self._post_ahead()
+        if self.order is None:
+            self._post_ahead()
         self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
         made: Sequence[torch.Tensor] = ()
@@ -236,8 +258,11 @@ class _Run:
         message = sent_by(self.schedule, self.rank, action)
         if message is not None:
             self._send(message, made)
-        self.channels.advance()
-        self._post_ahead()
+        if self.order is None:
+            self.channels.advance()
+            self._post_ahead()
+        else:
+            self._post_made(self.order.ends[self.rank, action])
         return [start, end]
 
     def _kind(self, message: Message) -> Hashable:
@@ -252,6 +277,10 @@ class _Run:
         if message.target == message.source:
             self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         else:
+            while self._due and self._due[0][1] != message:
+                self._post(self._due[0][1].source)
+            if self._due:
+                self._due.popleft()
             self.channels.send(message.target, self._kind(message), tensors, str(message), specs)
 
     def _take(self, message: Message) -> list[torch.Tensor]:
@@ -261,7 +290,7 @@ class _Run:
             self._gradients.pop((message.stage, message.microbatch), None)
         else:
             while message not in self._waiting:
-                self._post(message.source)
+                self._post(self._due[0][1].source if self._due else message.source)
             self._consumed[message.source] += 1
             tensors, specs = self._waiting.pop(message).wait()
             for tensor, spec in zip(tensors, specs, strict=True):
@@ -279,9 +308,16 @@ class _Run:
                     break
                 self._post(source)
 
+    def _post_made(self, moment: float) -> None:
+        """Begin to receive what other ranks have made by now."""
+        while self._due and self._due[0][0] <= moment:
+            self._post(self._due[0][1].source)
+
     def _post(self, source: int) -> None:
         """Begin to receive the next message of a rank."""
         message = self.incoming[source][self._posted[source]]
+        if self._due:
+            self._due.popleft()
         self._posted[source] += 1
         specs = self._gradients.pop((message.stage, message.microbatch)) if message.gradient else None
         self._waiting[message] = self.channels.receive(source, self._kind(message), str(message), specs)

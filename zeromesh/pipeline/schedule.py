@@ -12,11 +12,14 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
                  1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
 """
 
+from __future__ import annotations
+
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from operator import itemgetter
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError
@@ -336,6 +339,35 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     if waits:
         raise ScheduleError(f"{_title(schedule)}: ranks would wait for ever: {'; '.join(waits)}")
     return Timeline(spans=tuple(map(tuple, spans)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageOrder:
+    """One order of all messages between ranks, in which every rank can launch those that it sends and receives.
+
+    A rank has made what it sends before a message of a later moment can come to it, so none waits for ever if all go by it.
+    """
+
+    messages: tuple[tuple[float, Message], ...]
+    """Each with the moment at which it is sent, if actions take `UNIT_TIMES`."""
+    ends: Mapping[tuple[int, Action], float]
+    """When each action of each rank ends."""
+
+    @classmethod
+    def of(cls, schedule: PipelineSchedule) -> MessageOrder:
+        """Of a schedule that can be carried out. Of messages of one moment that of the lower rank is first."""
+        spans = simulate(schedule).spans
+        ends = {(rank, span.action): span.end for rank, each in enumerate(spans) for span in each}
+        sent = ((end, rank, sent_by(schedule, rank, action)) for (rank, action), end in ends.items())
+        found = sorted(
+            ((end, rank, message) for end, rank, message in sent if message is not None and message.target != rank),
+            key=itemgetter(0, 1),
+        )
+        return cls(messages=tuple((end, message) for end, _, message in found), ends=ends)
+
+    def of_rank(self, rank: int) -> list[tuple[float, Message]]:
+        """The messages that a rank sends or receives."""
+        return [each for each in self.messages if rank in (each[1].source, each[1].target)]
 
 
 def _before(action: Action) -> Action | None:

@@ -3,6 +3,8 @@
 `StateMonitor` writes where every rank is to one file, so that a lost, hung or slow rank shows while the run goes on.
 """
 
+from __future__ import annotations
+
 import json
 import threading
 import time
@@ -104,23 +106,30 @@ class Watchdog:
         """Seconds that this rank has waited for others so far."""
         self.in_doubt = False
         """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
+        self.broken: CollectiveError | None = None
+        """What a thread has found that looks after collectives in flight; whatever waits for others next raises it."""
+        self.told = threading.Event()
+        """Set once an error has reached whoever called."""
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called by the thread of the heartbeat, a few times a second."""
         self._disk_patience = 600.0
         self.closed = threading.Event()
-        self._heartbeat = threading.Thread(target=self._beat_for_disks, name="zeromesh-heartbeat", daemon=True)
+        self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
         self._heartbeat.start()
 
     def be_patient_with_disks(self, seconds: float) -> None:
         """Let this rank wait so long for a single call to a disk before the others count that as no progress."""
         self._disk_patience = seconds
 
-    def _beat_for_disks(self) -> None:
-        """Move this rank's progress counter while it waits for a disk, for at most the patience a call.
+    def _beat(self) -> None:
+        """Look after what is in flight, and move this rank's progress counter while it waits for a disk, for the patience at most.
 
         The thread stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits for stays on the
         board for as long as the call goes on, so that the error after the patience can name it.
         """
         period, number = min(0.25, self.timeout_seconds / 4), 0
         while not self.closed.wait(period):
+            self.on_beat()
             call = longest()
             if call is None or call.in_all < period:
                 self._board.write(RankNote.DISK, 0)
@@ -154,6 +163,7 @@ class Watchdog:
         """Say what this rank does now; `step` counts from 0."""
         if step is not None:
             self._step = step + 1
+        self.refuse()
         self._doing = (activity, unit)
         own = self._board.own
         own[STATE] = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
@@ -264,7 +274,7 @@ class Watchdog:
             f"{what}{where} ({_when(self._step)})"
         )
 
-    def _leaver(self, peers: Sequence[int]) -> str:
+    def leaver(self, peers: Sequence[int]) -> str:
         """Which peer has left a call that this rank is in, and why; empty where none has."""
         inside = dict(self._calls)
         for peer in self._others(peers) if inside else ():
@@ -304,7 +314,7 @@ class Watchdog:
             try:  # It failed, or it succeeded just after the wait for it had given up.
                 work.wait(piece)
             except RuntimeError as error:
-                raise self._broken(error, peers, what) from error
+                raise self.broken_transport(error, peers, what) from error
             return True
 
         self._wait(arrived, peers, what)
@@ -317,9 +327,10 @@ class Watchdog:
         pause: Callable[[float], None] | None = None,
         late: Callable[[], CollectiveError] | None = None,
     ) -> None:
-        """Wait until `done()`. The deadline moves on whenever a peer makes progress; peers are looked at a few times a second."""
-        began, seconds, look_at, deadline = time.perf_counter(), 0.0, 0.0, 0.0
-        seen, left_at = -1, float("inf")
+        """Wait until `done()`; peers are looked at a few times a second."""
+        self.refuse()
+        began, seconds, look_at = time.perf_counter(), 0.0, 0.0
+        patience = self.patience_with(peers, what, late)
         try:
             while not done():
                 if pause is not None:
@@ -331,21 +342,36 @@ class Watchdog:
                 if now < (look_at or began + 0.02):
                     continue
                 look_at = now + 0.05
-                self.examine(peers, what)
-                if leaver := self._leaver(peers):
-                    left_at = min(left_at, now)
-                    if now - left_at >= self.LEFT_SECONDS:
-                        raise CollectiveError(f"{what} cannot end: {leaver}")
-                progress = sum(self._board.progress(peer) for peer in self._others(peers))
-                if progress != seen:
-                    seen, deadline = progress, now + self.timeout_seconds
-                elif now > deadline:
-                    raise late() if late is not None else self._late(peers, what)
+                self.refuse()
+                patience.look()
         except BaseException:
             self.in_doubt = True
+            self.told.set()
             raise
         finally:
             self.waited += time.perf_counter() - began
+
+    def patience_with(
+        self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
+    ) -> Patience:
+        """What bounds a wait for `peers` that begins now; `late` makes the error for those that are late."""
+        others = self._others(peers)
+        return Patience(self, others, what, late or (lambda: self._late(others, what)))
+
+    def progress(self, ranks: Iterable[int]) -> int:
+        """A number that grows whenever one of these ranks makes progress."""
+        return sum(map(self._board.progress, ranks))
+
+    def break_with(self, error: CollectiveError) -> None:
+        """Have whatever waits for others, now or next, raise `error`, and tell the other ranks."""
+        self.broken, self.in_doubt = error, True
+        self.fail(error)
+
+    def refuse(self) -> None:
+        """Raise what has broken the run, if something has."""
+        if self.broken is not None:
+            self.told.set()
+            raise self.broken
 
     def fail(self, error: BaseException) -> None:
         """Tell peers that this rank stops, so that they name the cause and not its consequence."""
@@ -380,7 +406,7 @@ class Watchdog:
         names = self._names.get(rank, ())
         return names[unit] if 0 <= unit < len(names) else "the run's counters"
 
-    def _broken(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
+    def broken_transport(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
         """A transport's own error, usually a closed connection: look for the rank that explains it."""
         seconds = min(2.0, self.timeout_seconds)
         deadline = time.monotonic() + seconds
@@ -413,7 +439,7 @@ class Watchdog:
     def _compare(self, peers: Sequence[int], *streams: int) -> None:
         """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream, by
         default of any."""
-        for stream in streams or self._events:
+        for stream in streams or list(self._events):
             number, word = self._events[stream]
             for peer in peers:
                 if peer == self._rank or (stream != _CALLS and self._alike is not None and peer not in self._alike):
@@ -454,6 +480,36 @@ class Watchdog:
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
         )
+
+
+class Patience:
+    """Bounds one wait. The deadline moves on whenever a peer makes progress."""
+
+    def __init__(self, watch: Watchdog, others: Sequence[int], what: str, late: Callable[[], CollectiveError]) -> None:
+        """`others` are the peers without this rank, `late` makes the error for those that are late."""
+        self._watch = watch
+        self._others = others
+        self._what = what
+        self._late = late
+        self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")
+
+    def look(self) -> None:
+        """Look at the peers; to be called a few times a second while the wait goes on.
+
+        Raises:
+            CollectiveError: when one is gone, has failed, does something else, has left the call, or none makes progress.
+        """
+        watch, now = self._watch, time.perf_counter()
+        watch.examine(self._others, self._what)
+        if leaver := watch.leaver(self._others):
+            self._left_at = min(self._left_at, now)
+            if now - self._left_at >= watch.LEFT_SECONDS:
+                raise CollectiveError(f"{self._what} cannot end: {leaver}")
+        progress = watch.progress(self._others)
+        if progress != self._seen:
+            self._seen, self._deadline = progress, now + watch.timeout_seconds
+        elif now > self._deadline:
+            raise self._late()
 
 
 class StateMonitor:

@@ -97,11 +97,11 @@ class Failed:
 
 
 def test_a_message_that_has_failed_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def named(work: Failed, peers: list[int], what: str) -> None:
+    def named(work: Failed, what: str, peers: list[int]) -> None:
         raise CollectiveError(f"rank {peers[0]} is gone; {what}")
 
     monkeypatch.setattr(point_to_point, "_broadcast", lambda tensor, source, group: Failed())
-    group = SimpleNamespace(watch=SimpleNamespace(wait_work=named), traffic=CommAccount(StepRecorder(), "", 2))
+    group = SimpleNamespace(order=named, on_stream=False, traffic=CommAccount(StepRecorder(), "", 2))
     line = point_to_point._Line(None, 0, 1, group, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")

@@ -1,0 +1,177 @@
+"""`DeviceWorks`: collectives on an accelerator, and the one place that asks torch's handle of such a one for anything.
+
+    order   what this thread launches from now on comes after the collective; the host goes on
+    done    whether the device is through with it, as far as the host knows
+    wait    the host waits until the device is through with it
+
+torch's own wait with a timeout is for CPUs alone: on a device it aborts the communicator as soon as it runs out.
+
+The host seldom waits for a collective, but for something that is computed after it, and that wait has no end of its own. So a
+thread looks after what was ordered. When a peer is gone, has failed or is late, it aborts the communicators, so that the host comes
+back, and whatever this rank does next with others raises the error that names the peer. A host that does not come back is ended.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.errors import CollectiveError
+from zeromesh.files import write_whole
+from zeromesh.mesh.run_store import START_SECONDS
+from zeromesh.offload import accelerator
+from zeromesh.telemetry.watchdog import AsyncWork, Patience, Watchdog
+
+_LOGGER = logging.getLogger(__name__)
+_POLL_SECONDS = 1e-3
+TRACE = "collectives_rank_"
+"""What the name of a file with the latest collectives of a rank begins with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flight:
+    """Something of other ranks that the host or the device waits for."""
+
+    done: Callable[[], bool]
+    peers: Sequence[int]
+    what: str
+
+
+class DeviceWorks:
+    """The collectives of one mesh on an accelerator. All threads of the process may use it."""
+
+    GRACE_SECONDS = 20.0
+    """How long the host may take to come back after communicators were aborted."""
+
+    def __init__(self, device: torch.device, watch: Watchdog, *, traces: Path | None) -> None:
+        """`traces`: the folder for the latest collectives of a rank that has found an error; None: they are not written."""
+        self.device = device
+        self._watch = watch
+        self._traces = traces
+        self._flying: deque[_Flight] = deque()
+        self._standing: _Flight | None = None
+        """What the host itself stands in, in a call that has no end of its own."""
+        self._patience: tuple[_Flight, Patience] | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        watch.on_beat = self._look
+
+    def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
+        """Have what this thread launches from now on come after a collective.
+
+        Raises:
+            CollectiveError: when an earlier one cannot end.
+        """
+        self._watch.refuse()
+        self._watch.begun += 1
+        work.wait()
+        # An event, since a collective's handle would keep its tensors.
+        event = accelerator.record(accelerator.current_stream(self.device))
+        self._flying.append(_Flight(done=event.query, peers=peers, what=what))
+
+    def done(self, work: AsyncWork) -> bool:
+        """Whether the device is through with a collective. Asks, and waits for nothing."""
+        return work.is_completed()
+
+    def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
+        """Return when the device is through with a collective, which comes before what this thread launches afterwards.
+
+        Raises:
+            CollectiveError: when it cannot end, or fails.
+        """
+        self._watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._watch.broken_transport(error, peers, what) from error
+
+    def connect(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        """Make the communicator of a group, which would otherwise be made when it is first used, where a rank could then wait for
+        one that waits for it elsewhere. All its ranks call this, and connect the groups that they share in one order.
+
+        Raises:
+            CollectiveError: when the ranks do not come together.
+        """
+        what = f"connection of the devices of ranks {', '.join(map(str, ranks))}"
+        self._groups.append(group)
+        count = torch.ones(1, device=self.device)
+        self._standing = _Flight(done=lambda: False, peers=ranks, what=what)
+        try:
+            with self._watch.patience(START_SECONDS):
+                self.wait(dist.all_reduce(count, group=group, async_op=True), ranks, what)
+        finally:
+            self._standing = None
+        if int(count) != len(ranks):
+            raise CollectiveError(f"{what}: a sum of one for each of {len(ranks)} ranks gave {int(count)}")
+
+    def forget(self, group: dist.ProcessGroup) -> None:
+        """Let go of a group that is left."""
+        self._groups = [each for each in self._groups if each is not group]
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a collective may take while no peer makes progress."""
+        return timedelta(seconds=self._watch.timeout_seconds)
+
+    # The thread that looks after them
+
+    def _look(self) -> None:
+        """Look after the oldest of what is in flight, a few times a second."""
+        try:
+            while self._flying and self._flying[0].done():
+                self._flying.popleft()
+        except RuntimeError:  # The device has failed, which whoever uses it next is told by itself.
+            self._flying.clear()
+        first = self._standing or (self._flying[0] if self._flying else None)
+        if first is None or self._watch.broken is not None:
+            return
+        if self._patience is None or self._patience[0] is not first:
+            self._patience = first, self._watch.patience_with(first.peers, first.what)
+            return
+        try:
+            self._patience[1].look()
+        except CollectiveError as error:
+            self._break(error)
+
+    def _break(self, error: CollectiveError) -> None:
+        """Have the host come back from where it waits, and raise `error` there; else end the process."""
+        where = self._write_trace()
+        found = CollectiveError(f"{error}{where}")
+        self._watch.break_with(found)
+        _LOGGER.error("%s", found)
+        # An abort may itself wait for a device that is lost.
+        threading.Thread(target=self._abort, name="zeromesh-abort", daemon=True).start()
+        if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
+            sys.stderr.write(f"{type(found).__name__}: {found}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _abort(self) -> None:
+        for group in list(self._groups):
+            with suppress(RuntimeError):  # One that cannot be aborted is left to the end of the process.
+                group.abort()
+
+    def _write_trace(self) -> str:
+        """Write what the flight recorder of torch has of this rank's latest collectives; returns what an error says of it."""
+        dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        if dump is None or self._traces is None:
+            return ""
+        path = self._traces / f"{TRACE}{dist.get_rank()}"
+        try:
+            self._traces.mkdir(parents=True, exist_ok=True)
+            write_whole(path, dump(), sync=False)
+        except (OSError, RuntimeError) as error:
+            return f". The latest collectives could not be written to {path}: {error}"
+        return (
+            f". The latest collectives of this rank are in {path}, for `torchfrtrace --prefix {TRACE} {self._traces}`"
+        )
