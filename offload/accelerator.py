@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch.profiler import ProfilerActivity, supported_activities
 
 from zeromesh.errors import ConfigError
 
@@ -29,6 +30,26 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 def found() -> torch.device | None:
     """The kind of accelerator that this process sees, without an index; None on a machine that has only CPUs."""
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def built_for() -> str:
+    """What torch was built for beside CPUs, such as `CUDA 13.0`; empty: nothing."""
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    kind = torch.accelerator.current_accelerator()
+    return next((f"{name} {version}" for name, version in versions.items() if version), kind.type if kind else "")
+
+
+def begin() -> list[torch.device]:
+    """Begin to use the accelerator that torch was built for; returns the devices that this process sees.
+
+    Raises:
+        RuntimeError: with what the driver says, when it refuses.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return []
+    _module(kind).init()
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -114,6 +135,29 @@ def device_memory(device: torch.device) -> DeviceMemory:
 def device_name(device: torch.device) -> str:
     """The name of a device's model, such as `NVIDIA H100 80GB HBM3`."""
     return str(_module(device).get_device_name(device))
+
+
+def architecture(device: torch.device) -> str:
+    """What kernels are compiled for, such as `sm_90` or `gfx942`; empty where a device has no name for it."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        return str(_module(device).get_device_properties(device).gcnArchName).partition(":")[0]
+    return "sm_{}{}".format(*_module(device).get_device_capability(device))
+
+
+def collectives_library() -> str:
+    """The library of collectives between devices and its version, such as `NCCL 2.27.3`; empty where torch names none."""
+    library = getattr(_module(found() or torch.device("cpu")), "nccl", None)
+    if library is None:
+        return ""
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, library.version()))}"
+
+
+def profiled(device: torch.device) -> list[ProfilerActivity]:
+    """What torch's profiler records of work on `device`: operators on the CPU, and the device's own kernels where it can."""
+    known = supported_activities()  # type: ignore[no-untyped-call]
+    return [each for each in known if each.name in ("CPU", device.type.upper())]
 
 
 def neighbours(device: torch.device) -> list[int]:

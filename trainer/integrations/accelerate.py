@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.offload.accelerator import found as accelerator_kind
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import copies_from
@@ -86,7 +87,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         Raises:
             ConfigError: for what would partition models otherwise, and for processes that accelerate does not see.
         """
-        if not torch.cuda.is_available():
+        if accelerator_kind() is None:
             named["cpu"] = True  # Else accelerate takes each process of a launch for a single one.
         for name in ("deepspeed", "fsdp", "megatron_lm"):
             if named.get(f"{name}_plugin") or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}"):

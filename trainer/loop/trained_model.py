@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import available_bytes
+from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.options import OptimizerSettings
 from zeromesh.parallelize import Divided
 from zeromesh.rng import number_of, seed_all
@@ -209,8 +210,8 @@ class TrainedModel:
     def _least_available(self) -> int | None:
         """Free bytes of the rank that has least, when all ranks of a host take as much as it does; None: not known."""
         mesh = self.mesh
-        if mesh.device.type == "cuda":
-            free = torch.cuda.mem_get_info(mesh.device)[0]
+        if is_accelerator(mesh.device):
+            free = device_memory(mesh.device).free
         else:
             free = available_bytes() // max(1, mesh.environment.local_world_size)
         return -int(mesh.world.max_(torch.tensor([-free]), "free memory")[0]) or None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.offload.accelerator import device_name, is_accelerator, synchronize
 from zeromesh.trainer.models.user_model import positive, text_part
 
 _PEAKS = {
@@ -36,6 +37,8 @@ _PEAKS = {
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
+_LONG_ENOUGH = 1e-3
+"""Seconds of a product beside which launching it and waiting for it are nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,29 +92,38 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
     16-bit products of some accelerators are in a table; else a product of matrices is timed, once in a process.
     """
-    if device.type == "cuda" and dtype.itemsize == 2:
-        name = torch.cuda.get_device_name(device)
+    if is_accelerator(device) and dtype.itemsize == 2:
+        name = device_name(device)
         for part, peak in _PEAKS.items():
             if part in name:
                 return peak, f"by the data sheet of {part}"
     # Many CPUs multiply 16-bit numbers slower than wider ones, which then stand in for them.
-    dtypes = [dtype] if dtype.itemsize > 2 or device.type == "cuda" else [dtype, torch.float32]
+    dtypes = [dtype] if dtype.itemsize > 2 or is_accelerator(device) else [dtype, torch.float32]
     return max(_measured(device, each, torch.get_num_threads()) for each in dtypes), "measured by a product of matrices"
 
 
 @cache
 def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """The best of a few products of square matrices, of tens of milliseconds altogether."""
-    size = 8192 if device.type == "cuda" else 512 * max(1, math.isqrt(threads // 2))
-    left, out = torch.ones(size, size, dtype=dtype, device=device), torch.empty(size, size, dtype=dtype, device=device)
-    best = math.inf
-    for _ in range(1 + _TRIES):  # The first one allocates and loads kernels.
-        began = time.perf_counter()
-        torch.mm(left, left, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2.0 * size**3 / best
+
+    def seconds(size: int) -> float:
+        left = torch.ones(size, size, dtype=dtype, device=device)
+        out, best = torch.empty_like(left), math.inf
+        synchronize(device)
+        for _ in range(1 + _TRIES):  # The first one allocates and loads kernels.
+            began = time.perf_counter()
+            torch.mm(left, left, out=out)
+            synchronize(device)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    if not is_accelerator(device):
+        size = 512 * max(1, math.isqrt(threads // 2))
+        return 2.0 * size**3 / seconds(size)
+    size = 1024
+    while (took := seconds(size)) < _LONG_ENOUGH and size < 16384:
+        size *= 2
+    return 2.0 * size**3 / took
 
 
 def _lookup_tables(model: nn.Module) -> set[int]:

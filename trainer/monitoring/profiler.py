@@ -12,17 +12,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError, ZeromeshError, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
+from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.sections.outputs import ProfileSection
@@ -66,9 +68,7 @@ class Profile(AbstractContextManager["Profile"]):
     def step(self, number: int) -> Iterator[None]:
         """Record step `number`, one of `steps`, in the block."""
         if self._profiler is None:
-            activities = [ProfilerActivity.CPU]
-            if self._mesh.device.type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
+            activities = profiled(self._mesh.device)
             made = profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
             self._profiler = self._open.enter_context(made)
             self._open.enter_context(self._mesh.recorder.profiling_ranges())
@@ -167,15 +167,9 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
     `uncounted` is what the process holds beside: activations, the libraries, and what is private to other people's code.
     """
     process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
-    if mesh.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(mesh.device)
-        process |= {
-            "device_allocated": torch.cuda.memory_allocated(mesh.device),
-            "device_reserved": torch.cuda.memory_reserved(mesh.device),
-            "device_peak": torch.cuda.max_memory_allocated(mesh.device),
-            "device_free": free,
-            "device_total": total,
-        }
+    on_device = is_accelerator(mesh.device)
+    if on_device:
+        process |= {f"device_{what}": nbytes for what, nbytes in asdict(device_memory(mesh.device)).items()}
     found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}, "largest": []}
     if engine is None:
         return found
@@ -185,7 +179,7 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
         if purposes:
             found["purposes"][tier.value] = {purpose.value: nbytes for purpose, nbytes in purposes.items()}
     held = process.get("device_allocated") or process["resident"]
-    counted = ledger.total(Tier.DEVICE) if mesh.device.type == "cuda" else ledger.total()
+    counted = ledger.total(Tier.DEVICE) if on_device else ledger.total()
     found |= {"counted": counted, "counted_peak": ledger.peak(), "uncounted": max(0, held - counted)}
     found["largest"] = _largest(engine)
     return found

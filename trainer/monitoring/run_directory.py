@@ -11,13 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zeromesh import __version__
 from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.accelerator import device_name, is_accelerator
 from zeromesh.offload.memory.ledger import cpu_name
 from zeromesh.telemetry.watchdog import StateMonitor
 from zeromesh.trainer.config.redact import Redaction
@@ -116,7 +115,7 @@ class RunDirectory:
 def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
     """The facts that a start records: the number of parameters, the hardware, and versions of packages."""
     device, size = mesh.device, mesh.shape.world_size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    name = device_name(device) if is_accelerator(device) else cpu_name()
     versions = {"zeromesh": __version__, "python": platform.python_version()}
     versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
     hardware = f"{size} rank{'s' * (size > 1)} on {name}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
+from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.telemetry.step_recorder import Figures
 from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
@@ -149,8 +150,7 @@ def require_free_names(values: Mapping[str, Any], whose: str) -> None:
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
     """The highest peak memory of any rank by now, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks
     call it."""
-    on_device = mesh.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(mesh.device) if on_device else peak_bytes()
+    peak = device_memory(mesh.device).peak if is_accelerator(mesh.device) else peak_bytes()
     rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
     return max(rows)[0], tuple([row[1] / 1e6 for row in rows])
 

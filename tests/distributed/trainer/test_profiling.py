@@ -435,5 +435,5 @@ def test_the_peak_is_measured_or_from_a_table(monkeypatch: pytest.MonkeyPatch) -
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
     ):
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
+        monkeypatch.setattr("zeromesh.trainer.models.flops.device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda", 0), torch.bfloat16)[0] == wanted

@@ -14,6 +14,7 @@ import torch
 
 from zeromesh.launch import self_test
 from zeromesh.launch.self_test import Trial, try_exchange
+from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.offload.io import direct_io
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.doctor import hardware, software
@@ -55,7 +56,7 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name, value in {"available_cores": 8, "available_bytes": 48 * GIB, "machine_bytes": 64 * GIB}.items():
         monkeypatch.setattr(hardware, name, lambda value=value: value)
     monkeypatch.setattr(hardware, "group_settings", lambda name: [])
-    monkeypatch.setattr(hardware.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware.accelerator, "found", lambda: torch.device("cuda"))
     monkeypatch.setattr(hardware, "_limit", lambda which: None)
     monkeypatch.setattr(hardware.os, "statvfs", lambda path: SimpleNamespace(f_frsize=GIB, f_blocks=32))
     return monkeypatch
@@ -98,67 +99,68 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
 # Accelerators
 
 
-class Cuda(SimpleNamespace):
-    """Devices as torch shows them, of which `broken` compute nothing and `apart` do not reach each other."""
+class Devices(SimpleNamespace):
+    """GPUs as the seam shows them, of which `broken` compute nothing and `apart` do not reach each other."""
 
-    count, free, broken, apart, failure = 2, 79, (), (), ""
+    count, free, broken, apart, failure, built = 2, 79, (), (), "", "CUDA 12.8"
 
-    def init(self) -> None:
+    def built_for(self) -> str:
+        return self.built
+
+    def begin(self) -> list[torch.device]:
         if self.failure:
             raise RuntimeError(f"{self.failure}\nand more")
+        return [torch.device("cuda", index) for index in range(self.count)]
 
-    def device_count(self) -> int:
-        return self.count
-
-    def get_device_name(self, index: int) -> str:
+    def device_name(self, device: torch.device) -> str:
         return "H100"
 
-    def get_device_capability(self, index: int) -> tuple[int, int]:
-        return 9, 0
+    def architecture(self, device: torch.device) -> str:
+        return "sm_90"
 
-    def mem_get_info(self, index: int) -> tuple[int, int]:
-        return self.free * GIB, 80 * GIB
+    def device_memory(self, device: torch.device) -> DeviceMemory:
+        return DeviceMemory(free=self.free * GIB, total=80 * GIB, allocated=0, reserved=0, peak=0)
 
-    def ones(self, count: int, device: str) -> torch.Tensor:
-        if device in self.broken:
+    def ones(self, count: int, device: torch.device) -> torch.Tensor:
+        if device.index in self.broken:
             raise RuntimeError("CUDA error: no kernel image is available")
         return torch.ones(count)
 
-    def can_device_access_peer(self, one: int, two: int) -> bool:
-        return (one, two) not in self.apart
+    def neighbours(self, device: torch.device) -> list[int]:
+        return [other for other in range(device.index) if (other, device.index) not in self.apart]
 
-    nccl = SimpleNamespace(version=lambda: (2, 27, 3))
+    def collectives_library(self) -> str:
+        return "NCCL 2.27.3"
 
 
 @pytest.mark.parametrize(
-    ("built", "driver", "cuda", "found"),
+    ("driver", "devices", "found"),
     [
-        ("12.8", "575.51", Cuda(), {}),
-        (None, "575.51", Cuda(), {"CUDA": "problem"}),
-        (None, "", Cuda(), {}),
-        ("12.8", "520.61", Cuda(failure="the driver is too old"), {"devices": "problem"}),
-        ("12.8", "575.51", Cuda(count=0), {"devices": "problem"}),
-        ("12.8", "", Cuda(failure="no driver"), {}),
-        ("12.8", "575.51", Cuda(free=9), {"device 0": "warning", "device 1": "warning"}),
-        ("12.8", "575.51", Cuda(broken=("cuda:1",)), {"device 1": "problem"}),
-        ("12.8", "575.51", Cuda(apart=((0, 1),)), {"peer access": "warning"}),
+        ("575.51", Devices(), {}),
+        ("575.51", Devices(built=""), {"torch": "problem"}),
+        ("", Devices(built=""), {}),
+        ("520.61", Devices(failure="the driver is too old"), {"devices": "problem"}),
+        ("575.51", Devices(count=0), {"devices": "problem"}),
+        ("", Devices(failure="no driver"), {}),
+        ("575.51", Devices(free=9), {"device 0": "warning", "device 1": "warning"}),
+        ("575.51", Devices(broken=(1,)), {"device 1": "problem"}),
+        ("575.51", Devices(apart=((0, 1),)), {"peer access": "warning"}),
     ],
 )
 def test_torch_the_driver_and_devices_have_to_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None, driver: str, cuda: Cuda, found: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, devices: Devices, found: dict[str, str]
 ) -> None:
-    version = SimpleNamespace(cuda=built)
-    monkeypatch.setattr(
-        hardware, "torch", SimpleNamespace(cuda=cuda, ones=cuda.ones, version=version, __version__="2.13")
-    )
+    monkeypatch.setattr(hardware, "accelerator", devices)
+    fake = SimpleNamespace(ones=devices.ones, device=torch.device, __version__="2.13")
+    monkeypatch.setattr(hardware, "torch", fake)
     monkeypatch.setattr(hardware, "_DRIVER", tmp_path / "version")
     if driver:
         (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed\n")
     shown = list(hardware.accelerators())
     assert levels(shown) == found
     assert driver in texts(shown)
-    assert cuda.failure in texts(shown) or not driver
-    assert "1 of 1 pairs do not reach each other (0-1)" in texts(shown) or not cuda.apart
+    assert devices.failure in texts(shown) or not driver
+    assert "1 of 1 pairs do not reach each other (0-1)" in texts(shown) or not devices.apart
 
 
 # Packages

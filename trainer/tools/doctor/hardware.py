@@ -1,4 +1,4 @@
-"""The machine below a run: cores, memory and limits, CUDA devices, and the directories that a run writes to."""
+"""The machine below a run: cores, memory and limits, accelerators, and the directories that a run writes to."""
 
 import contextlib
 import os
@@ -16,6 +16,7 @@ import torch
 from zeromesh.environment import available_cores
 from zeromesh.errors import StorageError, summary
 from zeromesh.files import try_lock
+from zeromesh.offload import accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, file_system_of, free_bytes, nearest_directory
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes, swap_bytes
@@ -95,9 +96,9 @@ def _limits() -> Iterator[Finding]:
     yield warning(
         "locked memory",
         "no limit" if locked is None else human_bytes(locked),
-        "No more than this is pinned for copies between device and host, and InfiniBand cannot register its buffers.",
+        "InfiniBand cannot register its buffers.",
         "Set ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK).",
-        when=torch.cuda.is_available() and locked is not None and locked < _LEAST_LOCKED,
+        when=accelerator.found() is not None and locked is not None and locked < _LEAST_LOCKED,
     )
     processes = min((each for each in (threads, _group_limit("pids.max")) if each is not None), default=None)
     connections = "Ranks hold a connection for each peer and group, and a file for each shard that they read."
@@ -121,44 +122,44 @@ def _limit(number: int) -> int | None:
 
 
 def accelerators() -> Iterator[Finding]:
-    """Judge whether torch, the driver and the CUDA devices fit together. Devices hold some memory until this process ends."""
+    """Judge whether torch, the driver and the devices fit together. Devices hold some memory until this process ends."""
     driver = ""
     with contextlib.suppress(OSError):
         match = re.search(r"(?:Kernel Module|x86_64|aarch64)\s+([\d.]+)", _DRIVER.read_text(encoding="ascii"))
         driver = match[1] if match else "of an unknown version"
-    built, version = torch.version.cuda, torch.__version__
-    if built is None:
+    built, version = accelerator.built_for(), torch.__version__
+    if not built:
         yield problem(
-            "CUDA",
+            "torch",
             f"{f'a driver ({driver}), but' if driver else 'no device;'} torch {version} "
-            + ("is built without CUDA" if driver else "computes on the CPU"),
+            + ("is built for CPUs alone" if driver else "computes on the CPU"),
             "Runs would compute on the CPU, beside devices that stand still.",
             "Install a build of torch with CUDA: the selector on pytorch.org gives the command.",
             when=bool(driver),
         )
         return
-    yield Finding("CUDA", f"torch {version} for CUDA {built}; driver {driver or 'not found'}")
-    count, error = 0, "torch sees none"
+    yield Finding("torch", f"{version} for {built}; NVIDIA's driver {driver or 'not found'}")
+    devices, error = list[torch.device](), "torch sees none"
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        count = torch.cuda.device_count()
+        devices = accelerator.begin()
     except RuntimeError as failure:
         error = summary(failure)
-    if not count:
+    if not devices:
         yield problem(
             "devices",
             f"none can be used: {error}" if driver else "none; torch computes on the CPU",
             "There is a driver, but no device for this process: runs would compute on the CPU.",
-            f"Update a driver that is too old for CUDA {built}; look at CUDA_VISIBLE_DEVICES, at what nvidia-smi says, and "
+            f"Update a driver that is too old for {built}; look at CUDA_VISIBLE_DEVICES, at what nvidia-smi says, and "
             "whether the container was started with --gpus all.",
             when=bool(driver),
         )
         return
-    yield from map(device, range(count))
-    yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-    if count > 1:
-        pairs = list(combinations(range(count), 2))
-        apart = [f"{one}-{two}" for one, two in pairs if not torch.cuda.can_device_access_peer(one, two)]
+    yield from map(device, devices)
+    yield Finding("collectives", accelerator.collectives_library() or "torch names no library for these devices")
+    if len(devices) > 1:
+        pairs = list(combinations(range(len(devices)), 2))
+        near = [accelerator.neighbours(each) for each in devices]
+        apart = [f"{one}-{two}" for one, two in pairs if one not in near[two]]
         some = ", ".join(apart[:4]) + (" ..." if len(apart) > 4 else "")
         yield warning(
             "peer access",
@@ -171,13 +172,13 @@ def accelerators() -> Iterator[Finding]:
         )
 
 
-def device(index: int) -> Finding:
+def device(found: torch.device) -> Finding:
     """Judge the memory of one device, and whether it computes with the kernels of torch."""
-    what, name = f"device {index}", torch.cuda.get_device_name(index)
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+    what, name = f"device {found.index}", accelerator.device_name(found)
+    architecture = accelerator.architecture(found) or found.type
     try:
-        free, total = torch.cuda.mem_get_info(index)
-        torch.ones(2, device=f"cuda:{index}").sum().item()
+        memory = accelerator.device_memory(found)
+        torch.ones(2, device=found).sum().item()
     except RuntimeError as error:
         return problem(
             what,
@@ -187,10 +188,10 @@ def device(index: int) -> Finding:
         )
     return warning(
         what,
-        f"{name}, {human_bytes(free)} free of {human_bytes(total)}, {architecture}",
+        f"{name}, {human_bytes(memory.free)} free of {human_bytes(memory.total)}, {architecture}",
         "Another process computes there: a run has less memory, and waits.",
         "Look at nvidia-smi, end what should not be there, or choose other devices with CUDA_VISIBLE_DEVICES.",
-        when=free < (1 - _BUSY) * total,
+        when=memory.free < (1 - _BUSY) * memory.total,
     )
 
 
