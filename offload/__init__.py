@@ -9,7 +9,7 @@ Useful by itself; knows no rank and no model.
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime
-from zeromesh.offload.memory.allocation import PinnedBudget, ReleasableBuffer, allocate_lasting, pinned_limit
+from zeromesh.offload.memory.allocation import PinnedBudget, ReleasableBuffer, allocate_lasting, pinnable_bytes
 from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
 from zeromesh.offload.memory.ledger import (
     Ledger,
@@ -46,7 +46,7 @@ __all__ = [
     "allocate_lasting",
     "available_bytes",
     "peak_bytes",
-    "pinned_limit",
+    "pinnable_bytes",
     "resident_bytes",
     "reuse_freed_memory",
     "settle_heap",

@@ -7,7 +7,8 @@ done when a call returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -77,6 +78,27 @@ def pick_device(local_rank: int) -> torch.device:
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream on which this thread launches what it computes on `device`."""
     return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def launching_on(stream: torch.Stream) -> Iterator[None]:
+    """Have what this thread launches inside the block go to `stream`.
+
+    `with stream:` is for streams of one thread: torch keeps in the stream itself what was current before, and of two threads each
+    would get the other's back.
+    """
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def use(device: torch.device) -> None:
+    """Make `device` current in this thread: a thread that never says so begins to use the first one, and takes memory there."""
+    if is_accelerator(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:

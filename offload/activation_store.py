@@ -8,7 +8,7 @@ tensors that autograd holds; when it drops one, for whatever reason, memory and 
 
     UnmovedTensor   the tensor itself, or a copy in the memory of the CPU that computes
     FileCopy        a copy in a slot of a file
-    PinnedCopy      a copy in pinned memory, beside a CUDA device
+    PinnedCopy      a copy in pinned memory, beside an accelerator
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.accelerator import current_stream, is_accelerator
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import whole_blocks
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
@@ -114,7 +115,7 @@ class FileCopy(SavedTensor):
         self._fetched = None
         _wait(read)
         if self._write.copied is not None:
-            current_stream(self._device).wait_event(self._write.copied)
+            accelerator.current_stream(self._device).wait_event(self._write.copied)
         return reservation.memory.to(self._device, non_blocking=True)
 
     def _start(self) -> tuple[Reservation, Transfer]:
@@ -138,7 +139,7 @@ class PinnedCopy(SavedTensor):
     def get(self) -> torch.Tensor:
         tensor, copied = self._fetched or self._start()
         self._fetched = None
-        current_stream(tensor.device).wait_event(copied)
+        accelerator.current_stream(tensor.device).wait_event(copied)
         return tensor
 
     def _start(self) -> tuple[torch.Tensor, torch.Event]:
@@ -356,7 +357,7 @@ class ActivationStore:
     def _end_copy(self) -> None:
         """Let go of the oldest tensor that is copied out. Raises `RuntimeError` where it was changed meanwhile."""
         tensor, version, event = self._copying.popleft()
-        current_stream(self._tiers.device).wait_event(event)
+        accelerator.current_stream(self._tiers.device).wait_event(event)
         require_unchanged(tensor, version, "while it was copied to the host")
 
     def _on_host(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:

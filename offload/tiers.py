@@ -18,9 +18,9 @@ from typing import Literal, get_args
 import torch
 
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload.accelerator import on_accelerator
+from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES, FileSlot, FileTier
-from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of, pages
+from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 
@@ -56,7 +56,7 @@ class TierChoice:
 
     def leaves(self, device: torch.device) -> bool:
         """Tell whether any of it leaves the memory of `device`. A CPU's own memory is the host's."""
-        return self.away and (self.tier == "file" or device.type != "cpu")
+        return self.away and (self.tier == "file" or is_accelerator(device))
 
     def on(self, tier: Tier, numel: int) -> int:
         """Return how many of `numel` elements rest on a tier."""
@@ -86,6 +86,10 @@ class TieredPart:
     memory: torch.Tensor | None = None
     slot: FileSlot | None = None
     first: int = 0
+
+    def beside(self, data: torch.Tensor) -> bool:
+        """Whether it lies in the same kind of memory as `data`."""
+        return self.memory is not None and self.memory.device.type == data.device.type
 
 
 class TieredTensor:
@@ -162,7 +166,8 @@ class TieredTensor:
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
-        parts = self.slice(start, start + data.numel()).parts
+        # What is here already goes first: a copy from elsewhere begins after it, and whoever is ordered behind that has both.
+        parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.beside(data))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
         if len(moves) > 1:
@@ -300,10 +305,9 @@ class Tiers:
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Make a buffer `[nbytes]`, uint8, on `device` for bytes on their way from another tier; on the host on its own pages."""
-        if device.type != "cpu":
+        if is_accelerator(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        pinned = self.pinned.pages(nbytes, self.device)
-        return pages(nbytes) if pinned is None else pinned
+        return self.pinned.pages(nbytes, self.device)
 
     def file(self) -> FileTier:
         """The file tier. Raises `StorageError` where there is no directory for it."""

@@ -1,12 +1,12 @@
 """Bytes on their way between tiers, the time that somebody has waited for them, and the buffers that they pass through.
 
-Between an accelerator and its host copies go beside what is computed, by a stream each way, and the host never waits:
+Between a device and its host copies go beside what is computed, by a stream each way, and the host never waits:
 
     in     host -> device     whoever uses the bytes on the device comes after the copy by an event
     out    device -> host     whoever uses the bytes on the host waits for the copy
 
-A copy begins when what was launched before it on the current stream is done. A copy in waits for the copies out before it, so that
-bytes that have left are what comes back.
+A copy begins when what was launched before it on the current stream is done. Both ways go on at once; only copies of the same
+bytes of the host keep their order, so that bytes that have left are what comes back.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.accelerator import current_stream, on_accelerator, record
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import on_accelerator
 
 
 class WaitTime:
@@ -123,14 +126,48 @@ DONE = Transfer()
 """A transfer that is over."""
 
 
+class CopyLane:
+    """The copies of one way between a device and this process's memory: their stream, and which bytes of the host are in flight."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+        # Events of a stream happen in order, so one thread can wait for all of them.
+        self.thread = ThreadPoolExecutor(
+            1, thread_name_prefix="zeromesh-copies", initializer=partial(accelerator.use, device)
+        )
+        self._in_flight: deque[tuple[int, int, torch.Event]] = deque()
+        self._lock = threading.Lock()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, other: CopyLane) -> torch.Event:
+        """Launch a copy, after those of the `other` lane that touch the same bytes of the host."""
+        host = source if on_accelerator(target) else target
+        begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
+        for event in other.touching(begin, end):
+            self.stream.wait_event(event)
+        event = _copy(self.stream, source, target)
+        with self._lock:
+            self._in_flight.append((begin, end, event))
+        return event
+
+    def touching(self, begin: int, end: int) -> list[torch.Event]:
+        """What happens when the copies in flight of bytes between two addresses of the host are done."""
+        with self._lock:
+            while self._in_flight and self._in_flight[0][2].query():
+                self._in_flight.popleft()
+            return [event for first, last, event in self._in_flight if first < end and last > begin]
+
+
 class CopyStreams:
-    """The streams between one accelerator and this process's memory. Threads may share them."""
+    """The streams between one device and this process's memory. Threads may share them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.inward, self._outward = torch.Stream(device), torch.Stream(device)
-        # Events of a stream happen in order, so one thread can wait for all of them.
-        self._threads = ThreadPoolExecutor(2, "zeromesh-copies", torch.accelerator.set_device_index, (device.index,))
+        self._inward, self._outward = CopyLane(device), CopyLane(device)
+
+    @property
+    def inward(self) -> torch.Stream:
+        """The stream of the copies to the device."""
+        return self._inward.stream
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
         """Start to copy between device and host, converted to the target's dtype; returns what happens when it is done.
@@ -138,34 +175,31 @@ class CopyStreams:
         The caller keeps both tensors until then. The host's memory should be pinned: from other memory the host itself copies,
         and waits.
         """
-        stream = self._stream_to(target)
-        stream.wait_stream(current_stream(self._device))
-        if stream is self.inward:
-            stream.wait_stream(self._outward)
-        return _copy(stream, source, target)
+        lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
+        lane.stream.wait_stream(accelerator.current_stream(self._device))
+        return lane.copy(source, target, other)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Start to copy as `start` does; both tensors are kept until that is done."""
         event = self.start(source, target)
-        ended = self._threads.submit(lambda _kept: event.synchronize(), (source, target))
-        if on_accelerator(target):
-            return _TransferToDevice(self._device, self.inward, event, ended)
+        lane = self._inward if on_accelerator(target) else self._outward
+        ended = lane.thread.submit(lambda _kept: event.synchronize(), (source, target))
+        if lane is self._inward:
+            return _TransferToDevice(self._device, lane.stream, event, ended)
         transfer = Transfer([ended])
         transfer.crosses = True
         return transfer
 
     def now(self) -> torch.Event:
         """An event for what has been launched on the current stream."""
-        return record(current_stream(self._device))
+        return accelerator.record(accelerator.current_stream(self._device))
 
     def copy_after(self, event: torch.Event, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy after an event and return when that is done: for threads whose business is to wait."""
-        stream = self._stream_to(target)
+        """Copy after an event and return when that is done: for threads whose business is to wait, with memory of their own."""
+        accelerator.use(self._device)
+        stream = (self._inward if on_accelerator(target) else self._outward).stream
         stream.wait_event(event)
         _copy(stream, source, target).synchronize()
-
-    def _stream_to(self, target: torch.Tensor) -> torch.Stream:
-        return self.inward if on_accelerator(target) else self._outward
 
 
 class _TransferToDevice(Transfer):
@@ -181,22 +215,24 @@ class _TransferToDevice(Transfer):
         return True
 
     def wait(self) -> None:
-        current_stream(self._device).wait_event(self._event)
+        accelerator.current_stream(self._device).wait_event(self._event)
 
     def ordering(self) -> AbstractContextManager[object]:
-        # A part of the bytes may have been on the device before: the current stream copies that, since this copy began.
-        self._stream.wait_stream(current_stream(self._device))
-        return self._stream
+        return accelerator.launching_on(self._stream)
 
 
 copy_streams_of = cache(CopyStreams)
-"""The streams between this process's memory and an accelerator."""
+"""The streams between this process's memory and a device."""
 
 
 def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-    with stream:
+    with accelerator.launching_on(stream):
+        if (
+            source.dtype != target.dtype
+        ):  # The device converts: the host would have to, before the copy, and wait for that.
+            source = source.to(stream.device, non_blocking=True)
         target.copy_(source, non_blocking=True)
-    return record(stream)
+        return accelerator.record(stream)
 
 
 PAGE = mmap.PAGESIZE

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.accelerator import is_accelerator, pin, unpin
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
@@ -74,44 +76,53 @@ class ReleasableBuffer:
             self.full.untyped_storage().resize_(0)
 
 
-_SHARE_OF_FREE = 2
-"""Pinned memory cannot be paged out: at most this part of what is free is pinned without a limit."""
+_LEFT_FREE = 8
+"""Pinned memory cannot be paged out: this part of what is free is left to others."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PinnedBudget:
-    """Bytes that may be pinned; what goes beyond is ordinary memory, from which copies are slower. None: `pinned_limit` decides."""
+    """Memory of the host that a device copies from and to by itself, as far as the driver pins it: what is not pinned is ordinary
+    memory, from which copies are slower and make the host wait.
+
+    `limit`: bytes that may be pinned; None: as much as `pinnable_bytes` says at the time. RLIMIT_MEMLOCK does not bind drivers.
+    """
 
     limit: int | None = None
     used: int = 0
-    refused: int = 0
-    """Bytes that the driver would not pin."""
+    pageable: int = 0
+    """Bytes of states that were to be pinned and are not."""
+    _most: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
         nbytes = numel * dtype.itemsize
-        found = self.pages(nbytes, device) if nbytes else None
-        return allocate_lasting(numel, dtype, torch.device("cpu")) if found is None else found.view(dtype)
+        if not nbytes or not is_accelerator(device):
+            return allocate_lasting(numel, dtype, torch.device("cpu"))
+        before = self.used
+        found = self.pages(nbytes, device)
+        self.pageable += nbytes - (self.used - before)
+        return found.view(dtype)
 
-    def pages(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        """Pinned pages, `[nbytes]` uint8; None where the budget or the driver has none. One that has refused is not asked again."""
-        if not self.take(nbytes, device):
-            return None
-        found = pinned_pages(nbytes, device)
-        if found is None:
+    def pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Pages of their own, `[nbytes]` uint8, zero, pinned for `device` if it is an accelerator and as far as that can be had."""
+        if self.take(nbytes, device):
+            if (found := _pinned_pages(nbytes, device)) is not None:
+                return found
             self.give(nbytes)
-            self.refused, self.limit = self.refused + nbytes, self.used
-        return found
+            self.limit = self._most = self.used  # A driver that has refused is not asked again.
+        return pages(nbytes)
 
     def take(self, nbytes: int, device: torch.device) -> bool:
         """Whether so many bytes more may be pinned; they count from now on. For a CPU there is nothing to pin."""
         if not is_accelerator(device):
             return False
-        if self.limit is None:
-            self.limit = pinned_limit()
-        if self.used + nbytes > self.limit:
-            return False
-        self.used += nbytes
+        wanted = self.used + nbytes
+        if wanted > self._most:  # Up to the most of before, the room was there and is kept by torch.
+            if nbytes > (pinnable_bytes() if self.limit is None else self.limit - self.used):
+                return False
+            self._most = wanted
+        self.used = wanted
         return True
 
     def give(self, nbytes: int) -> None:
@@ -119,40 +130,37 @@ class PinnedBudget:
         self.used -= nbytes
 
 
-def pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Pages of their own, `[nbytes]` uint8, that an accelerator copies from and to by itself; None where the driver refuses to pin.
+def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Pages that the driver has pinned, `[nbytes]` uint8; None where it does not.
 
     torch's own pinned memory is rounded up to a power of two, which for states is too much.
     """
     found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(found, dtype=torch.uint8) if found.register(device) else None
+    return torch.frombuffer(found, dtype=torch.uint8) if found.pin(device) else None
 
 
 class _PinnedPages(mmap.mmap):
-    """Pages that are registered with an accelerator's driver until they go."""
+    """Pages that are pinned until they go."""
 
-    _address = 0
-    _device: torch.device
+    _pinned: tuple[int, torch.device] | None = None
 
-    def register(self, device: torch.device) -> bool:
-        """Have the driver pin them; whether it did."""
+    def pin(self, device: torch.device) -> bool:
+        """Have the driver of `device` pin them; whether it did."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if not pin(address, len(self), device):
+        if not accelerator.pin(address, len(self), device):
             return False
-        self._address, self._device = address, device
+        self._pinned = address, device
         return True
 
     def __del__(self) -> None:
-        if self._address and not sys.is_finalizing():
-            unpin(self._address, self._device)
+        if self._pinned is not None and not sys.is_finalizing():
+            accelerator.unpin(*self._pinned)
 
 
-def pinned_limit() -> int:
-    """Bytes that this process may pin: a part of what machine and control group have free.
-
-    RLIMIT_MEMLOCK does not count, which drivers do not go by: containers often have 64 KiB of it, and pin without limit.
-    """
-    return available_bytes() // _SHARE_OF_FREE
+def pinnable_bytes() -> int:
+    """Bytes that this process may pin now: all but a part of what machine and control group have free."""
+    free = available_bytes()
+    return free - free // _LEFT_FREE
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork
@@ -50,6 +51,8 @@ class Run:
         if layout.compile:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager")
+        if is_accelerator(mesh.device):
+            layout = replace(layout, transport="auto")
         options = layout.options(problem)
         tiers = open_tiers(mesh, options)
         if arena is not None:
@@ -63,15 +66,20 @@ class Run:
 
     def microbatches(self, step: int) -> list[tuple[int, Batch]]:
         """This rank's microbatches of a step, each with its first sample's number in the batch."""
-        batch, data = reference.batch_of(self.problem, step), self.mesh.data.size
+        batch, data = self.batch_of(step), self.mesh.data.size
         micro, rest = divmod(self.problem.samples, data * self.layout.accumulation)
         assert rest == 0
         starts = [(number * data + self.mesh.data_index) * micro for number in range(self.layout.accumulation)]
         return [(start, reference.part(batch, start, start + micro)) for start in starts]
 
+    def batch_of(self, step: int) -> Batch:
+        """The global batch of a step, where this rank computes."""
+        batch = reference.batch_of(self.problem, step)
+        return {name: values.to(self.mesh.device) for name, values in batch.items()}
+
     def step(self, number: int, *, before_update: Callable[[], None] | None = None, factor: float = 1.0) -> StepOutcome:
         """One training step; `factor` multiplies the loss."""
-        subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, number)
+        subject, batch = SUBJECTS[self.problem.model], self.batch_of(number)
         count = subject.count(batch)
         parts = self.microbatches(number)
         total = torch.zeros(1, dtype=torch.float64)
@@ -92,14 +100,14 @@ class Run:
             with self.problem.arithmetic():
                 train = self.divided.pipeline.train
                 losses = self.engine.run_schedule(partial(train, work=work, loss=lambda m, _: self.loss_of(m, factor)))
-            total += torch.stack(losses).double().sum()
+            total += torch.stack(losses).double().sum().cpu()
             self.mesh.pipeline.sum_(total, "loss")
         else:
             for (_, micro), at in zip(parts, where, strict=True):
                 with self.engine.microbatch(at) as backward:
                     loss = self.loss_of(micro, factor)
                     backward(loss, 1.0 / count)
-                total += loss.detach()
+                total += loss.detach().cpu()
         self.mesh.data.sum_(total, "loss")
         self.losses.append(float(total) / count)
         if before_update is not None:
@@ -115,14 +123,14 @@ class Run:
 
     def evaluate(self) -> float:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""
-        subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, 0)
+        subject, batch = SUBJECTS[self.problem.model], self.batch_of(0)
         if self.divided.pipeline is not None:
             work = [
                 MicrobatchWork(batch=batch, where=MicrobatchPosition(step=0, first_sample=0, first=True, last=True))
             ]
             with self.engine.evaluation() as passes, self.problem.arithmetic():
                 losses = self.divided.pipeline.evaluate(passes, work, lambda m, _: self.loss_of(m, 1.0))
-            total = torch.stack(losses).double()
+            total = torch.stack(losses).double().cpu()
             return float(self.mesh.pipeline.sum_(total, "loss")) / subject.count(batch)
         with self.engine.evaluation(), self.problem.arithmetic():
             return float(subject.loss_sum(self.model, batch)) / subject.count(batch)

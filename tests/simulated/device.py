@@ -58,7 +58,24 @@ def load() -> torch.device:
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
         # `Module.to` keeps parameters the objects that they are, as it does between a CPU and a GPU.
         torch.__future__.set_swap_module_params_on_conversion(True)
+        torch.Tensor.data = _data()  # type: ignore[method-assign, assignment]
     return torch.device("sim", 0)
+
+
+def _data() -> property:
+    """`Tensor.data`, which may be set to a tensor of the device, as a CPU tensor's may to one of a GPU."""
+    plain = torch.Tensor.data
+
+    def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if tensor.device.type == value.device.type:
+            plain.__set__(tensor, value)  # type: ignore[attr-defined]
+            return
+        fresh = value.detach().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, fresh)
+
+    return property(plain.__get__, assign)  # type: ignore[attr-defined]
 
 
 def _module() -> ModuleType:

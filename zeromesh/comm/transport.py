@@ -225,14 +225,15 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
         CollectiveError: when this rank is not in it.
     """
     group.require_member()
-    if device.type == "cuda":
+    if is_accelerator(device):
         if kind in ("shared", "gloo"):
             raise ConfigError(
-                f"parallel.transport is {kind}, which moves CPU memory, but the ranks compute on CUDA; use auto or nccl"
+                f"parallel.transport is {kind}, which moves CPU memory, but the ranks compute on {device.type.upper()}; "
+                "use auto or nccl"
             )
         return "local" if group.size == 1 else "nccl"
     if kind == "nccl":
-        raise ConfigError("parallel.transport is nccl, but no CUDA device is here; use auto, shared or gloo")
+        raise ConfigError("parallel.transport is nccl, but no accelerator is here; use auto, shared or gloo")
     if group.size == 1:
         return "local"
     obstacle, machine = "", platform.machine()

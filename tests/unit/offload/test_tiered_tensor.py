@@ -22,7 +22,7 @@ from zeromesh.offload import (
     TierChoice,
     TieredTensor,
     Tiers,
-    pinned_limit,
+    pinnable_bytes,
 )
 from zeromesh.offload import tiers as tiers_module
 from zeromesh.offload.io import file_tier
@@ -275,38 +275,45 @@ def test_the_end_takes_the_files(tmp_path: Path) -> None:
 
 def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
+    refused: list[int] = []
 
     def noted(nbytes: int, device: torch.device) -> torch.Tensor | None:
-        if nbytes > 10_000:
+        if nbytes in refused:
             return None
         pinned.append(nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(allocation, "pinned_pages", noted)
+    monkeypatch.setattr(allocation, "_pinned_pages", noted)
     budget = PinnedBudget(limit=10_000)
-    cuda = torch.device("cuda")
+    device = torch.device("cuda")
     for count, expected in ((1000, [4000]), (2000, [4000]), (1500, [4000, 6000]), (1, [4000, 6000])):
-        found = budget.allocate(count, torch.float32, cuda)
+        found = budget.allocate(count, torch.float32, device)
         assert torch.equal(found, torch.zeros(count))
         assert pinned == expected
-    assert budget.used == 10_000
+    assert (budget.used, budget.pageable) == (10_000, 8004)
     budget.allocate(5, torch.float32, CPU)
-    assert budget.used == 10_000
+    assert (budget.used, budget.pageable) == (10_000, 8004)
     budget.give(6000)
-    assert budget.take(6000, cuda)
-    assert not budget.take(1, cuda)
-    assert PinnedBudget().limit is None
+    assert budget.take(6000, device)
+    assert not budget.take(1, device)
+    budget.give(6000)
+    refused.append(2000)
+    assert torch.equal(budget.allocate(500, torch.float32, device), torch.zeros(500))
+    assert (budget.used, budget.pageable) == (4000, 10_004), "what the driver does not pin counts as ordinary memory"
+    assert budget.limit == 4000, "a driver that has refused is not asked again"
 
 
-def test_what_the_driver_refuses_to_pin_is_not_counted_and_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "pinned_pages", lambda nbytes, device: None)
-    budget = PinnedBudget(limit=10_000)
-    found = budget.allocate(1000, torch.float32, torch.device("cuda"))
-    assert torch.equal(found, torch.zeros(1000))
-    assert (budget.used, budget.refused) == (0, 4000)
-    assert budget.limit == 0, "the driver is asked once"
-
-
-def test_what_may_be_pinned_is_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "available_bytes", lambda: 1000)
-    assert pinned_limit() == 500
+def test_what_may_be_pinned_is_what_is_free_and_not_what_the_system_lets_processes_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [8000]
+    monkeypatch.setattr(allocation, "available_bytes", lambda: free[0])
+    device, budget = torch.device("cuda"), PinnedBudget()
+    assert pinnable_bytes() == 7000
+    assert budget.take(6000, device)
+    free[0] = 2000
+    assert not budget.take(2000, device)
+    assert budget.take(1500, device)
+    free[0] = 0
+    budget.give(1500)
+    assert budget.take(1500, device), "torch keeps what was pinned"
