@@ -169,6 +169,19 @@ def test_collectives_are_called_in_the_mesh_alone() -> None:
     assert not offenders(outside("zeromesh/mesh/", "zeromesh/comm/"), "torch.distributed")
 
 
+def test_one_file_knows_what_kinds_of_devices_there_are() -> None:
+    """What holds for CUDA is to hold for every accelerator, the simulated one of the tests among them."""
+    others = outside("offload/accelerator.py")
+    found = offenders(others, "torch.cuda")
+    for source in others:
+        for node in ast.walk(source.tree):
+            if (isinstance(node, ast.Attribute) and node.attr == "is_cuda") or (
+                isinstance(node, ast.Constant) and node.value == "cuda"
+            ):
+                found.append(f"{source.path}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
+
+
 def test_hooks_are_registered_in_one_file() -> None:
     found = [
         f"{source.path}:{line}: {name}"
