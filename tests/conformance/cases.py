@@ -137,13 +137,13 @@ class Run:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by name."""
-        return {name: tensor.clone() for name, tensor in self.engine.state.parameters()}
+        return {name: tensor.clone().cpu() for name, tensor in self.engine.state.parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients by name, one by one."""
         state = self.engine.state
         found = {name: state.gradient(name) for name in state.names()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
     def digest(self) -> str:
         """Of every bit of this rank's share: master weights and moments. Gaps hold zeros."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+from devices import DEVICE
 from workers import Workers
 
 from .checks import Laboratory, Result, check_ranks_agree, check_same_bits
@@ -83,6 +84,8 @@ def test_tiers_change_no_bit(
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad"])
 def test_every_optimizer_streams(laboratory: Laboratory, optimizer: str) -> None:
+    if optimizer == "adagrad" and DEVICE.type != "cpu":
+        pytest.skip("torch has a fused kernel of Adagrad for the host alone, which rounds otherwise than the device's")
     problem = Problem(model="odd", optimizer=optimizer, steps=4, samples=12, precision="bfloat16")
     layout = Layout(transport="auto")
     base = laboratory.train(2, problem, layout, QUIET)

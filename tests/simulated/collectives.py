@@ -152,11 +152,16 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._launch("all_gather", inputs, outputs[0], start)
 
     def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> Any:
-        def start(ins: list[torch.Tensor], outs: list[torch.Tensor]) -> Any:
-            parts = list(outs[0].reshape(-1).chunk(self._count))
-            return self._gloo.allgather([parts], [ins[0].reshape(-1)])
+        parts = list(output.detach().view(-1).chunk(self._count))
+        # NCCL leaves a rank's own part alone where that is what it sends.
+        in_place = parts[self._own].data_ptr() == own.data_ptr()
+        written = [part for rank, part in enumerate(parts) if rank != self._own or not in_place]
 
-        return self._launch("all_gather", [own], [output], start)
+        def start(ins: list[torch.Tensor], outs: list[torch.Tensor]) -> Any:
+            mine = [torch.empty_like(ins[0]).view(-1)] if in_place else []
+            return self._gloo.allgather([[*outs[: self._own], *mine, *outs[self._own :]]], [ins[0].reshape(-1)])
+
+        return self._launch("all_gather", [own.detach()], written, start)
 
     def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Any:
         kind = dist.AllreduceOptions()

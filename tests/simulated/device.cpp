@@ -421,7 +421,7 @@ at::Generator& cpu_of(at::Generator& generator) { return static_cast<Generator*>
 
 DeviceIndex device_count() {
   static const auto* text = std::getenv("SIM_DEVICES");
-  return text ? DeviceIndex(std::atoi(text)) : DeviceIndex(4);
+  return text ? DeviceIndex(std::atoi(text)) : DeviceIndex(8);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
