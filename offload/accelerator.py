@@ -7,7 +7,7 @@ done when a call returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -82,7 +82,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def launching_on(stream: torch.Stream) -> Iterator[None]:
-    """Have what this thread launches inside the block go to `stream`.
+    """Have what this thread launches inside the block go to `stream`, whose device stays current in the thread.
 
     `with stream:` is for streams of one thread: torch keeps in the stream itself what was current before, and of two threads each
     would get the other's back.
@@ -95,6 +95,15 @@ def launching_on(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
+@contextmanager
+def beside(launched: torch.Event) -> Iterator[None]:
+    """Have what this thread launches inside the block go to a stream of its own, which comes after `launched` and nothing else."""
+    stream = torch.Stream(launched.device)
+    stream.wait_event(launched)
+    with launching_on(stream):
+        yield
+
+
 def use(device: torch.device) -> None:
     """Make `device` current in this thread: a thread that never says so begins to use the first one, and takes memory there."""
     if is_accelerator(device) and device.index is not None:
@@ -102,8 +111,22 @@ def use(device: torch.device) -> None:
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """An event that a stream records; a thread that waits for it sleeps rather than spins."""
-    return torch.Event(device, enable_timing=timed, blocking=True)
+    """An event that a stream records. A thread that waits for it spins; one that may sleep calls what `end_of` gives."""
+    return torch.Event(device, enable_timing=timed)
+
+
+def end_of(stream: torch.Stream) -> Callable[[], None]:
+    """What returns once all that was launched on `stream` so far is done. The caller sleeps, if the device can wake it.
+
+    A `torch.Event` cannot: it takes `blocking` and does nothing with it. The device's own events can, those of CUDA for one.
+    """
+    try:
+        ending = _module(stream.device).Event(blocking=True)
+    except TypeError:  # Its events have no such choice.
+        return record(stream).synchronize
+    with launching_on(stream):
+        ending.record()
+    return ending.synchronize  # type: ignore[no-any-return]
 
 
 def record(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
@@ -205,6 +228,11 @@ def set_generator_state(state: torch.Tensor | None) -> None:
     """Put the current device's generator into a state that `generator_state` has returned."""
     if state is not None and (module := _begun()):
         module.set_rng_state(state)
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Memory of the host, `[nbytes]` uint8, that the device copies from and to by itself. torch keeps it for the next who asks."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> bool:

@@ -366,7 +366,7 @@ class ActivationStore:
         reservation = self._count(Tier.HOST, nbytes)
         if pinned.take(nbytes, self._tiers.device):
             # torch keeps pinned blocks for the next one: pinning pages anew for each input would take longer than copying it.
-            reservation.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
+            reservation.memory = accelerator.pinned(nbytes).view(dtype).view(shape)
             reservation.ends.append(partial(pinned.give, nbytes))
         else:
             reservation.memory = allocate_lasting(shape, dtype, torch.device("cpu"))

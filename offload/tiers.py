@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from zeromesh.errors import ConfigError, StorageError
+from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES, FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of
@@ -194,11 +195,23 @@ class TieredTensor:
         return found
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D of `numel` elements, converted to its dtype. Raises `StorageError`."""
+        """Fill `out`, 1-D of `numel` elements in the host's memory, converted to its dtype. Raises `StorageError`.
+
+        From a device it is copied on the caller's own stream: a thread with one of its own waits for nothing but its copies.
+        """
         self._require_all(out.numel())
-        transfer = self.read(0, out)
-        transfer.end(counted=False)  # A checkpoint's thread waits beside training.
-        transfer.wait()
+        launched: torch.Stream | None = None
+        for part in self.parts:
+            target = out[part.start : part.end]
+            if part.memory is not None:
+                target.copy_(part.memory, non_blocking=True)
+                launched = accelerator.current_stream(part.memory.device) if on_accelerator(part.memory) else launched
+            else:
+                transfer = _move(self.dtype, part, target, write=False)
+                transfer.end(counted=False)  # A checkpoint's thread waits beside training.
+                transfer.wait()
+        if launched is not None:
+            accelerator.end_of(launched)()
 
     def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
         """Become a copy of `other`, of as many elements, converted. Raises `StorageError`."""

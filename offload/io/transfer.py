@@ -183,7 +183,8 @@ class CopyStreams:
         """Start to copy as `start` does; both tensors are kept until that is done."""
         event = self.start(source, target)
         lane = self._inward if on_accelerator(target) else self._outward
-        ended = lane.thread.submit(lambda _kept: event.synchronize(), (source, target))
+        wait = accelerator.end_of(lane.stream)
+        ended = lane.thread.submit(lambda _kept: wait(), (source, target))
         if lane is self._inward:
             return _TransferToDevice(self._device, lane.stream, event, ended)
         transfer = Transfer([ended])
@@ -196,10 +197,10 @@ class CopyStreams:
 
     def copy_after(self, event: torch.Event, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy after an event and return when that is done: for threads whose business is to wait, with memory of their own."""
-        accelerator.use(self._device)
         stream = (self._inward if on_accelerator(target) else self._outward).stream
         stream.wait_event(event)
-        _copy(stream, source, target).synchronize()
+        _copy(stream, source, target)
+        accelerator.end_of(stream)()
 
 
 class _TransferToDevice(Transfer):

@@ -80,6 +80,7 @@ struct Options {
   bool late = true, poison = true;
   int64_t patience = 20;  // So often a query says "not yet" of what nobody waits for.
   size_t memory = size_t(8) << 30;
+  int64_t pinnable = int64_t(1) << 40;  // Bytes of the longest range that the driver pins.
 } options;
 
 // ---------------------------------------------------------------------------------------------------------------- clocks
@@ -349,15 +350,33 @@ void unpin(uintptr_t begin) {
   pinned_.erase(found);
 }
 
+// torch's own pinned memory is not used again before the copies that torch has launched are done, and nobody waits for that.
+struct Parked {
+  void* memory;
+  std::map<StreamId, uint64_t> queued;
+};
+std::vector<Parked> parked_;
+
+void free_parked() {
+  std::erase_if(parked_, [](const Parked& each) {
+    for (auto& [id, queued] : each.queued)
+      if (streams_[id].ran < queued) return false;
+    auto found = pinned_.find(reinterpret_cast<uintptr_t>(each.memory));
+    split(found->first);
+    split(found->second);
+    segments_.erase(segments_.lower_bound(found->first), segments_.lower_bound(found->second));
+    pinned_.erase(found);
+    std::free(each.memory);
+    return true;
+  });
+}
+
 void free_pinned(void* memory) {
   Locked locked(lock_);
-  // torch's own pinned memory waits for the copies from it that torch has launched.
-  for (auto& [id, stream] : streams_) {
-    force(id);
-    join(host_, stream.clock);
-  }
-  unpin(reinterpret_cast<uintptr_t>(memory));
-  std::free(memory);
+  Parked parked{memory, {}};
+  for (auto& [id, stream] : streams_) parked.queued[id] = stream.queued;
+  parked_.push_back(std::move(parked));
+  free_parked();
 }
 
 struct PinnedAllocator final : c10::Allocator {
@@ -365,6 +384,7 @@ struct PinnedAllocator final : c10::Allocator {
     if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::kCPU};
     Locked locked(lock_);
     void* memory = nullptr;
+    free_parked();
     TORCH_CHECK(posix_memalign(&memory, 4096, nbytes) == 0, "the host has no memory to pin");
     auto begin = reinterpret_cast<uintptr_t>(memory);
     pinned_[begin] = begin + nbytes;
@@ -374,8 +394,14 @@ struct PinnedAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t count) const override { std::memcpy(to, from, count); }
 } pinned_allocator_;
 
+bool refused_ = false;  // The error of a call stays with the driver until a launch finds it.
+
 int64_t register_host(int64_t address, int64_t nbytes) {
   Locked locked(lock_);
+  if (nbytes > options.pinnable) {
+    refused_ = true;
+    return 2;  // Out of memory.
+  }
   auto begin = uintptr_t(address);
   if (pinned_.count(begin)) return 712;  // As CUDA says of memory that is pinned already.
   pinned_[begin] = begin + nbytes;
@@ -703,6 +729,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto count = schema.arguments().size(), begin = stack->size() - count;
   auto stream = current_;
   Locked locked(lock_);
+  TORCH_CHECK(!std::exchange(refused_, false), "simulated device: an earlier call has failed and nobody has asked for its error");
   force(stream);  // Only copies wait on a stream; what is computed there comes after them.
   tick(stream);
   std::string what = name + (label_.empty() ? "" : " in " + label_);
@@ -865,6 +892,7 @@ void set(std::string option, int64_t value) {
   else if (option == "poison") options.poison = value;
   else if (option == "memory") options.memory = value;
   else if (option == "patience") options.patience = value;
+  else if (option == "pinnable") options.pinnable = value;
   else TORCH_CHECK(false, "no option ", option);
 }
 

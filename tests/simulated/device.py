@@ -56,6 +56,9 @@ def load() -> torch.device:
         torch.ops.load_library(str(build()))
         torch._register_device_module("sim", _module())
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+        torch.empty(
+            1, pin_memory=True
+        )  # torch asks a device about pinned memory only once it has been begun, as CUDA is.
         # `Module.to` keeps parameters the objects that they are, as it does between a CPU and a GPU.
         torch.__future__.set_swap_module_params_on_conversion(True)
         torch.Tensor.data = _data()  # type: ignore[method-assign, assignment]

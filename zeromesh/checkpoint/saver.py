@@ -117,7 +117,7 @@ class Saver:
             if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank)
+        writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank, self._mesh.device)
         stages = self._stages(step, plan, writer, content, self._layout(content))
         next(stages)
         self.in_flight, self._writer, self._coming = step, writer, stages

@@ -418,7 +418,7 @@ class OptimizerStep:
         if not skip and not self._options.optimizer_in_backward:
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
-            self._stream.settle()
+        self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.
         self.drop_gradients()
         if not skip:
             self._end_averages()

@@ -1,7 +1,8 @@
 """Streams a rank's part of a checkpoint from live shards to files: fill a staging buffer, checksum it, write it.
 
 There is no second copy of the state: a save takes a few staging buffers of memory. What the next update changes first is written
-first, and the update waits for what is not copied yet (`release`).
+first, and the update waits for what is not copied yet (`release`). From a device it is copied beside training, on a stream that
+comes after what was launched when the save began, into pinned memory.
 """
 
 import threading
@@ -10,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
 from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.write_plan import WritePiece
 from zeromesh.errors import CheckpointError
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.transfer import StagingPool
+from zeromesh.offload.io.transfer import StagingPool, pages
 
+CPU = torch.device("cpu")
 STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PROGRESS_SECONDS = 0.2
@@ -44,9 +49,10 @@ def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Fu
 class ShardWriter:
     """Writes one rank's pieces of a checkpoint in a thread: `start`, then `release` before each update, and `join` at the end."""
 
-    def __init__(self, directory: Path, pieces: Sequence[WritePiece], rank: int) -> None:
-        """`pieces` are written in this order."""
+    def __init__(self, directory: Path, pieces: Sequence[WritePiece], rank: int, device: torch.device = CPU) -> None:
+        """`pieces` are written in this order. `device` is where this rank computes."""
         self._directory = directory
+        self._device = device
         self._pieces = pieces
         self._rank = rank
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
@@ -60,7 +66,10 @@ class ShardWriter:
 
     def start(self) -> Future[Any]:
         """Begin to write, in a thread of its own; returns what is done when nothing more is to be written."""
-        self._written = in_thread("save", self._write_all, daemon=True)
+        work = self._write_all
+        if is_accelerator(self._device):
+            work = partial(self._write_beside, accelerator.record(accelerator.current_stream(self._device)))
+        self._written = in_thread("save", work, daemon=True)
         return self._written
 
     def release(self, owner: int, on_progress: Callable[[], None]) -> float:
@@ -93,10 +102,15 @@ class ShardWriter:
                 self._changed.wait_for(over, timeout=_PROGRESS_SECONDS)
         return time.monotonic() - began
 
+    def _write_beside(self, launched: torch.Event) -> None:
+        """Write what a device holds once it has done what was `launched`, and no later."""
+        with accelerator.beside(launched):
+            self._write_all()
+
     def _write_all(self) -> None:
         """Fill, checksum and write the pieces in order, a few at a time, then bring their files to the disk."""
         try:
-            pool = StagingPool(STAGING_BUFFERS, GRID)
+            pool = StagingPool(STAGING_BUFFERS, GRID, accelerator.pinned if is_accelerator(self._device) else pages)
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
                 files = {
                     path: stack.enter_context(PositionalFile(self._directory / path, write=True))
