@@ -64,6 +64,8 @@ class DeviceWorks:
         """What the host itself stands in, in a call that has no end of its own."""
         self._patience: tuple[_Flight, Patience] | None = None
         self._groups: list[dist.ProcessGroup] = []
+        self.nbytes = 0
+        """Bytes of the device that communicators have taken, as the driver counts them: no allocator of torch knows them."""
         watch.on_beat = self._look
 
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
@@ -105,6 +107,7 @@ class DeviceWorks:
         what = f"connection of the devices of ranks {', '.join(map(str, ranks))}"
         self._groups.append(group)
         count = torch.ones(1, device=self.device)
+        before = self._bytes_of_others()
         self._standing = _Flight(done=lambda: False, peers=ranks, what=what)
         try:
             with self._watch.patience(START_SECONDS):
@@ -113,6 +116,12 @@ class DeviceWorks:
             self._standing = None
         if int(count) != len(ranks):
             raise CollectiveError(f"{what}: a sum of one for each of {len(ranks)} ranks gave {int(count)}")
+        self.nbytes += max(0, self._bytes_of_others() - before)
+
+    def _bytes_of_others(self) -> int:
+        """Bytes of the device that are in use, but not by torch's allocator in this process."""
+        memory = accelerator.device_memory(self.device)
+        return memory.total - memory.free - memory.reserved
 
     def forget(self, group: dist.ProcessGroup) -> None:
         """Let go of a group that is left."""
@@ -152,7 +161,7 @@ class DeviceWorks:
         # An abort may itself wait for a device that is lost.
         threading.Thread(target=self._abort, name="zeromesh-abort", daemon=True).start()
         if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
-            sys.stderr.write(f"{type(found).__name__}: {found}\n")
+            sys.excepthook(CollectiveError, found, None)  # A launcher looks there for what has ended a rank.
             sys.stderr.flush()
             os._exit(1)
 

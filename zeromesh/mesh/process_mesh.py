@@ -155,15 +155,16 @@ class ProcessMesh:
         return found
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
+        on_device = is_accelerator(self.device)
         if self.one_host:
             board = self._shared_board(store)
             if board is not None:
-                return Watchdog(board, self.rank, timeout_seconds, compare_events=True)
+                return Watchdog(board, self.rank, timeout_seconds, compare_events=True, one_order=on_device)
             self.one_host = self._shares_memory = False
         store = self._links.rows() or store
         published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.barrier()
-        return Watchdog(published, self.rank, timeout_seconds, compare_events=False)
+        return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:
         """The board in a segment that rank 0 makes, or None when some rank cannot map it."""
@@ -268,9 +269,16 @@ class ProcessMesh:
         return self.watch.call(name, self.world.ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one stops amid what they do together."""
+        """Tell the other ranks why this one stops amid what they do together.
+
+        Raises:
+            CollectiveError: in place of a library's error that follows from an abort, whose reason it names.
+        """
         self.watch.in_doubt = self.world_size > 1
-        self.watch.fail(error)
+        cause = self.watch.cause_of(error)
+        self.watch.fail(cause)
+        if cause is not error:
+            raise cause from error
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other ranks why this one does not begin, and leave; the mesh is over."""

@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from zeromesh.errors import CollectiveError, ranks_text
+from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
 from zeromesh.files import longest, write_whole
 from zeromesh.telemetry.status_board import (
     HISTORY,
@@ -54,7 +54,7 @@ class Activity(IntEnum):
 
 _WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
-"""The streams of events."""
+"""The streams of events. On a device reductions are events of the stream of gathers."""
 
 _CODE_BITS = 31
 _CODE = (1 << _CODE_BITS) - 1
@@ -87,11 +87,22 @@ class Watchdog:
     LEFT_SECONDS = 0.5
     """How long a wait goes on after a peer has left the call: what it has done before may still be on its way."""
 
-    def __init__(self, board: StatusBoard, rank: int, timeout_seconds: float, *, compare_events: bool) -> None:
+    def __init__(
+        self,
+        board: StatusBoard,
+        rank: int,
+        timeout_seconds: float,
+        *,
+        compare_events: bool,
+        one_order: bool = False,
+    ) -> None:
+        """`compare_events`: all events, since looking is free. `one_order`: gathers and reductions have one order, as devices need,
+        which run them as they were launched. On CPUs reductions start as gradients come, on each rank between other gathers."""
         self._board = board
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
+        self._reductions = _GATHERS if one_order else _REDUCTIONS
         self._names: Mapping[int, Sequence[str]] = {}
         self._alike: frozenset[int] | None = None
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
@@ -186,7 +197,7 @@ class Watchdog:
         if activity is Activity.CALL:
             stream, code = _CALLS, zlib.crc32(call.encode()) & ((1 << UNIT_BITS) - 1)
         else:
-            stream, code = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS, state
+            stream, code = self._reductions if activity is Activity.REDUCE else _GATHERS, state
             self.begun += len(peers) > 1
         digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
         word = (digest << _CODE_BITS) | code
@@ -216,8 +227,12 @@ class Watchdog:
         self._calls.append(entry)
         try:
             yield
+            self.refuse()
         except BaseException as error:
-            self._board.write(RankNote.LEFT, number, f"{type(error).__name__}: {error}".removesuffix(": "))
+            cause = self.cause_of(error)
+            self._board.write(RankNote.LEFT, number, f"{type(cause).__name__}: {cause}".removesuffix(": "))
+            if cause is not error:
+                raise cause from error
             raise
         finally:
             self._calls.remove(entry)
@@ -366,6 +381,11 @@ class Watchdog:
         """Have whatever waits for others, now or next, raise `error`, and tell the other ranks."""
         self.broken, self.in_doubt = error, True
         self.fail(error)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What has led to an error: where communicators were aborted, a library's own error only follows from that."""
+        follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
+        return self.broken if follows and self.broken is not None else error
 
     def refuse(self) -> None:
         """Raise what has broken the run, if something has."""
