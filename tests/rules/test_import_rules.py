@@ -30,7 +30,7 @@ FLOORS = {
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}
-    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich", "shtab", "plotly", "packaging"}
+    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
     | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.

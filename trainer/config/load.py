@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -31,6 +31,7 @@ from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
+from zeromesh.trainer.config.sections.training import Column, MixturePart
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value
 
@@ -394,8 +395,22 @@ def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[
     return tuple(keys), at, holder
 
 
+_NAMED = (("data", "mixture"), ("data", "columns"))
+"""Keys that hold mappings of names that a person chooses, or that are of columns."""
+
+
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     path = ".".join(keys)
+    if keys[:2] in _NAMED and len(keys) > 2:
+        names = get_args(Column) if keys[1] == "columns" else tuple(MixturePart.model_fields)
+        if kind == "missing":
+            return f"{path}: has no train; give the paths of its data"
+        if keys[-1] not in names and (keys[1] == "columns" or len(keys) > 3):
+            return f"{path}: unknown; allowed are {', '.join(names)}"
+        if len(keys) == 4 and keys[1] == "mixture":
+            return f"{path}: got {shown(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
+        what = "text" if keys[1] == "columns" else f"a mapping of {', '.join(names)}"
+        return f"{path}: got {shown(path, value)}; allowed is {what}"
     if kind == "extra_forbidden":
         near = suggestion(path)
         parent = known_paths().get(path.rpartition(".")[0])

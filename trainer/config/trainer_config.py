@@ -222,6 +222,14 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "that keep the inputs and would compile nothing; set model.compile to false, or offload.activations to none": lambda c: (
         c.offload.activations.tier != "none" and c.model.activation_checkpointing != "none" and c.model.compile
     ),
+    "data.train: {c.data.train!r} is given beside data.mixture, whose parts have their own; name it in one of them, or leave it "
+    "out": lambda c: c.data.mixture is not None and c.data.train != "stdlib",
+    "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
+    "it; leave the one out, or set the other to false": lambda c: (
+        c.data.separate_documents is False
+        and c.data.packing
+        and any(part.format != "text" for part in c.data.parts().values())
+    ),
     "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "
     "raise the other": lambda c: c.batch.micro_size > c.batch.global_size,
     "schedule.warmup_steps: {c.schedule.warmup_steps} is more than run.max_steps {c.run.max_steps}, so "

@@ -1,22 +1,33 @@
 """From the `data` section of a configuration to datasets that training and evaluation read.
 
     find_text -> documents -> held out or not -> token ids -> packed sequences
+                 rows -> conversations.py ------^
 
 Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank does the same, and gets the same:
-nothing here knows a rank. The order in which a run reads the sequences is that of `sampler.SampleOrder`.
+nothing here knows a rank. The order in which a run reads the sequences is that of `sampler.SampleOrder`, and of several datasets
+that are mixed that of `sampler.MixedOrder`.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy, encode_documents
+from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
+from zeromesh.trainer.data.packing import (
+    ConversationDataset,
+    MixedDataset,
+    PackedDataset,
+    byte_pair_entropy,
+    encode_documents,
+)
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray, Tokenizer, load_tokenizer
@@ -25,17 +36,19 @@ from zeromesh.trainer.formatting import human_bytes
 _VERSION = 2
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
 
+Sequences = PackedDataset | ConversationDataset
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedData:
     """Datasets made of text."""
 
-    train: PackedDataset
-    eval: PackedDataset | None
-    """None where nothing is held out."""
+    train: Sequences | MixedDataset
+    eval: Sequences | Mapping[str, Sequences] | None
+    """Of a mixture, those of its parts by their names; None where nothing is held out."""
     tokenizer: Tokenizer
     byte_pair_entropy: float | None
-    """Nats per token of the training text; it is there for the byte tokenizer alone."""
+    """Nats per token of the training text; it is there for text and the byte tokenizer alone."""
     notes: tuple[str, ...]
     """Lines for the person who runs it."""
 
@@ -52,43 +65,42 @@ def load_datasets(
     Text that `cache` has is not read again. `tell` is called every few documents, with a line about how far it is.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
-    every seed and machine. Where that leaves less than a sequence (few documents), it is the last sequences instead. Raises
-    `DataError` for a path, file or tokenizer that cannot be used, and for text of less than one sequence.
+    every seed and machine. Where that leaves less than a sequence (few documents), it is the last sequences instead.
+
+    Raises:
+        DataError: for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
+        ConfigError: for weights of a mixture that are too fine.
     """
-    fraction, length = section.eval_fraction, section.sequence_length
     tokenizer = load_tokenizer(section.tokenizer) if tokenizer is None else tokenizer
-    separator = tokenizer.end_of_text if section.separate_documents else None
-    source = find_text(section.train, text_field=section.text_field, where="data.train")
-    where = f"data.train {source.name!r}"
-    read = partial(_read, tokenizer, tokenizer.digest(), cache or TokenCache(None), tell)
-    eval_source = None
-    if section.eval is not None:
-        eval_source = find_text(section.eval, text_field=section.text_field, where="data.eval")
-    text = read(source, fraction if eval_source is None else 0.0)
-    kept, held = text.kept, text.held
-    entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
+    loader = _DatasetLoader(
+        tokenizer=tokenizer,
+        digest=tokenizer.digest(),
+        separate=section.separates,
+        cache=cache or TokenCache(None),
+        tell=tell,
+    )
+    if section.mixture is None:
+        train, evaluation, notes, entropy = loader.load(section, "data.train")
+        return LoadedData(
+            train=train, eval=evaluation, tokenizer=tokenizer, byte_pair_entropy=entropy, notes=tuple(notes)
+        )
+    sets: dict[str, Sequences] = {}
+    held: dict[str, Sequences] = {}
+    lines: list[str] = []
+    eval_source = loader.eval_source(section)
+    own = {} if eval_source is None else {"eval_fraction": 0.0, "eval": None}
+    for name, part in section.parts().items():
+        sets[name], evaluation, notes, _ = loader.load(part.model_copy(update=own), f"data.mixture.{name}.train")
+        lines += notes
+        held |= {name: evaluation} if evaluation is not None else {}
+    mixed = MixedDataset(list(sets.values()), [part.weight for part in section.mixture.values()])
+    shares = [f"{name} {weight / sum(mixed.weights):.1%}" for name, weight in zip(sets, mixed.weights, strict=True)]
+    lines.append(f"data.mixture: {', '.join(shares)} of the sequences; {len(mixed):,} of them count as an epoch")
+    chosen: Sequences | Mapping[str, Sequences] | None = held or None
     if eval_source is not None:
-        other = read(eval_source, 0.0)
-        evaluation, eval_note = _pack(other, 0, other.kept, length, separator, f"data.eval {eval_source.name!r}")
-    elif held.tokens >= length and kept.tokens >= length:
-        evaluation, eval_note = _pack(text, kept.tokens, held, length, separator, f"{where}, held out")
-    else:
-        entropy = text.remarks["entropy of all"] if held.tokens else entropy
-        kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
-    train, note = _pack(text, 0, kept, length, separator, where)
-    if fraction and evaluation is None and len(train) < 2:
-        note += "; too little to hold any out for evaluation"
-    elif fraction and evaluation is None:
-        train, evaluation = train.split_tail(fraction)
-        few = f"the last {len(evaluation)} sequences are held out"
-        eval_note = f"{where}: too few documents to hold out whole ones; {few}"
-    notes = [each for each in (note, eval_note) if each]
-    skipped = text.remarks["skipped"]
-    if skipped:
-        notes.append(f"data.train: left out {len(skipped)} files that are not text, such as {skipped[0]!r}")
-    if entropy is not None:
-        notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
-    return LoadedData(train=train, eval=evaluation, tokenizer=tokenizer, byte_pair_entropy=entropy, notes=tuple(notes))
+        chosen, note = loader.evaluation(section, eval_source)
+        lines.append(note)
+    return LoadedData(train=mixed, eval=chosen, tokenizer=tokenizer, byte_pair_entropy=None, notes=tuple(lines))
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -97,57 +109,188 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-def _read(
-    tokenizer: Tokenizer,
-    digest: str | None,
-    cache: TokenCache,
-    tell: Callable[[str], None],
-    source: TextSource,
-    fraction: float,
-) -> StoredText:
-    """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
-    key = None
-    if digest is not None:
-        described = json.dumps([_VERSION, digest, fraction, source.description()])
-        key = hashlib.blake2b(described.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    skipped: list[str] = []
+class _Document(NamedTuple):
+    """A document in tokens, with the bytes of its text; `targets` are those of a conversation."""
 
-    def write(kept: TokenWriter, held: TokenWriter) -> None:
-        began, total = time.monotonic(), human_bytes(sum(file.path.stat().st_size for file in source.files))
-        for document, tokens in encode_documents(source.documents(skipped), tokenizer):
-            writer = held if is_held_out(document.key, fraction) else kept
+    key: str
+    text_bytes: int
+    ids: TokenArray
+    targets: TokenArray | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DatasetLoader:
+    """Makes datasets of sections: of the whole one, or of the parts of its mixture."""
+
+    tokenizer: Tokenizer
+    digest: str | None
+    """None where the tokenizer cannot be recognised."""
+    separate: bool
+    cache: TokenCache
+    tell: Callable[[str], None]
+
+    def load(self, section: DataSection, where: str) -> tuple[Sequences, Sequences | None, list[str], float | None]:
+        """Return the sequences to be trained on, those of `data.eval` or held out, notes, and the byte-pair entropy."""
+        fraction = section.eval_fraction
+        source = find_text(section.train, text_field=section.text_field, where=where)
+        where = f"{where} {source.name!r}"
+        eval_source = self.eval_source(section)
+        text = self._read(section, source, fraction if eval_source is None else 0.0)
+        kept, held = text.kept, text.held
+        entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
+        if eval_source is not None:
+            evaluation, eval_note = self.evaluation(section, eval_source)
+        elif _fills(section, held) and _fills(section, kept):
+            evaluation, eval_note = self._pack(section, text, kept.tokens, held, f"{where}, held out")
+        else:
+            entropy = text.remarks["entropy of all"] if held.tokens else entropy
+            kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
+        train, note = self._pack(section, text, 0, kept, where)
+        if fraction and evaluation is None and len(train) < 2:
+            note += "; too little to hold any out for evaluation"
+        elif fraction and evaluation is None:
+            train, evaluation = train.split_tail(fraction)
+            few = f"the last {len(evaluation)} sequences are held out"
+            eval_note = f"{where}: too few documents to hold out whole ones; {few}"
+        notes = [each for each in (note, eval_note) if each]
+        skipped = text.remarks["skipped"]
+        if skipped:
+            kind = "text" if section.format == "text" else "rows"
+            notes.append(f"{where}: left out {len(skipped)} files that are not {kind}, such as {skipped[0]!r}")
+        if entropy is not None:
+            notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
+        return train, evaluation, notes, entropy
+
+    def eval_source(self, section: DataSection) -> TextSource | None:
+        """Find what `data.eval` names; None where it names nothing."""
+        if section.eval is None:
+            return None
+        return find_text(section.eval, text_field=section.text_field, where="data.eval")
+
+    def evaluation(self, section: DataSection, source: TextSource) -> tuple[Sequences, str]:
+        """Return the sequences of `data.eval`, and a note."""
+        text = self._read(section, source, 0.0)
+        return self._pack(section, text, 0, text.kept, f"data.eval {source.name!r}")
+
+    def _read(self, section: DataSection, source: TextSource, fraction: float) -> StoredText:
+        """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
+        values: list[Any] = [_VERSION, self.digest, fraction, source.description()]
+        renderer = None
+        if section.format != "text":
+            template, answers = read_template(section.chat_template), section.loss_on == "answers"
+            columns = {str(name): own for name, own in section.columns.items()}
+            renderer = Renderer(self.tokenizer, section.format, columns, template, answers)
+            values += [section.format, columns, template, answers, section.sequence_length]
+        key = None
+        if self.digest is not None:
+            described = json.dumps(values).encode(errors="surrogateescape")
+            key = hashlib.blake2b(described, digest_size=16).hexdigest()
+        skipped: list[str] = []
+        counts: Counter[str] = Counter()
+
+        def write(kept: TokenWriter, held: TokenWriter) -> None:
+            began, total = time.monotonic(), human_bytes(sum(file.path.stat().st_size for file in source.files))
+            if renderer is None:
+                documents = self._documents(source, skipped)
+            else:
+                documents = self._conversations(source, renderer, section.sequence_length, skipped, counts)
+            for key, text_bytes, ids, targets in documents:
+                writer = held if is_held_out(key, fraction) else kept
+                writer.append(ids, text_bytes=text_bytes, targets=targets)
+                done = kept.amount.text_bytes + held.amount.text_bytes
+                speed = done / max(time.monotonic() - began, 1e-3)
+                self.tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
+
+        def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
+            found: dict[str, Any] = {"skipped": skipped, "counts": counts}
+            for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
+                counted = renderer is None and isinstance(self.tokenizer, ByteTokenizer) and part.size > 1
+                found[name] = byte_pair_entropy(part) if counted else None
+            return found
+
+        return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=renderer is not None)
+
+    def _documents(self, source: TextSource, skipped: list[str]) -> Iterator[_Document]:
+        for document, tokens in encode_documents(source.documents(skipped), self.tokenizer):
             text_bytes = len(document.text.encode("utf-8", errors="replace"))
-            writer.append(tokens, end_of_text=tokenizer.end_of_text, text_bytes=text_bytes)
-            done = kept.amount.text_bytes + held.amount.text_bytes
-            speed = done / max(time.monotonic() - began, 1e-3)
-            tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
+            yield _Document(document.key, text_bytes, np.append(tokens, self.tokenizer.end_of_text), None)
 
-    def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"skipped": skipped}
-        for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
-            counted = isinstance(tokenizer, ByteTokenizer) and part.size > 1
-            found[name] = byte_pair_entropy(part) if counted else None
-        return found
+    def _conversations(
+        self, source: TextSource, renderer: Renderer, limit: int, skipped: list[str], counts: Counter[str]
+    ) -> Iterator[_Document]:
+        """Conversations and pairs, cut to `limit` tokens; those without a target are left out. What is cut and so on is counted."""
+        rows = source.rows(renderer.wanted, renderer.optional, skipped)
+        for rendered, ids, targets, inside in encode_rows(map(renderer.render, rows), self.tokenizer):
+            counts["rows"] += 1
+            counts["cut"] += len(ids) > limit
+            counts["inside"] += inside
+            ids, targets = ids[:limit], targets[:limit]
+            counts["targets"] += int(targets[1:].sum())
+            if targets[1:].any():
+                text_bytes = len(rendered.text.encode("utf-8", errors="replace"))
+                yield _Document(rendered.row.key, text_bytes, ids, targets)
+            else:
+                counts["without a target"] += 1
 
-    return cache.get(key, tokenizer.vocab_size, write, remarks)
-
-
-def _pack(
-    text: StoredText, first: int, amount: TextAmount, sequence_length: int, separator: int | None, where: str
-) -> tuple[PackedDataset, str]:
-    """Return the sequences of a part of a text, and a note. Raises `DataError` where it is shorter than one."""
-    sequences, dropped = divmod(amount.tokens, sequence_length)
-    if not sequences:
-        raise DataError(
-            f"{where} holds {amount.tokens} tokens in {amount.documents} documents, less than one sequence of "
-            f"{sequence_length}; give more text, or lower data.sequence_length"
+    def _pack(
+        self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
+    ) -> tuple[Sequences, str]:
+        """Return the sequences of a part of a text, and a note. Raises `DataError` where it is shorter than one."""
+        length = section.sequence_length
+        if section.format != "text":
+            return self._pack_conversations(section, text, first, amount, where)
+        sequences, dropped = divmod(amount.tokens, length)
+        if not sequences:
+            raise DataError(
+                f"{where} holds {amount.tokens} tokens in {amount.documents} documents, less than one sequence of "
+                f"{length}; give more text, or lower data.sequence_length"
+            )
+        note = (
+            f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents, {amount.tokens:,} "
+            f"tokens, {sequences:,} sequences of {length}"
         )
-    note = (
-        f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents, {amount.tokens:,} "
-        f"tokens, {sequences:,} sequences of {sequence_length}"
-    )
-    if dropped:
-        note += f"; the last {dropped} tokens are no whole sequence and are dropped"
-    return PackedDataset(
-        text=text, first=first, sequences=sequences, sequence_length=sequence_length, separator=separator
-    ), note
+        if dropped:
+            note += f"; the last {dropped} tokens are no whole sequence and are dropped"
+        separator = self.tokenizer.end_of_text if self.separate else None
+        return PackedDataset(
+            text=text, first=first, sequences=sequences, sequence_length=length, separator=separator
+        ), note
+
+    def _pack_conversations(
+        self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
+    ) -> tuple[ConversationDataset, str]:
+        length, counts = section.sequence_length, Counter(text.remarks["counts"])
+        if not amount.documents:
+            raise DataError(
+                f"{where} holds {counts['rows']} rows, and none has a target of the loss in its first {length} tokens; raise "
+                "data.sequence_length, look whether the messages have an answer of role assistant, or set data.loss_on: all"
+            )
+        found = ConversationDataset.pack(
+            text,
+            first,
+            amount,
+            length,
+            packing=section.packing,
+            separate=self.separate,
+            padding=self.tokenizer.end_of_text,
+        )
+        filled = amount.tokens / (len(found) * length)
+        note = (
+            f"{where}: {amount.documents:,} rows, {amount.tokens:,} tokens, in {len(found):,} sequences of {length}, which they "
+            f"fill to {filled:.0%}"
+        )
+        if first:  # What follows is of all rows, and was said with the others.
+            return found, note
+        note += f"; targets of the loss are {counts['targets']:,} tokens of all rows"
+        if counts["cut"]:
+            note += f"; {counts['cut']:,} rows are longer than data.sequence_length and are cut"
+        if counts["without a target"]:
+            note += f"; {counts['without a target']:,} have no target and are left out"
+        if counts["inside"]:
+            note += f"; in {counts['inside']:,} an answer begins or ends inside of a token, which is no target then"
+        return found, note
+
+
+def _fills(section: DataSection, amount: TextAmount) -> bool:
+    """Whether there is a sequence in this amount."""
+    return amount.tokens >= section.sequence_length if section.format == "text" else amount.documents > 0

@@ -13,8 +13,8 @@ from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import BatchRules, MapDataset, count_targets, require_targets
 from zeromesh.trainer.data.datasets import LoadedData
-from zeromesh.trainer.data.packing import PackedDataset
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
@@ -75,7 +75,7 @@ class Feed:
     """Makes the checked batches of one dataset, in the order of global sample indices."""
 
     dataset: MapDataset | StreamedDataset
-    order: SampleOrder
+    order: SampleOrder | MixedOrder
     plan: BatchPlan
     rules: BatchRules
     passed_over: int = 0
@@ -146,8 +146,11 @@ class Feeds:
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Raises `DataError` for token ids that the vocabulary does not have."""
         size = self.rules.vocab_size
-        if isinstance(dataset, PackedDataset) and size is not None:
+        if isinstance(dataset, TokenDataset | MixedDataset) and size is not None:
             dataset.check_vocabulary(size)
+        if isinstance(dataset, MixedDataset):
+            mixed = dataset.order(self.seed, shuffle=shuffle)
+            return Feed(dataset=dataset, order=mixed, plan=plan, rules=self.rules)
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
         order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)

@@ -1,34 +1,53 @@
-"""Documents as token ids, joined and cut into sequences of one length."""
+"""Documents as token ids in sequences of one length: joined and cut, or conversations, which stay whole; and mixtures of those."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.data.sampler import MixedOrder, whole_weights
 from zeromesh.trainer.data.text_sources import Document
-from zeromesh.trainer.data.token_cache import StoredText
+from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, TARGET, StoredText, TextAmount
 from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
 
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4 << 20
 _PAIRS_AT_ONCE = 1 << 18
+_TOKENS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedDataset:
-    """Sequences of `sequence_length` tokens: those of `text` from its token `first` on; a map-style dataset."""
+class TokenDataset:
+    """Sequences of `sequence_length` tokens of a text: a map-style dataset."""
 
     text: StoredText
+    sequence_length: int
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `DataError` for a text with an id that a model of `vocab_size` does not have."""
+        if self.text.largest >= vocab_size:
+            raise DataError(
+                f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
+                f"{vocab_size - 1}); set vocab_size in model.config, or use the tokenizer that belongs to the model"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedDataset(TokenDataset):
+    """Documents joined, and cut into sequences: the tokens of `text` from its token `first` on."""
+
     first: int
     sequences: int
-    sequence_length: int
     separator: int | None = None
     """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
     knows documents, and what comes first in a document is no target."""
@@ -52,10 +71,9 @@ class PackedDataset:
         ids = torch.from_numpy(self.text.tokens[start:end].astype(np.int64))
         if self.separator is None:
             return {"input_ids": ids, "labels": ids.clone()}
-        places = torch.arange(len(ids))
         begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
-        positions = places - torch.where(begins, places, 0).cummax(0).values
-        return {"input_ids": ids, "labels": ids.masked_fill(begins, IGNORED_LABEL), "position_ids": positions}
+        labels = ids.masked_fill(begins, IGNORED_LABEL)
+        return {"input_ids": ids, "labels": labels, "position_ids": _positions(begins)}
 
     def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
         """Return all but the last `fraction` of the sequences, and those; at least one on each side."""
@@ -64,19 +82,141 @@ class PackedDataset:
         end = self.first + head * self.sequence_length
         return replace(self, sequences=head), replace(self, sequences=tail, first=end)
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `DataError` for a text with an id that a model of `vocab_size` does not have."""
-        if self.text.largest >= vocab_size:
-            raise DataError(
-                f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
-                f"{vocab_size - 1}); set vocab_size in model.config, or use the tokenizer that belongs to the model"
-            )
-
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
         size = self.sequences * self.sequence_length
         described = f"{self.text.tokens.dtype.str} {self.sequence_length} {self.text.digest} {self.first} {size}"
         return xxhash.xxh3_64_hexdigest(described.encode())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ConversationDataset(TokenDataset):
+    """Documents of marked tokens, each of them whole in one sequence; what is left of a sequence is padding, and no target."""
+
+    begins: NDArray[np.int64]
+    """The place in the text of each document, in the order of the sequences that hold them."""
+    ends: NDArray[np.int64]
+    cuts: NDArray[np.int64]
+    """How many documents lie before each sequence, and behind the last one."""
+    separate: bool
+    """Positions begin anew with each document."""
+    padding: int
+    """The id of what is left of a sequence."""
+
+    @classmethod
+    def pack(
+        cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
+    ) -> ConversationDataset:
+        """The documents in the `amount` of a text that begins at its token `first`: one to a sequence, or as many as fit."""
+        end = first + amount.tokens
+        steps = range(first, end, _TOKENS_AT_ONCE)
+        begins = np.concatenate(
+            [np.flatnonzero(text.tokens[at : min(at + _TOKENS_AT_ONCE, end)] & BEGINS) + at for at in steps]
+            or [np.empty(0, np.int64)]
+        )
+        ends = np.append(begins[1:], end)[: len(begins)]
+        sequence_of = best_fit(ends - begins, sequence_length) if packing else np.arange(len(begins))
+        order = np.argsort(sequence_of, kind="stable")
+        cuts = np.searchsorted(sequence_of[order], np.arange(sequence_of.max(initial=-1) + 2))
+        return cls(
+            text=text, sequence_length=sequence_length, begins=begins[order], ends=ends[order], cuts=cuts, **keys
+        )
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return `input_ids`, `labels` and, for separate documents, `position_ids`, int64 `[sequence]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        documents = slice(self.cuts[index], self.cuts[index + 1])
+        marked = np.zeros(self.sequence_length, dtype=np.int64)
+        size = 0
+        for begin, end in zip(self.begins[documents].tolist(), self.ends[documents].tolist(), strict=True):
+            self.text.check(begin, end)
+            marked[size : size + end - begin] = self.text.tokens[begin:end]
+            size += end - begin
+        if size < self.sequence_length:
+            marked[size:] = self.padding << ID_SHIFT
+            marked[size] |= BEGINS
+        tokens = torch.from_numpy(marked)
+        ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
+        labels = ids.masked_fill(((tokens & TARGET) == 0) | begins, IGNORED_LABEL)
+        found = {"input_ids": ids, "labels": labels}
+        return {**found, "position_ids": _positions(begins)} if self.separate else found
+
+    def split_tail(self, fraction: float) -> tuple[ConversationDataset, ConversationDataset]:
+        """Return all but the last `fraction` of the sequences, and those; at least one on each side."""
+        head = len(self) - min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
+        return replace(self, cuts=self.cuts[: head + 1]), replace(self, cuts=self.cuts[head:])
+
+    def fingerprint(self) -> str:
+        """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and of how they are packed, equal for equal data."""
+        described = xxhash.xxh3_64(f"{self.sequence_length} {self.text.digest} {self.separate} {self.padding}".encode())
+        for each in (self.begins, self.cuts):
+            described.update(each.astype("<i8").tobytes())
+        return described.hexdigest()
+
+
+class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
+    """The sequences of several datasets, one dataset after the other, to be read in the order of `order`.
+
+    Raises `ConfigError` for weights of which no table can be made.
+    """
+
+    def __init__(self, parts: Sequence[PackedDataset | ConversationDataset], weights: Sequence[float]) -> None:
+        super().__init__(parts)  # type: ignore[arg-type]
+        self.parts = tuple(parts)
+        self.weights = whole_weights(weights)
+        self.sequence_length = parts[0].sequence_length
+
+    def order(self, seed: int, *, shuffle: bool) -> MixedOrder:
+        """Where each global sample lies: of the parts by their weights, and each part in epochs of its own."""
+        return MixedOrder(lengths=tuple(map(len, self.parts)), weights=self.weights, seed=seed, shuffle=shuffle)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `DataError` as those of the parts do."""
+        for part in self.parts:
+            part.check_vocabulary(vocab_size)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the parts' own and of their weights."""
+        described = " ".join([*(part.fingerprint() for part in self.parts), *map(str, self.weights)])
+        return xxhash.xxh3_64_hexdigest(described.encode())
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The number of the sequence that each document goes into: the longest first, each where it leaves the least room.
+
+    Lengths are at most `capacity`. It is best-fit decreasing; at most 11/9 of the fewest sequences possible, and one more (Johnson
+    and others, "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms", 1974).
+    """
+    found = np.empty(len(lengths), dtype=np.int64)
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # Bit r: some sequence has room for r tokens.
+    sequences = 0
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        fits = rooms >> length
+        if fits:
+            room = length + (fits & -fits).bit_length() - 1
+            sequence = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, sequence = capacity, sequences
+            sequences += 1
+        found[document] = sequence
+        if room > length:
+            with_room[room - length].append(sequence)
+            rooms |= 1 << (room - length)
+    return found
+
+
+def _positions(begins: torch.Tensor) -> torch.Tensor:
+    """Positions, int64 `[sequence]`, that begin anew where `begins`, bool, says so."""
+    places = torch.arange(len(begins))
+    return places - torch.where(begins, places, 0).cummax(0).values
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:

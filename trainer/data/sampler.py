@@ -1,4 +1,4 @@
-"""Which samples a step trains on, and in what order: integer arithmetic, with no process and no tensor in it.
+"""Which samples a step trains on, and in what order: arithmetic, with no process and no tensor in it.
 
 A global sample index counts samples from the start of training. A step takes `global_size` of them, cut into
 blocks of `micro_size`; blocks are dealt to data ranks in turn. The blocks of a step, and so what is computed,
@@ -15,10 +15,13 @@ A plan that knows the length of an epoch ends a step there: the last global batc
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zeromesh.errors import ConfigError
 
@@ -198,9 +201,66 @@ class SampleOrder:
         return map(self.dataset_index, microbatch.samples)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedOrder:
+    """Where a global sample lies in several datasets, one behind the other, that are mixed by whole `weights`.
+
+    Of W = sum(weights) samples from a multiple of W on, part p has `weights[p]`, spread evenly among the others. The samples of a
+    part have an order of their own: each comes once before any comes again, however long the other parts are. All of this is a
+    function of the sample's number, so that any number of ranks, and a run that resumes anywhere, sees the same.
+    """
+
+    lengths: tuple[int, ...]
+    weights: tuple[int, ...]
+    seed: int
+    shuffle: bool = True
+
+    def dataset_index(self, sample: int) -> int:
+        """The index of global sample `sample` in the datasets, one behind the other."""
+        cycle, place = divmod(sample, sum(self.weights))
+        parts, turns = _dealt(self.weights)
+        part = int(parts[place])
+        # Another seed for each part: parts of one length would have one order.
+        order = SampleOrder(length=self.lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
+        return sum(self.lengths[:part]) + order.dataset_index(cycle * self.weights[part] + int(turns[place]))
+
+    def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
+        """The dataset index of each sample of `microbatch`, in order."""
+        return map(self.dataset_index, microbatch.samples)
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest whole numbers in the same proportions: 0.5 and 0.25 are 2 and 1.
+
+    Raises `ConfigError` where they add up to more than 2^20.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(each.denominator for each in exact))
+    whole = [int(each * scale) for each in exact]
+    found = tuple(each // math.gcd(*whole) for each in whole)
+    if sum(found) > 1 << 20:
+        raise ConfigError(
+            f"data.mixture: the weights {', '.join(map(str, weights))} are as {', '.join(map(str, found))} to each other; round "
+            f"them, so that these numbers add up to at most {1 << 20:,}"
+        )
+    return found
+
+
 @functools.lru_cache(maxsize=4)
+def _dealt(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each of sum(weights) places: whose it is, and how many of that part lie before it.
+
+    Turn k of a part comes at the time (k + 1/2) / weight; of two at one time, that of the earlier part first.
+    """
+    parts = np.repeat(np.arange(len(weights)), weights)
+    turns = np.concatenate([np.arange(weight) for weight in weights])
+    order = np.argsort((turns + 0.5) / np.asarray(weights)[parts], kind="stable")
+    return parts[order], turns[order]
+
+
+@functools.lru_cache(maxsize=64)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """One 64-bit key per Feistel round. The last few epochs are kept: a step may span two."""
+    """One 64-bit key per Feistel round. The last few epochs are kept: a step may span two, of each part of a mixture."""
     digest = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 

@@ -1,14 +1,15 @@
-"""Where text comes from: Python's own standard library, text files, directories, JSON lines, Parquet and CSV.
+"""Where text comes from: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
 
-A source is found first (`find_text`), in an order that depends on names alone, and read after (`TextSource.documents`), one
-document at a time.
+A source is found first (`find_text`), in an order that depends on names alone, and read after, one document
+(`TextSource.documents`) or row (`TextSource.rows`) at a time.
 """
 
 import csv
 import glob
+import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +26,9 @@ _STDLIB_SKIPPED = frozenset(
         *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
     }
 )
-Form = Literal["text", "json", "parquet", "csv", "tsv"]
+Form = Literal["text", "json", "parquet", "csv", "tsv", "arrow"]
 _ROW_FORMATS: dict[str, Form] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
-_ROW_FORMATS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
+_ROW_FORMATS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow"}
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
 """Characters of a field of CSV; the default of 131,072 is less than some documents have."""
@@ -39,6 +40,15 @@ class Document:
 
     key: str
     text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Columns of a row. `key` is as that of a document, and `where` names the row in error messages."""
+
+    key: str
+    where: str
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +86,34 @@ class TextSource:
             read += 1
             if file.form == "text":
                 yield Document(key=file.key, text=read_text(file.path))
-            else:
-                yield from _rows(file, self.text_field)
+                continue
+            for row in _rows(file, [self.text_field], cure="set data.text_field"):
+                text = row.values[self.text_field]
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{row.where}: field {self.text_field!r} is {type(text).__name__}, not text; set data.text_field or "
+                        "remove the row"
+                    )
+                yield Document(key=row.key, text=text)
         if not read:
             raise DataError(f"no text file in {self.name!r}")
+
+    def rows(self, wanted: Sequence[str], optional: Sequence[str], skipped: list[str]) -> Iterator[Row]:
+        """Yield every row, file by file, with the `wanted` columns and those of the `optional` ones that there are; names of files
+        without rows are added to `skipped`.
+
+        Raises `DataError` as `documents` does, and where a wanted column is missing.
+        """
+        skipped += [file.key for file in self.files if file.form == "text" and not file.named]
+        files = [file for file in self.files if file.form != "text" or file.named]
+        if not files:
+            raise DataError(f"no file with rows in {self.name!r}; give {', '.join(_ROW_FORMATS)} files")
+        for file in files:
+            if file.form == "text":
+                raise DataError(
+                    f"{str(file.path)!r} has no rows; give {', '.join(_ROW_FORMATS)}, or set data.format: text"
+                )
+            yield from _rows(file, wanted, optional, cure="set data.columns")
 
     def description(self) -> list[Any]:
         """Return JSON values that differ between sources, and change when a file of this one does."""
@@ -103,7 +137,10 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
     for path in (Path(each).expanduser() for each in paths):
-        if path.is_dir():
+        saved = _saved_files(path, where)
+        if saved:
+            files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
+        elif path.is_dir():
             files += [SourceFile(path=path / key, key=key, form=_form(key)) for key in _files_below(path)]
         elif path.is_file():
             files.append(SourceFile(path=path, key=path.name, form=_form(path.name), named=True))
@@ -178,36 +215,59 @@ def _form(name: str) -> Form:
     return _ROW_FORMATS.get(Path(name).suffix.lower(), "text")
 
 
-def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """Yield the rows of a JSON, Parquet or CSV file, streamed: no copy in a cache folder, and memory for a few rows."""
+def _saved_files(path: Path, where: str) -> list[str]:
+    """The files of a directory that `save_to_disk` of datasets wrote; none of any other path. Raises `DataError` for splits."""
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(
+            repr(str(path / name)) for name in json.loads(read_text(path / "dataset_dict.json"))["splits"]
+        )
+        raise DataError(f"{where}: {str(path)!r} holds several splits; give one of them: {splits}")
+    if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
+        return []
+    return [each["filename"] for each in json.loads(read_text(path / "state.json"))["_data_files"]]
+
+
+def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (), *, cure: str) -> Iterator[Row]:
+    """Yield the rows of a file, streamed: no copy in a cache folder, and memory for a few rows."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
     import datasets
 
     path = glob.escape(str(file.path))  # The library reads it as a pattern.
     # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
-    library = datasets.IterableDataset
-    read = library.from_json if file.form == "json" else library.from_parquet
     number = 0
     try:
-        for batch in _csv_rows(file) if file.form in ("csv", "tsv") else read(path).iter(_ROWS_AT_ONCE):
-            if text_field not in batch:
+        if file.form == "arrow":
+            batches = datasets.Dataset.from_file(str(file.path)).iter(_ROWS_AT_ONCE)
+        elif file.form in ("csv", "tsv"):
+            batches = _csv_rows(file)
+        else:
+            library = datasets.IterableDataset
+            batches = (library.from_json if file.form == "json" else library.from_parquet)(path).iter(_ROWS_AT_ONCE)
+        for batch in batches:
+            where = f"{str(file.path)!r} row {number}"
+            missing = [name for name in wanted if name not in batch]
+            if missing:
                 raise DataError(
-                    f"{str(file.path)!r} row {number} has no field {text_field!r}, only {', '.join(map(repr, batch))}; "
-                    "set data.text_field"
+                    f"{where} has no field {missing[0]!r}, only {', '.join(map(repr, batch))}; {_cure(batch, cure)}"
                 )
-            for text in batch[text_field]:
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"{str(file.path)!r} row {number}: field {text_field!r} is {type(text).__name__}, not text; set "
-                        "data.text_field or remove the row"
-                    )
-                yield Document(key=f"{file.key}:{number}", text=text)
+            there = [*wanted, *(name for name in optional if name in batch)]
+            for values in zip(*(batch[name] for name in there), strict=True):
+                where = f"{str(file.path)!r} row {number}"
+                yield Row(key=f"{file.key}:{number}", where=where, values=dict(zip(there, values, strict=True)))
                 number += 1
     except DataError:
         raise
     except (ValueError, TypeError, KeyError, OSError, csv.Error, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
+
+
+def _cure(columns: Collection[str], cure: str) -> str:
+    """What to do about a column that is missing, where others are there."""
+    for form, names in {"chat": {"messages"}, "pairs": {"prompt", "completion"}}.items():
+        if names <= set(columns):
+            return f"set data.format: {form}"
+    return cure
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:

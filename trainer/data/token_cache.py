@@ -6,6 +6,9 @@
 The key is a digest of the files (paths, sizes, times of change), the tokenizer and what is held out, so that a change of any of
 these makes another entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of a small text
 at once.
+
+Tokens of conversations are marked: an int32 is the id, shifted left by two bits, with a bit for the first token of a document and
+one for a target of the loss.
 """
 
 import json
@@ -32,6 +35,9 @@ _BLOCK = 1 << 16
 _CHECKED_AT_ONCE = 256 << 20
 """Bytes that are verified when an entry is opened. What lies behind them is verified block by block, when it is read."""
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"
+BEGINS, TARGET = 2, 1
+"""The bits of a marked token beside its id."""
+ID_SHIFT = 2
 _ABANDONED_SECONDS = 86400.0
 """Age at which what a killed process left is removed."""
 
@@ -45,26 +51,31 @@ class TextAmount(NamedTuple):
 
 
 class TokenWriter:
-    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids."""
+    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids, or
+    `marked`, as int32."""
 
-    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
-        self.dtype = np.dtype(token_dtype(vocab_size))
+    def __init__(self, file: BinaryIO, vocab_size: int, *, marked: bool = False) -> None:
+        self.dtype = np.dtype(np.int32 if marked else token_dtype(vocab_size))
         self.amount = TextAmount()
         self.largest = 0
         self._file = file
         self._vocab_size = vocab_size
 
-    def append(self, tokens: TokenArray, *, end_of_text: int, text_bytes: int) -> None:
-        """Add one document and the end-of-text token.
+    def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
+        """Add the tokens of one document, one or more; `targets`, bool of the same length, says which are targets where tokens are
+        marked.
 
         Raises `DataError` for an id that the vocabulary does not have.
         """
-        ids = np.append(tokens, end_of_text)
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise DataError(
                 f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"
             )
-        self._file.write(ids.astype(self.dtype).tobytes())
+        stored = ids
+        if targets is not None:
+            stored = (ids.astype(np.int32) << ID_SHIFT) | targets
+            stored[0] |= BEGINS
+        self._file.write(stored.astype(self.dtype).tobytes())
         documents, all_bytes, count = self.amount
         self.amount = TextAmount(documents + 1, all_bytes + text_bytes, count + ids.size)
         self.largest = max(self.largest, int(ids.max()))
@@ -120,8 +131,11 @@ class TokenCache:
         self._root = root
         self._note = note
 
-    def get(self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks) -> StoredText:
-        """Return the entry of a key; where there is none, `write` writes kept and held-out documents.
+    def get(
+        self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
+    ) -> StoredText:
+        """Return the entry of a key; where there is none, `write` writes kept and held-out documents, whose tokens are `marked` or
+        not.
 
         `remarks` are made of all tokens and the number of those that are kept. Without a key the entry is for this process alone.
 
@@ -143,7 +157,7 @@ class TokenCache:
             with tempfile.TemporaryDirectory(
                 dir=path and path.parent, prefix=".tokens-", suffix=".tmp", ignore_cleanup_errors=True
             ) as folder:
-                _write_entry(Path(folder), vocab_size, write, remarks)
+                _write_entry(Path(folder), vocab_size, write, remarks, marked)
                 if path is None:
                     return _open(Path(folder))
                 with suppress(OSError):  # Another process has made the same meanwhile.
@@ -161,10 +175,10 @@ def _remove_abandoned(root: Path) -> None:
                 shutil.rmtree(left)
 
 
-def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks) -> None:
+def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks, marked: bool) -> None:
     """Write the files of an entry, the tokens as they come and the description last."""
     with (folder / _TOKENS).open("xb") as file, tempfile.TemporaryFile(dir=folder) as held_file:
-        kept, held = TokenWriter(file, vocab_size), TokenWriter(held_file, vocab_size)
+        kept, held = (TokenWriter(each, vocab_size, marked=marked) for each in (file, held_file))
         write(kept, held)
         held_file.seek(0)
         shutil.copyfileobj(held_file, file, 1 << 20)

@@ -34,6 +34,24 @@ class ByteTokenizer:
         """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
+    def offsets(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Raise `DataError`: the bytes of two texts are those of both, and nobody needs to ask."""
+        raise DataError(f"a byte of one of {len(texts)} texts lies in two of its parts")
+
+    def template(self, given: str | None, tools: Any) -> str | None:
+        """The Jinja template of a conversation: the one that is `given`."""
+        return given
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """What templates know beside messages and tools."""
+        return {}
+
+    @property
+    def beginning(self) -> list[int]:
+        """The ids that a text begins with."""
+        return []
+
     def digest(self) -> str | None:
         """Return the same for tokenizers that give equal ids; None where that is not known."""
         return BYTES
@@ -72,8 +90,40 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """The ids of each text, int64."""
+        if not texts:
+            return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+    def offsets(self, texts: Sequence[str]) -> list[TokenArray]:
+        """The characters of each token of each text, `[tokens, 2]`: the first, and the one behind the last. Raises `DataError`."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(
+                f"tokenizer {type(self.tokenizer).__name__} joins prompt and answer to one token, and does not say where its "
+                "tokens lie; use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"
+            )
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in encoded["offset_mapping"]]
+
+    def template(self, given: str | None, tools: Any) -> str | None:
+        """The Jinja template of a conversation: the one that is `given`, which may be a name, or the tokenizer's own, or None."""
+        if given is None and not getattr(self.tokenizer, "chat_template", None):
+            return None
+        try:
+            return str(self.tokenizer.get_chat_template(given, tools))
+        except ValueError as error:  # It has several, and none is the default.
+            raise DataError(f"data.chat_template: {error}") from error
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """What templates know beside messages and tools: `bos_token`, `eos_token` and others."""
+        return dict(self.tokenizer.special_tokens_map)
+
+    @property
+    def beginning(self) -> list[int]:
+        """The ids that a text begins with, such as that of `bos_token`, where the tokenizer adds any."""
+        added = list(self.tokenizer("")["input_ids"])
+        return added[:-1] if added and added[-1] == self.end_of_text else added
 
     def digest(self) -> str | None:
         """Return a digest of what `save_pretrained` writes and of the libraries' versions; None without such a method."""

@@ -39,7 +39,8 @@ from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
 _OF_A_HOST = frozenset(
-    {"data.eval", "data.tokenizer", "data.train", "model.source", "offload.directory", "run.output_dir", "tracking"}
+    {"data.chat_template", "data.eval", "data.mixture", "data.tokenizer", "data.train"}
+    | {"model.source", "offload.directory", "run.output_dir", "tracking"}
 )
 """Keys that may differ: where files lie on a host (what is in them is compared), and what rank 0 alone does."""
 

@@ -323,9 +323,10 @@ def _check_settings(
             raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
         if config.batch.average == "samples":
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
-    if config.data.separate_documents and forward.fields is not None and "position_ids" not in forward.fields:
+    if config.data.separates and forward.fields is not None and "position_ids" not in forward.fields:
         raise ConfigError(
-            f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false"
+            f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false, or for "
+            "conversations and pairs data.packing: false"
         )
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")

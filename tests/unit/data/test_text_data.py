@@ -5,8 +5,6 @@ import itertools
 import json
 import math
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from zeromesh.errors import DataError
+from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import is_held_out, load_datasets
 from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy
 from zeromesh.trainer.data.text_sources import find_text, read_text, stdlib_source
@@ -25,17 +24,9 @@ from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenWrite
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A `data` section of a configuration."""
-
-    train: str | Path | Sequence[str | Path] = "stdlib"
-    eval: str | Path | Sequence[str | Path] | None = None
-    text_field: str = "text"
-    tokenizer: str | Path = "bytes"
-    sequence_length: int = 8
-    eval_fraction: float = 0.0
-    separate_documents: bool = False
+def text_section(**keys: Any) -> DataSection:
+    """A `data` section, short and with nothing held out, whose paths may be those of pathlib."""
+    return DataSection.model_construct(**{"sequence_length": 8, "eval_fraction": 0.0, **keys})
 
 
 @pytest.fixture
@@ -79,12 +70,12 @@ def test_the_standard_library_is_source_alone_and_is_the_same_twice() -> None:
     assert all(key.endswith(".py") for key in keys)
     assert not [key for key in keys if {"test", "tests", "site-packages"} & set(key.split("/"))]
     assert sum(file.path.stat().st_size for file in source.files) > 5_000_000
-    section = Section(sequence_length=256, eval_fraction=0.05)
+    section = text_section(sequence_length=256, eval_fraction=0.05)
     assert load_datasets(section).train.fingerprint() == load_datasets(section).train.fingerprint()
 
 
 def test_the_standard_library_prints_the_loss_to_beat() -> None:
-    data = load_datasets(Section(sequence_length=256, eval_fraction=0.05))
+    data = load_datasets(text_section(sequence_length=256, eval_fraction=0.05))
     assert data.byte_pair_entropy is not None
     assert 2.3 < data.byte_pair_entropy < 2.5
     assert f"{data.byte_pair_entropy:.4f} nats" in data.notes[-1]
@@ -110,7 +101,7 @@ def test_documents_are_joined_with_end_of_text_and_the_rest_is_dropped_and_said(
     (tmp_path / "b.txt").write_text("world")
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "empty.txt").write_text("")
-    data = load_datasets(Section(train=tmp_path, sequence_length=5))
+    data = load_datasets(text_section(train=tmp_path, sequence_length=5))
     assert text_of(data.train) == b"hello\xffworl"
     assert "the last 2 tokens are no whole sequence" in data.notes[0]
     assert "last 2 tokens" in data.notes[0]
@@ -120,7 +111,7 @@ def test_documents_are_joined_with_end_of_text_and_the_rest_is_dropped_and_said(
 
 def test_sequences_have_equal_and_separate_inputs_and_labels(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world!")
-    train = load_datasets(Section(train=tmp_path, sequence_length=6)).train
+    train = load_datasets(text_section(train=tmp_path, sequence_length=6)).train
     sample = train[1]
     assert bytes(sample["input_ids"].tolist()) == b"world!"
     assert sample["labels"].equal(sample["input_ids"])
@@ -144,9 +135,9 @@ def test_a_directory_is_read_in_order_of_names_without_hidden_and_binary_files(t
     skipped: list[str] = []
     assert [document.key for document in source.documents(skipped)] == ["b.txt", "sub/a.md"]
     assert skipped == ["c.bin"]
-    assert any("c.bin" in note for note in load_datasets(Section(train=tmp_path, sequence_length=4)).notes)
+    assert any("c.bin" in note for note in load_datasets(text_section(train=tmp_path, sequence_length=4)).notes)
     with pytest.raises(DataError, match="is not text"):
-        load_datasets(Section(train=tmp_path / "c.bin"))
+        load_datasets(text_section(train=tmp_path / "c.bin"))
 
 
 def test_text_that_is_not_utf8_is_latin1(tmp_path: Path) -> None:
@@ -167,13 +158,13 @@ def test_rows_are_documents(tmp_path: Path, form: str) -> None:
         path.write_text(json.dumps(rows), encoding="utf-8")
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    data = load_datasets(Section(train=str(path), text_field="body", sequence_length=13))
+    data = load_datasets(text_section(train=str(path), text_field="body", sequence_length=13))
     assert text_of(data.train) == b"hello\xffw\xc3\xb6rld\xff"
     assert "in 2 documents" in data.notes[0]
     with pytest.raises(DataError, match=r"row 0 has no field 'text', only 'body', 'id'"):
-        load_datasets(Section(train=str(path)))
+        load_datasets(text_section(train=str(path)))
     with pytest.raises(DataError, match="field 'id' is int, not text"):
-        load_datasets(Section(train=str(path), text_field="id"))
+        load_datasets(text_section(train=str(path), text_field="id"))
 
 
 def test_row_files_may_be_empty_and_have_names_that_look_like_patterns(tmp_path: Path) -> None:
@@ -189,7 +180,7 @@ def test_rows_leave_nothing_in_a_cache_folder(tmp_path: Path, monkeypatch: pytes
     cache = tmp_path / "cache"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
     (tmp_path / "a.jsonl").write_text('{"text": "hello world"}\n')
-    load_datasets(Section(train=tmp_path / "a.jsonl"))
+    load_datasets(text_section(train=tmp_path / "a.jsonl"))
     assert not list(cache.rglob("*.arrow"))
 
 
@@ -197,29 +188,29 @@ def test_rows_leave_nothing_in_a_cache_folder(tmp_path: Path, monkeypatch: pytes
 def test_broken_rows_name_the_file(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=rf"{name}.*cannot be read as"):
-        load_datasets(Section(train=tmp_path / name))
+        load_datasets(text_section(train=tmp_path / name))
 
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("key", ["train", "eval"])
 def test_a_missing_path_is_one_error_and_no_hub_is_asked(tmp_path: Path, key: str) -> None:
     (tmp_path / "a.txt").write_text("hello world")
-    section = replace(Section(train=tmp_path), **{key: "wikitext/wikitext-2"})
+    section = text_section(train=tmp_path).model_copy(update={key: "wikitext/wikitext-2"})
     with pytest.raises(DataError, match=rf"data\.{key}: no file or directory 'wikitext/wikitext-2'"):
         load_datasets(section)
 
 
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no text file in"):
-        load_datasets(Section(train=tmp_path))
+        load_datasets(text_section(train=tmp_path))
     with pytest.raises(DataError, match="empty list"):
-        load_datasets(Section(train=[]))
+        load_datasets(text_section(train=[]))
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="0 tokens in 0 documents"):
-        load_datasets(Section(train=tmp_path))
+        load_datasets(text_section(train=tmp_path))
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(DataError, match="6 tokens in 1 documents, less than one sequence of 8"):
-        load_datasets(Section(train=tmp_path))
+        load_datasets(text_section(train=tmp_path))
 
 
 # Held-out text
@@ -228,14 +219,14 @@ def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
 def test_held_out_documents_are_whole_and_depend_on_their_names_alone(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(f"{number:02}" * 8)
-    data = load_datasets(Section(train=tmp_path, sequence_length=17, eval_fraction=0.25))
+    data = load_datasets(text_section(train=tmp_path, sequence_length=17, eval_fraction=0.25))
     assert data.eval is not None
     expected = [f"{number:02}" for number in range(40) if is_held_out(f"{number:02}.txt", 0.25)]
     assert text_of(data.eval) == b"".join(each.encode() * 8 + b"\xff" for each in expected)
     assert 3 < len(expected) < 20
     assert len(data.train) + len(data.eval) == 40
     (tmp_path / "40.txt").write_text("40" * 8)
-    more = load_datasets(Section(train=tmp_path, sequence_length=17, eval_fraction=0.25))
+    more = load_datasets(text_section(train=tmp_path, sequence_length=17, eval_fraction=0.25))
     assert more.eval is not None
     assert text_of(more.eval).startswith(text_of(data.eval))
 
@@ -250,11 +241,11 @@ def test_the_held_out_part_grows_with_the_fraction(fraction: float) -> None:
 
 def test_of_one_document_the_last_sequences_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789" * 10)
-    data = load_datasets(Section(train=tmp_path / "a.txt", sequence_length=10, eval_fraction=0.2))
+    data = load_datasets(text_section(train=tmp_path / "a.txt", sequence_length=10, eval_fraction=0.2))
     assert data.eval is not None
     assert (len(data.train), len(data.eval)) == (8, 2)
     assert "last 2 sequences" in data.notes[1]
-    tiny = load_datasets(Section(train=tmp_path / "a.txt", sequence_length=80, eval_fraction=0.2))
+    tiny = load_datasets(text_section(train=tmp_path / "a.txt", sequence_length=80, eval_fraction=0.2))
     assert tiny.eval is None
     assert "too little" in tiny.notes[0]
 
@@ -262,7 +253,7 @@ def test_of_one_document_the_last_sequences_are_held_out(tmp_path: Path) -> None
 def test_eval_text_of_its_own_leaves_the_training_text_whole(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("training text")
     (tmp_path / "b.txt").write_text("held-out")
-    section = Section(train=[tmp_path / "a.txt"], eval=tmp_path / "b.txt", eval_fraction=0.5)
+    section = text_section(train=[tmp_path / "a.txt"], eval=tmp_path / "b.txt", eval_fraction=0.5)
     data = load_datasets(section)
     assert text_of(data.train) == b"training"
     assert data.eval is not None
@@ -287,7 +278,7 @@ def test_a_lone_surrogate_does_not_end_a_run() -> None:
 @pytest.mark.usefixtures("offline")
 def test_a_saved_tokenizer_is_loaded_from_its_directory(tmp_path: Path, tokenizer_directory: Path) -> None:
     (tmp_path / "x.txt").write_text("a b b a c a b")
-    section = Section(train=tmp_path / "x.txt", tokenizer=str(tokenizer_directory), sequence_length=4)
+    section = text_section(train=tmp_path / "x.txt", tokenizer=str(tokenizer_directory), sequence_length=4)
     data = load_datasets(section)
     assert data.train.tokens.tolist() == [2, 3, 3, 2, 1, 2, 3, 0]
     assert (data.tokenizer.vocab_size, data.tokenizer.end_of_text) == (4, 0)
@@ -326,7 +317,7 @@ def test_tokens_are_stored_in_the_narrowest_dtype(vocabulary: int, dtype: type) 
     assert token_dtype(vocabulary) is dtype
     file = io.BytesIO()
     writer = TokenWriter(file, vocabulary)
-    writer.append(np.asarray([0, vocabulary - 1]), end_of_text=vocabulary - 2, text_bytes=2)
+    writer.append(np.asarray([0, vocabulary - 1, vocabulary - 2]), text_bytes=2)
     assert np.frombuffer(file.getvalue(), dtype).tolist() == [0, vocabulary - 1, vocabulary - 2]
     assert (writer.amount.tokens, writer.largest) == (3, vocabulary - 1)
 
@@ -335,7 +326,7 @@ def test_a_tokenizer_that_breaks_its_word_is_named() -> None:
     buffer = TokenWriter(io.BytesIO(), 10)
     for wrong in ([3, 10], [-1, 3]):
         with pytest.raises(DataError, match="vocabulary has 10"):
-            buffer.append(np.asarray(wrong), end_of_text=0, text_bytes=0)
+            buffer.append(np.asarray(wrong), text_bytes=0)
 
 
 def packed_of(tokens: np.ndarray[Any, Any], length: int, separator: int | None = None) -> PackedDataset:

@@ -39,11 +39,45 @@ class BatchSection(Section):
     has."""
 
 
+DataFormat = Literal["text", "chat", "pairs"]
+Column = Literal["messages", "prompt", "completion", "tools", "chat_template_kwargs"]
+Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
+
+
+class MixturePart(Section):
+    """One of several data that are mixed: what is null is as in `data`."""
+
+    train: Text | Texts
+    weight: Positive = 1.0
+    format: DataFormat | None = None
+    text_field: Text | None = None
+    columns: Columns | None = None
+
+
 class DataSection(Section):
-    """What it is trained on. Datasets that are given to `Trainer` itself replace `train` and `eval`."""
+    """What it is trained on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
 
     train: Text | Texts = "stdlib"
-    """stdlib (the source of Python's standard library), or paths of text, .jsonl, .parquet, .csv, .tsv or directories."""
+    """stdlib (the source of Python's standard library), or paths of text, .jsonl, .parquet, .csv, .tsv, directories of those, or
+    directories that `save_to_disk` of datasets wrote."""
+    mixture: Annotated[
+        dict[str, MixturePart] | None,
+        Field(min_length=1),
+        Allowed("a mapping of names to mappings with train and weight, or null"),
+    ] = None
+    """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
+    sequences; 1), and may have `format`, `text_field` and `columns`. Each begins anew when all its sequences were read."""
+    format: DataFormat = "text"
+    """What rows hold: text, the messages of a conversation (chat), or prompt and completion (pairs)."""
+    columns: Columns = Field(default_factory=dict)
+    """Names in the files of the columns messages, prompt, completion, tools and chat_template_kwargs, where they have others:
+    `{messages: conversations}`."""
+    chat_template: Text | None = None
+    """The Jinja template of conversations, or a file that holds it; null: the tokenizer's own."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """The loss of conversations and pairs: of the assistant's turns and of completions alone (answers), or of all tokens."""
+    packing: bool = True
+    """Conversations and pairs share sequences, each as a whole; false: each has a sequence of its own."""
     eval: Text | Texts | None = None
     """Paths of the evaluation text; null holds `eval_fraction` of the training documents out."""
     eval_fraction: Fraction = 0.05
@@ -57,18 +91,32 @@ class DataSection(Section):
     cache: Text | None = None
     """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
     sequence_length: Annotated[Whole, Field(ge=2)] = 256
-    """Tokens in a packed sequence."""
+    """Tokens in a packed sequence. Conversations and pairs that are longer are cut."""
     shuffle: bool = True
     """Shuffle the sequences of each epoch, by the seed and the epoch's number."""
     shuffle_window: Count = 1024
     """Samples of a streamed dataset that are shuffled among each other; others are as a whole."""
-    separate_documents: bool = False
+    separate_documents: bool | None = None
     """Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that takes
-    position_ids."""
+    position_ids. null: where conversations or pairs are packed."""
     remove_unused: bool = False
     """Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: after it."""
     seed: Seed | None = None
     """Seed of the order of the data; null: that of the run."""
+
+    def parts(self) -> dict[str, "DataSection"]:
+        """A section for each part of the mixture, by its name; of data that are not mixed, this one, as `train`."""
+        if self.mixture is None:
+            return {"train": self}
+        given = {name: part.model_dump(exclude={"weight"}, exclude_none=True) for name, part in self.mixture.items()}
+        return {name: self.model_copy(update={"mixture": None, **part}) for name, part in given.items()}
+
+    @property
+    def separates(self) -> bool:
+        """`separate_documents`, with null made true or false."""
+        if self.separate_documents is not None:
+            return self.separate_documents
+        return self.packing and any(part.format != "text" for part in self.parts().values())
 
 
 class OptimizerSection(Section):

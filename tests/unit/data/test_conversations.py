@@ -1,0 +1,438 @@
+"""Conversations, pairs and mixtures from files to batches: which tokens the loss is of, against transformers and the text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.config.sections.training import DataSection
+from zeromesh.trainer.data.datasets import LoadedData, load_datasets
+from zeromesh.trainer.data.packing import ConversationDataset, best_fit
+from zeromesh.trainer.data.sampler import MixedOrder, SampleOrder, whole_weights
+from zeromesh.trainer.data.token_cache import TokenCache
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for message in messages %}"
+    "{% if message.role == 'assistant' %}<|im_start|>assistant\n{% generation %}{{ message.content }}"
+    "{% if message.tool_calls is defined %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}{{ suffix }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATS = [
+    [("system", "Be brief."), ("user", "hello there"), ("assistant", "hi"), ("user", "bye"), ("assistant", "so long")],
+    [("user", "what is the time?"), ("assistant", "half past ten, as it was an hour ago")],
+    [("assistant", "\nhow are you?"), ("user", "caf\u00e9 \u2615"), ("assistant", "a caf\u00e9, \u2615 and more")],
+]
+
+
+def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def raw() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with merges, as those of most chat models, trained on a few sentences."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = [content for turns in CHATS for _, content in turns] + [
+        "assistant\n\nuser\n\nsystem\n\ntools\n\n" * 3,
+        "Q: A: 12 " * 9,
+    ]
+    words.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture
+def own(raw: PreTrainedTokenizerFast) -> PretrainedTokenizer:
+    raw.chat_template = CHATML
+    return PretrainedTokenizer(tokenizer=raw)
+
+
+def load(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **keys: Any) -> LoadedData:
+    """The data of these rows, each in a sequence of its own and in their order."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {"train": str(path), "format": "chat", "sequence_length": 96, "eval_fraction": 0.0, "packing": False}
+    return load_datasets(DataSection(**{**section, **keys}), tokenizer=tokenizer)
+
+
+def learnt(sample: dict[str, torch.Tensor]) -> tuple[list[int], list[int]]:
+    """The ids of a sample before its padding, and its targets. Position 0 is never a target."""
+    ids, labels = sample["input_ids"], sample["labels"]
+    assert bool(((labels == -100) | (labels == ids)).all())
+    end = int(((ids != 1) | (labels != -100)).nonzero().max()) + 1
+    return ids[:end].tolist(), labels[:end].tolist()
+
+
+# Labels
+
+
+def by_hand(raw: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """Ids and labels of a conversation in ChatML: the text is put together here, and its tokens are looked up by their places."""
+    text, answered = "<bos>", [False] * 5
+    for role, content in turns:
+        head, body = f"<|im_start|>{role}\n", f"{content}<|im_end|>\n"
+        text += head + body
+        answered += [False] * len(head) + [role == "assistant"] * len(body)
+    encoded = raw(text, add_special_tokens=False, return_offsets_mapping=True)
+    labels = [
+        token if all(answered[begin:end]) else -100
+        for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    ]
+    return encoded["input_ids"], labels
+
+
+def test_the_loss_is_on_the_assistant_s_turns(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
+    data = load(tmp_path, [{"messages": messages(turns)} for turns in CHATS], own)
+    assert isinstance(data.train, ConversationDataset)
+    for turns, sample in zip(CHATS, data.train, strict=False):
+        ids, labels = learnt(sample)
+        assert (ids, labels) == by_hand(raw, turns)
+        said = raw.decode([token for token in labels if token != -100])
+        answers = [f"{content}<|im_end|>\n" for role, content in turns if role == "assistant"]
+        assert said in ("".join(answers), "".join(answers).removeprefix("\n"))
+    everything = load(tmp_path, [{"messages": messages(turns)} for turns in CHATS], own, loss_on="all")
+    for turns, sample in zip(CHATS, everything.train, strict=False):
+        ids, labels = learnt(sample)
+        assert ids == by_hand(raw, turns)[0]
+        assert labels == [-100, *ids[1:]]
+
+
+def test_a_template_that_marks_answers_is_as_in_transformers(
+    tmp_path: Path, raw: Any, own: PretrainedTokenizer
+) -> None:
+    template = tmp_path / "marked.jinja"
+    template.write_text(MARKED)
+    tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}
+    rows: list[dict[str, Any]] = [{"messages": messages(turns)} for turns in CHATS]
+    rows.append({"messages": [{"role": "user", "content": "1 + 1"}, call], "tools": tools})
+    rows.append({"messages": messages(CHATS[1]), "tools": json.dumps(tools), "chat_template_kwargs": {"suffix": "!"}})
+    data = load(tmp_path, rows, own, chat_template=str(template), sequence_length=400)
+    for row, sample in zip(rows, data.train, strict=False):
+        given = row.get("tools")
+        wanted = raw.apply_chat_template(
+            row["messages"],
+            tools=json.loads(given) if isinstance(given, str) else given,
+            chat_template=MARKED,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **row.get("chat_template_kwargs", {}),
+        )
+        ids, labels = learnt(sample)
+        assert ids == wanted["input_ids"]
+        assert [int(label != -100) for label in labels] == wanted["assistant_masks"]
+
+
+def test_a_template_that_forgets_is_refused(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    turns = [("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")]
+    rows = [{"messages": messages(turns[:2])}, {"messages": messages(turns)}]
+    with pytest.raises(DataError, match=r"rows.jsonl' row 1: the chat template writes .* data.loss_on: all"):
+        load(tmp_path, rows, own, chat_template=FORGETFUL)
+    assert len(load(tmp_path, rows[:1], own, chat_template=FORGETFUL).train) == 1
+    assert len(load(tmp_path, rows, own, chat_template=FORGETFUL, loss_on="all").train) == 2
+
+
+def test_the_loss_is_on_completions(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
+    rows = [
+        {"prompt": "Q: 1 + 1\nA:", "completion": " 2"},
+        {"prompt": messages(CHATS[0][:-1]), "completion": messages(CHATS[0][-1:])},
+    ]
+    data = load(tmp_path, rows[:1], own, format="pairs", columns={"prompt": "prompt"})
+    prompt, completion = (raw(rows[0][name])["input_ids"] for name in ("prompt", "completion"))
+    assert learnt(data.train[0]) == ([*prompt, *completion, 1], [-100] * len(prompt) + [*completion, 1])
+    data = load(tmp_path, rows[1:], own, format="pairs")
+    ids, labels = by_hand(raw, CHATS[0])
+    last = len(raw(f"{CHATS[0][-1][1]}<|im_end|>\n", add_special_tokens=False)["input_ids"])
+    assert learnt(data.train[0]) == (ids, [-100] * (len(ids) - last) + labels[-last:])
+
+
+def test_a_token_of_both_prompt_and_completion_is_no_target(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
+    """White space is missing in the places of the tokens of this tokenizer, so that these alone would not tell."""
+    rows = [{"prompt": "Q: 12 A: ", "completion": "12 A"}]
+    whole = raw("Q: 12 A: 12 A")["input_ids"]
+    assert whole != raw(rows[0]["prompt"])["input_ids"] + raw(rows[0]["completion"])["input_ids"]
+    data = load(tmp_path, rows, own, format="pairs")
+    ids, labels = learnt(data.train[0])
+    assert ids == [*whole, 1]
+    assert raw.decode([label for label in labels if label != -100]) in (" A<eos>", "2 A<eos>")
+    assert "in 1 an answer begins or ends inside of a token" in data.notes[0]
+
+
+def test_bytes_have_conversations_too(tmp_path: Path) -> None:
+    template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    data = load(tmp_path, [{"messages": messages(CHATS[2])}], None, chat_template=template)
+    sample = data.train[0]
+    labels = bytes(label for label in sample["labels"].tolist() if label != -100)
+    assert labels.decode() == "\nhow are you?\na caf\u00e9, \u2615 and more\n"
+    assert (
+        bytes(sample["input_ids"].tolist())
+        .rstrip(b"\xff")
+        .decode()
+        .startswith("[assistant] \nhow are you?\n[user] caf\u00e9")
+    )
+
+
+def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    words = Tokenizer.from_str(raw.backend_tokenizer.to_str())
+    words.post_processor = TemplateProcessing(single="<bos> $A", pair="$A $B", special_tokens=[("<bos>", 0)])
+    begun = PretrainedTokenizer(
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
+    )
+    data = load(tmp_path, [{"prompt": "Q:", "completion": " 12"}], begun, format="pairs")
+    ids, labels = learnt(data.train[0])
+    prompt = begun.tokenizer("Q:")["input_ids"]
+    assert prompt[0] == 0
+    assert ids[: len(prompt)] == prompt
+    assert [label for label in labels if label != -100] == [*ids[len(prompt) :]]
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        ([{"conversations": []}], {}, "row 0 has no field 'messages', only 'conversations'; set data.columns"),
+        (
+            [{"messages": []}],
+            {"format": "pairs"},
+            "row 0 has no field 'prompt', only 'messages'; set data.format: chat",
+        ),
+        ([{"prompt": "a", "completion": "b"}], {"format": "text"}, "set data.format: pairs"),
+        ([{"messages": "hello"}], {}, "field 'messages' is str; it should be a list of messages"),
+        ([{"messages": []}], {}, "field 'messages' is an empty list"),
+        ([{"messages": [{"from": "human", "value": "a"}]}], {}, "a message without role, only 'from', 'value'"),
+        (
+            [{"prompt": "a", "completion": messages(CHATS[1])}],
+            {"format": "pairs"},
+            "field 'prompt' is str; it should be text",
+        ),
+        (
+            [{"messages": messages(CHATS[1])}],
+            {"chat_template": "{{ raise_exception('no') }}"},
+            "row 0: .* TemplateError: no",
+        ),
+        ([{"messages": messages(CHATS[1]), "tools": "{"}], {}, "field 'tools' is text, and no JSON"),
+        ([{"messages": messages(CHATS[1])}], {"chat_template": "a/b.jinja"}, "data.chat_template: no file 'a/b.jinja'"),
+        (
+            [{"messages": messages(CHATS[1][:1])}],
+            {},
+            "1 rows, and none has a target of the loss in its first 96 tokens",
+        ),
+        ([{"messages": messages(CHATS[1])}], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    tmp_path: Path, own: PretrainedTokenizer, rows: Any, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, rows, own, **keys)
+
+
+def test_a_tokenizer_without_template_says_what_to_set(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
+    raw.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template; set data\.chat_template"):
+        load(tmp_path, [{"messages": messages(CHATS[1])}], own)
+
+
+def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    import datasets
+
+    rows = [{"talk": messages(turns), "id": number} for number, turns in enumerate(CHATS)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
+    wanted = load(tmp_path, [{"messages": messages(turns)} for turns in CHATS], own).train
+    found = load(tmp_path, [], own, train=str(tmp_path / "saved"), columns={"messages": "talk"}).train
+    assert [each["labels"].tolist() for each in (found[0], found[2])] == [
+        each["labels"].tolist() for each in (wanted[0], wanted[2])
+    ]
+    with pytest.raises(DataError, match=r"holds several splits; give one of them: '.*splits/train'"):
+        load(tmp_path, [], own, train=str(tmp_path / "splits"))
+
+
+# Packing
+
+
+def test_conversations_share_sequences_and_are_cut(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
+    rows = [{"messages": messages(turns)} for turns in (*CHATS, *CHATS, CHATS[1][:1])]
+    sizes = [len(by_hand(raw, turns)[0]) for turns in CHATS]
+    length = max(sizes) - 3
+    data = load(tmp_path, rows, own, packing=True, sequence_length=length)
+    assert f"6 rows, {2 * sum(min(size, length) for size in sizes):,} tokens" in data.notes[0]
+    assert "2 rows are longer than data.sequence_length and are cut; 1 have no target and are left out" in data.notes[0]
+    found = []
+    for index in range(len(data.train)):
+        sample = data.train[index]
+        starts = (sample["position_ids"] == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], length], strict=True):
+            assert sample["position_ids"][start:end].tolist() == list(range(end - start))
+            if sample["input_ids"][start] == 0:
+                found.append((sample["input_ids"][start:end].tolist(), sample["labels"][start:end].tolist()))
+            else:
+                assert sample["labels"][start:end].eq(-100).all()
+    wanted = [tuple(each[:length] for each in by_hand(raw, turns)) for turns in (*CHATS, *CHATS)]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_packed_conversations_are_as_if_alone(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    """The gradient of the loss of packed conversations is that of each in a sequence of its own."""
+    rows = [{"messages": messages(turns)} for turns in CHATS]
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=340,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).double()
+    gradients = []
+    for packing, length in ((True, 300), (False, 130)):
+        train = load(tmp_path, rows, own, packing=packing, sequence_length=length).train
+        assert len(train) == (1 if packing else 3)
+        batch = [train[index] for index in range(len(train))]
+        inputs = {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=60), capacity=st.integers(20, 40))
+def test_best_fit_fills_sequences(lengths: list[int], capacity: int) -> None:
+    found = best_fit(np.asarray(lengths, dtype=np.int64), capacity)
+    filled = np.bincount(found, weights=lengths) if lengths else np.empty(0)
+    assert (filled <= capacity).all()
+    assert set(found.tolist()) == set(range(len(filled)))
+    assert len(filled) <= 11 / 9 * np.ceil(sum(lengths) / capacity) * (capacity / (capacity - 10)) + 1
+
+
+def test_tokens_of_conversations_are_kept(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    rows = [{"messages": messages(turns)} for turns in CHATS]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def loaded(**keys: Any) -> tuple[list[str], Any]:
+        section = {"train": str(path), "format": "chat", "sequence_length": 96, "eval_fraction": 0.0, **keys}
+        told: list[str] = []
+        data = load_datasets(
+            DataSection(**section), tokenizer=own, cache=TokenCache(tmp_path / "cache"), tell=told.append
+        )
+        return told, (data.notes, data.train.fingerprint(), [data.train[0]["labels"].tolist()])
+
+    told, first = loaded()
+    assert len(told) == 3
+    assert loaded() == ([], first)
+    assert loaded(packing=False)[0] == []
+    for change in ({"loss_on": "all"}, {"chat_template": MARKED}, {"sequence_length": 64}):
+        told, other = loaded(**change)
+        assert len(told) == 3
+        assert other != first
+
+
+def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    rows = [{"messages": messages(CHATS[number % 3])} for number in range(40)]
+    data = load(tmp_path, rows, own, eval_fraction=0.2)
+    assert isinstance(data.eval, ConversationDataset)
+    assert len(data.train) + len(data.eval) == 40
+    few = load(tmp_path, rows[:2], own, eval_fraction=0.001)
+    assert isinstance(few.eval, ConversationDataset)
+    assert (len(few.train), len(few.eval)) == (1, 1)
+    assert not torch.equal(few.train[0]["input_ids"], few.eval[0]["input_ids"])
+
+
+# Mixtures
+
+
+@given(
+    weights=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 7), min_size=4, max_size=4),
+    seed=st.integers(0, 1 << 62),
+    shuffle=st.booleans(),
+)
+def test_a_mixture_is_exact_everywhere(weights: list[int], lengths: list[int], seed: int, shuffle: bool) -> None:
+    order = MixedOrder(
+        lengths=tuple(lengths[: len(weights)]), weights=whole_weights(weights), seed=seed, shuffle=shuffle
+    )
+    bounds = np.cumsum([0, *order.lengths])
+    seen: list[list[int]] = [[] for _ in weights]
+    for sample in range(3 * sum(weights) + 1):
+        index = order.dataset_index(sample)
+        part = int(np.searchsorted(bounds, index, side="right")) - 1
+        seen[part].append(index - int(bounds[part]))
+        for turns, weight in zip(seen, weights, strict=True):
+            assert abs(len(turns) - (sample + 1) * weight / sum(weights)) < max(1.0, len(weights) / 2)
+    for part, turns in enumerate(seen):
+        alone = SampleOrder(length=order.lengths[part], seed=seed + (part << 64), shuffle=shuffle)
+        assert turns == [alone.dataset_index(turn) for turn in range(len(turns))]
+
+
+def test_weights_become_whole() -> None:
+    assert whole_weights([0.5, 0.25, 1.0]) == (2, 1, 4)
+    assert whole_weights([30, 10]) == (3, 1)
+    assert whole_weights([0.333, 0.667]) == (333, 667)
+    with pytest.raises(ConfigError, match="round them"):
+        whole_weights([0.1234567, 0.7654321])
+
+
+def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"question": "Q: 1\nA:", "completion": " 12"}) * 1 + "\n")
+    mixture = {
+        "text": {"train": str(tmp_path / "text.txt"), "format": "text", "weight": 0.5},
+        "chat": {"train": str(tmp_path / "rows.jsonl"), "weight": 0.25},
+        "pairs": {
+            "train": str(tmp_path / "pairs.jsonl"),
+            "format": "pairs",
+            "columns": {"prompt": "question"},
+            "weight": 0.25,
+        },
+    }
+    rows = [{"messages": messages(turns)} for turns in CHATS]
+    data = load(tmp_path, rows, own, mixture=mixture, train="stdlib", packing=True, eval_fraction=0.2)
+    lengths = [len(part) for part in data.train.parts]
+    assert len(data.train) == sum(lengths)
+    assert isinstance(data.eval, dict)
+    assert set(data.eval) == {"text"} | {
+        name for name, size in zip(mixture, lengths, strict=True) if name == "chat" and size
+    }
+    assert all(sorted(data.train[index]) == ["input_ids", "labels", "position_ids"] for index in range(len(data.train)))
+    assert "data.mixture: text 50.0%, chat 25.0%, pairs 25.0% of the sequences" in data.notes[-1]
+    data.train.check_vocabulary(340)
+    with pytest.raises(DataError, match="vocabulary has 4 tokens"):
+        data.train.check_vocabulary(4)
+    other = {**mixture, "text": {**mixture["text"], "weight": 1.0}}
+    changed = load(tmp_path, rows, own, mixture=other, train="stdlib", packing=True, eval_fraction=0.2)
+    assert changed.train.fingerprint() != data.train.fingerprint()
+    alone = load(tmp_path, rows, own, mixture=mixture, eval=str(tmp_path / "rows.jsonl"), packing=True)
+    assert isinstance(alone.eval, ConversationDataset)

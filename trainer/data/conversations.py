@@ -1,0 +1,240 @@
+"""Rows of conversations, or of prompts and completions, as tokens, and which of them are targets of the loss.
+
+    row -> text and the characters of its answers (`Renderer`) -> tokens and targets (`encode_rows`)
+
+The text of a conversation is what its chat template makes of it. Where the answers lie in it, the template says itself by
+`{% generation %}`; of other templates it is what each turn of the assistant adds to the text before it, where that text, and the
+one with the turn, are beginnings of the whole. A template for which they are not is refused.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from zeromesh.errors import DataError, summary
+from zeromesh.trainer.data.text_sources import Row, read_text
+from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
+
+_ROWS_AT_ONCE = 256
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OPTIONAL = ("tools", "chat_template_kwargs")
+
+Messages = list[dict[str, Any]]
+
+
+class RenderedRow(NamedTuple):
+    """The text of a row, and the first and last (exclusive) character of each answer in it."""
+
+    row: Row
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    plain: bool
+    """Whether the text was not made by a template: then it has neither a token that begins it nor one that ends it."""
+
+
+class EncodedRow(NamedTuple):
+    """The ids of a row, integers `[tokens]`, which of them are targets, bool `[tokens]`, and whether some answer begins or ends
+    inside of a token. Such a token is no target."""
+
+    rendered: RenderedRow
+    ids: TokenArray
+    targets: NDArray[np.bool_]
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Makes text of rows. `columns` are their names in the files, and `template` is text, a name that the tokenizer knows, or None.
+
+    `answers`: False: all that is in a row is an answer.
+    """
+
+    tokenizer: Tokenizer
+    form: Literal["chat", "pairs"]
+    columns: Mapping[str, str]
+    template: str | None
+    answers: bool
+
+    @property
+    def wanted(self) -> list[str]:
+        """The columns that each row must have."""
+        return [self._column(name) for name in (("messages",) if self.form == "chat" else ("prompt", "completion"))]
+
+    @property
+    def optional(self) -> list[str]:
+        """The columns that a row may have."""
+        return [self._column(name) for name in _OPTIONAL]
+
+    def render(self, row: Row) -> RenderedRow:
+        """Return the text of a row. Raises `DataError` for one that is not as its format asks, and for templates, as above."""
+        values = [row.values[name] for name in self.wanted]
+        if all(isinstance(value, str) for value in values) and self.form == "pairs":
+            prompt, completion = values
+            return self._rendered(row, prompt + completion, [(len(prompt), len(prompt + completion))], plain=True)
+        turns = [self._messages(row, name, value) for name, value in zip(self.wanted, values, strict=True)]
+        whole = [message for part in turns for message in part]
+        if self.form == "pairs":
+            text, _ = self._apply(row, whole)
+            return self._rendered(row, text, [self._added(row, text, whole, len(turns[0]), len(whole))])
+        marked = self.answers and _GENERATION.search(self._template(row)) is not None
+        text, answers = self._apply(row, whole, marked=marked)
+        if self.answers and not marked:
+            said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
+            answers = [self._added(row, text, whole, number, number + 1) for number in said]
+        return self._rendered(row, text, answers)
+
+    def _rendered(self, row: Row, text: str, answers: Sequence[tuple[int, int]], *, plain: bool = False) -> RenderedRow:
+        return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
+
+    def _column(self, name: str) -> str:
+        return self.columns.get(name, name)
+
+    def _messages(self, row: Row, name: str, value: Any) -> Messages:
+        """The messages of a column, without the keys that only other rows have: files of columns hold null for them."""
+        if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
+            kinds = (
+                "a list of messages" if self.form == "chat" else "text, or a list of messages, as the other column is"
+            )
+            given = "an empty list" if value == [] else type(value).__name__
+            raise DataError(
+                f"{row.where}: field {name!r} is {given}; it should be {kinds} ({{role: ..., content: ...}})"
+            )
+        for message in value:
+            if not isinstance(message.get("role"), str):
+                raise DataError(
+                    f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, message))}; messages are "
+                    "{role: system, user, assistant or tool, content: text}"
+                )
+        return [_without_null(message) for message in value]
+
+    def _tools(self, row: Row) -> Any:
+        """The row's tools, JSON schemas, which may be one text; None where it has none."""
+        tools = row.values.get(self._column("tools"))
+        try:
+            return _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
+        except ValueError as error:
+            raise DataError(f"{row.where}: field {self._column('tools')!r} is text, and no JSON: {error}") from error
+
+    def _template(self, row: Row) -> str:
+        template = self.tokenizer.template(self.template, self._tools(row))
+        if template is None:
+            raise DataError(
+                "data.tokenizer has no chat template; set data.chat_template to a Jinja template, or to a file that holds one "
+                "(chat_template.jinja of a model that was trained on such conversations)"
+            )
+        return template
+
+    def _apply(
+        self, row: Row, messages: Messages, *, marked: bool = False, asking: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of messages, and the characters that the template marks; `asking`: up to where the assistant is to answer."""
+        more = row.values.get(self._column("chat_template_kwargs")) or {}
+        keys = {**self.tokenizer.special_tokens, **_without_null(more)}
+        try:
+            texts, answers = render_jinja_template(
+                [messages],
+                tools=self._tools(row),
+                chat_template=self._template(row),
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=asking,
+                **keys,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
+        return texts[0], [tuple(span) for span in answers[0]] if marked else []
+
+    def _added(self, row: Row, text: str, messages: Messages, begin: int, end: int) -> tuple[int, int]:
+        """The characters of `text`, that of all messages, which those from `begin` to `end` add. Raises `DataError`."""
+        asked, _ = self._apply(row, messages[:begin], asking=True)
+        told = text if end == len(messages) else self._apply(row, messages[:end])[0]
+        if text.startswith(told) and told.startswith(asked):
+            return len(asked), len(told)
+        raise DataError(
+            f"{row.where}: the chat template writes the messages before an answer otherwise when the answer follows, so where the "
+            "answer begins and ends cannot be told; put {% generation %} and {% endgeneration %} around the assistant's turns in "
+            "a copy of the template (data.chat_template), or set data.loss_on: all"
+        )
+
+
+def read_template(given: str | None) -> str | None:
+    """The chat template that `data.chat_template` gives: the text of a file, or the value itself. Raises `DataError`.
+
+    A value with neither a line break nor a brace is a path or a name that the tokenizer knows.
+    """
+    if given is None or "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    if path.is_file():
+        return read_text(path)
+    if "/" in given or path.suffix:
+        raise DataError(f"data.chat_template: no file {given!r}; give a file, or the template itself")
+    return given
+
+
+def encode_rows(rows: Iterable[RenderedRow], tokenizer: Tokenizer) -> Iterator[EncodedRow]:
+    """Yield the tokens of each row. Tokenizers that use several threads get several texts at once. Raises `DataError`."""
+    batch: list[RenderedRow] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) >= _ROWS_AT_ONCE:
+            yield from _encode(batch, tokenizer)
+            batch = []
+    yield from _encode(batch, tokenizer)
+
+
+def _encode(batch: Sequence[RenderedRow], tokenizer: Tokenizer) -> Iterator[EncodedRow]:
+    """Mostly the pieces of a text, cut where answers begin and end, have together the tokens of the whole text, and so the targets
+    are known; where they have not, the places of the tokens say which lie in an answer."""
+    beginning = np.asarray(tokenizer.beginning, dtype=np.int64)
+    cuts = [sorted({0, len(row.text), *(cut for span in row.answers for cut in span)}) for row in batch]
+    bounds = [list(pairwise(each)) for each in cuts]
+    several = [len(each) > 1 for each in bounds]
+    wholes = tokenizer.encode([row.text for row in batch])
+    parts = iter(
+        tokenizer.encode(
+            [row.text[a:b] for row, each, cut in zip(batch, bounds, several, strict=True) if cut for a, b in each]
+        )
+    )
+    for row, each, cut, whole in zip(batch, bounds, several, wholes, strict=True):
+        answered = [any(begin <= a < end for begin, end in row.answers) for a, _ in each]
+        pieces = [next(parts) for _ in each] if cut else [whole] * len(each)
+        sizes = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
+        targets, inside = np.repeat(np.asarray(answered, dtype=np.bool_), sizes), False
+        if cut and not np.array_equal(np.concatenate(pieces), whole):
+            targets, inside = _by_places(tokenizer.offsets([row.text])[0], row.answers)
+        ids = whole
+        if row.plain:
+            ids = np.concatenate([beginning, whole, [tokenizer.end_of_text]])
+            # What ends a text is learnt, and what begins it is given.
+            targets = np.concatenate([np.zeros(len(beginning), bool), targets, [True]])
+        yield EncodedRow(row, ids, targets, inside)
+
+
+def _by_places(places: TokenArray, answers: Sequence[tuple[int, int]]) -> tuple[NDArray[np.bool_], bool]:
+    """Which tokens lie in an answer with all of their characters, and whether some lie in it with a part of them.
+
+    Some tokenizers leave white space out of the places of the token that holds it, so a token begins where the one before it ends.
+    """
+    ends = np.maximum.accumulate(places[:, 1])
+    starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+    targets, inside = np.zeros(len(places), bool), False
+    for begin, end in answers:
+        targets |= (starts >= begin) & (ends <= end) & (ends > starts)
+        inside |= bool(((starts < begin) & (ends > begin) | (starts < end) & (ends > end)).any())
+    return targets, inside
+
+
+def _without_null(value: Any) -> Any:
+    """A value without the keys that hold null, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _without_null(each) for name, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list | tuple) else value
