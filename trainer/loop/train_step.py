@@ -27,6 +27,7 @@ from zeromesh.trainer.data.feed import Feed, require_same_batches
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
+from zeromesh.trainer.models.attention import PackedDocuments
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
@@ -63,6 +64,7 @@ class Stepper:
         self._dtype = compute_dtype
         self._engine = engine
         self._pipeline = pipeline
+        self._documents = PackedDocuments(model)
         self._modules = list(model.modules())
         self._modes = [module.training for module in self._modules]
         """Which modules are in training mode; see `_restore_modes`."""
@@ -303,6 +305,7 @@ class Stepper:
 
     def _to_device(self, batch: Mapping[str, Any], targets: int | None) -> DeviceBatch:
         """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
+        batch = self._documents.told(batch)
         moved = DeviceBatch(batch, targets)
         for name, value in batch.items():
             if isinstance(value, Tensor):

@@ -44,6 +44,9 @@ _KEPT_NAMES = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::_flash_attn_forward",
 )
 
 _ALIGNMENT = 64

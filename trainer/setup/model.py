@@ -1,6 +1,7 @@
 """The model of a run, from what the user names to its partitions: built, checked, divided, filled with its initial values."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -30,6 +31,7 @@ from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
+from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model
@@ -75,7 +77,11 @@ def build_trained_model(
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
-    put_back = keep_attributes(model)
+    changes = ExitStack()
+    changes.callback(keep_attributes(model))
+    if config.model.attention is not None:
+        changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
+    put_back = changes.close
     tiers = open_tiers(mesh, options)
     try:
         require_layout_fits(model, mesh)

@@ -26,6 +26,9 @@ Head = Literal[
 ]
 """`model.head`. `base` is the model without a head, which needs a `compute_loss`."""
 
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""`model.attention`, by transformers' names."""
+
 AUTO_CLASSES: dict[Head, str] = {
     head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}"
     for head in get_args(Head)
@@ -75,6 +78,9 @@ class ModelSection(Section):
     """The task, and so the class of the model; base is the model without a head."""
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
     """Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none."""
+    attention: Attention | None = None
+    """What computes attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
+    or as the model was given."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
     """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""
     compile: bool = False
