@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork
@@ -51,8 +50,8 @@ class Run:
         if layout.compile:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager")
-        if is_accelerator(mesh.device):
-            layout = replace(layout, transport="auto")
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(mesh.device)
         options = layout.options(problem)
         tiers = open_tiers(mesh, options)
         if arena is not None:

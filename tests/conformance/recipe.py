@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from zeromesh.offload import FileSettings, TierChoice
+from zeromesh.offload.accelerator import found
 from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.losses.trial import InFloat64
 
@@ -98,7 +99,7 @@ class Layout:
         compute, wide = DTYPES[problem.precision]
         reduce = getattr(torch, self.reduce) if self.reduce else wide
         scale = ScalerSettings(initial_scale=self.scale, growth_interval=4) if self.scale else None
-        transport: Any = self.transport
+        transport: Any = self.transport if found() is None else "auto"  # The others move the host's memory.
         stop: Any = "stop" if self.in_backward else self.on_nonfinite
         return ZeroOptions(
             stage=self.stage,

@@ -98,7 +98,7 @@ def dropout_masks(mesh: Mesh) -> dict[str, Any]:
     masks: list[str] = []
     for module in run.model.modules():
         if isinstance(module, nn.Dropout):
-            module.register_forward_hook(lambda _module, _args, output: masks.append(digest([output == 0])))
+            module.register_forward_hook(lambda _module, _args, output: masks.append(digest([(output == 0).cpu()])))
     for step in range(problem.steps):
         run.step(step)
     run.close()
@@ -188,7 +188,7 @@ def phases(mesh: Mesh, stage: int, transport: str) -> dict[str, Any]:
     """Everything that is not allowed, and that training goes on afterwards."""
     run = Run.start(mesh, SMALL, Layout(stage=stage, transport=transport))
     engine, model = run.engine, run.model
-    ids = reference.batch_of(SMALL, 0)["input_ids"][:2]
+    ids = run.batch_of(0)["input_ids"][:2]
     unit = engine.units[1]
     wrong = Phase.LIVE if unit.phase is Phase.RESTING else Phase.GATHERING
     found = {"transition": _refusal(lambda: unit.enter(wrong)), "unit": unit.name}
@@ -217,14 +217,14 @@ def looking(mesh: Mesh, stage: int, transport: str, budget: int | None) -> dict[
     """Evaluation, generation and `gathered` against a plain model that holds the same parameters."""
     run = Run.start(mesh, SMALL, Layout(stage=stage, transport=transport, budget=budget))
     run.step(0)
-    plain = reference.build(SMALL)
+    plain = reference.build(SMALL).to(mesh.device)
     reference.convert(plain, torch.float64)
     names = run.engine.state.names()
     for name, tensor in run.parameters().items():
         plain.get_parameter(name).data.copy_(tensor)
-    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]], device=mesh.device)
     settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    subject, batch = SUBJECTS["llama"], reference.batch_of(SMALL, 0)
+    subject, batch = SUBJECTS["llama"], run.batch_of(0)
     with torch.no_grad():
         wanted_loss = float(subject.loss_sum(plain, batch)) / subject.count(batch)
         wanted_tokens = plain.generate(prompt, **settings).tolist()
@@ -245,7 +245,7 @@ def looking(mesh: Mesh, stage: int, transport: str, budget: int | None) -> dict[
 
 def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
     """One rank. Backward called by the user's own loss, and reentrant checkpointing; each spoils its engine."""
-    ids = text_batch(torch.Generator().manual_seed(0), 2)["input_ids"]
+    ids = text_batch(torch.Generator().manual_seed(0), 2)["input_ids"].to(mesh.device)
     found = {}
 
     def start(model: Stack) -> ZeroEngine:
@@ -284,10 +284,12 @@ def interrupted_call(mesh: Mesh) -> dict[str, Any]:
     """The user's own call of the model fails inside a block; what then?"""
     run = Run.start(mesh, SMALL, Layout())
     run.step(0)
-    bad = torch.full((1, 4), VOCABULARY + 5)
+    bad = torch.full((1, 4), VOCABULARY + 5, device=mesh.device)
     with torch.no_grad():
         error = _refusal(lambda: run.model(input_ids=bad), Exception)
-        again = run.model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all().item()
+        again = (
+            run.model(input_ids=torch.ones(1, 4, dtype=torch.long, device=mesh.device)).logits.isfinite().all().item()
+        )
         _refusal(lambda: run.model(input_ids=bad), Exception)
     norm = run.step(1).grad_norm
     run.close()
@@ -302,8 +304,8 @@ def made_whole(mesh: Mesh) -> dict[str, Any]:
     run.engine.state.make_whole(lambda: None)
     run.close()
     parameters = dict(run.model.named_parameters())
-    equal = all(torch.equal(parameters[name], value) for name, value in wanted.items())
-    run.model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    equal = all(torch.equal(parameters[name].cpu(), value) for name, value in wanted.items())
+    run.model(input_ids=torch.ones(1, 4, dtype=torch.long, device=mesh.device)).logits.sum().backward()
     gradients = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in parameters.values())
     return {"equal": equal, "gradients": gradients}
 
@@ -317,7 +319,7 @@ def without_targets(mesh: Mesh, stage: int, transport: str, kind: str) -> str:
 
     def loss_of(micro: Any, factor: float) -> torch.Tensor:
         loss = computed(micro, factor)
-        return loss if factor else torch.zeros(()) if kind == "constant" else loss * 0
+        return loss if factor else loss.new_zeros(()) if kind == "constant" else loss * 0
 
     run.loss_of = loss_of  # type: ignore[method-assign]
     for step in range(problem.steps):

@@ -188,7 +188,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
         return self._launch("recv", [], tensors, lambda _ins, outs: self._gloo.recv(outs, source, tag))
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         work = self._gloo.barrier()
         work.wait()
         return work

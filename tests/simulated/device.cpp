@@ -935,7 +935,9 @@ TORCH_LIBRARY(sim, m) {
   m.def("races() -> str[]", races);
   m.def("waits() -> str[]", waits);
   m.def("clear() -> ()", clear);
-  m.def("seed(int number) -> ()", [](int64_t number) { default_generator(-1).set_current_seed(number); });
+  m.def("seed(int number) -> ()", [](int64_t number) { 
+    for (DeviceIndex each = 0; each < device_count(); ++each) default_generator(each).set_current_seed(number);
+  });
   m.def("generator_state() -> Tensor", [] { return default_generator(-1).get_state(); });
   m.def("set_generator_state(Tensor state) -> ()", [](const Tensor& state) { default_generator(-1).set_state(state); });
   m.def("count() -> int", [] { return int64_t(device_count()); });

@@ -125,6 +125,7 @@ def _clones(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """The largest relative difference of any tensor; infinite where names or dtypes differ."""
+    found = {name: value.cpu() for name, value in found.items()}
     if found.keys() != wanted.keys() or any(found[name].dtype != wanted[name].dtype for name in wanted):
         return float("inf")
     largest = max(float(value.norm()) for value in wanted.values())
