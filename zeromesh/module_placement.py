@@ -130,7 +130,7 @@ class _ModuleExchange:
     def __init__(self, what: str, home: ProcessSet, mesh: Mesh) -> None:
         self.what = what
         self.randomness = ShardedRandomness(0)
-        self._world, self._device = mesh.world, mesh.device
+        self._world, self._device = mesh.world_of_tensors(), mesh.device
         self._source = mesh.world.ranks.index(home.ranks[0])
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ class Purpose(Enum):
     GRADIENT_BUCKETS = "gradient buckets in flight"
     ACTIVATIONS = "kept inputs of blocks"
     STAGING = "buffers on the way to and from files"
+    COMMUNICATORS = "buffers of the library of collectives"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

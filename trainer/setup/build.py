@@ -58,7 +58,14 @@ def connect(config: TrainerConfig) -> Mesh:
     if device.type == "cpu":
         reuse_freed_memory()
         take_product_buffers()
-    mesh = Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
+    mesh = Mesh(
+        shape,
+        environment,
+        device=device,
+        timeout_seconds=parallel.timeout_seconds,
+        order=parallel.order,
+        traces=Path(config.run.output_dir).expanduser() / config.run.name,
+    )
     mesh.recorder.enabled = config.profile.step_figures
     mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
     return mesh

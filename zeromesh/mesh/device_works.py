@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.environment import export, setting
 from zeromesh.errors import CollectiveError
 from zeromesh.files import write_whole
 from zeromesh.mesh.run_store import START_SECONDS
@@ -37,6 +38,20 @@ _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
 TRACE = "collectives_rank_"
 """What the name of a file with the latest collectives of a rank begins with."""
+
+
+_RECORDED = 2000
+"""Collectives that torch's flight recorder keeps, which is its own number in newer versions; older ones kept none."""
+
+
+def record_collectives(traces: Path | None) -> None:
+    """Have torch's flight recorder keep the latest collectives of this process, and torch write them into `traces` where it ends
+    the process by itself; before groups are made. What the user has set stays."""
+    wanted = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_RECORDED))
+    wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    if traces is not None:
+        wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(traces / TRACE))
+    export({name: value for name, value in wanted.items() if setting(name) is None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
-from zeromesh.mesh.device_works import DeviceWorks
+from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
@@ -133,6 +133,8 @@ class ProcessMesh:
         self.places = tuple(places[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
+        if is_accelerator(self.device):
+            record_collectives(traces)
         self._links.join(self.rank)
         self.one_host = len({place.host for place in self.places}) == 1
         self.watch = self._links.watch = self._make_watch(store, timeout_seconds)
@@ -163,7 +165,7 @@ class ProcessMesh:
             self.one_host = self._shares_memory = False
         store = self._links.rows() or store
         published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # A barrier would be one of the device.
         return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:
@@ -232,6 +234,18 @@ class ProcessMesh:
             works=self._links.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
+
+    @property
+    def communicator_bytes(self) -> int:
+        """Bytes of the device that the groups of ranks have taken, measured as each was connected; 0 on CPUs."""
+        return self._links.works.nbytes if self._links.works is not None else 0
+
+    def world_of_tensors(self) -> ProcessSet:
+        """The world with a group that moves tensors of the device, which all ranks ask for alike: `world` itself has one for
+        agreements alone, which are on CPUs."""
+        if self._links.works is None:
+            return self.world
+        return replace(self.world, link=self._links.between(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """The rank `step` places further along `axis` (back when negative); None past the end, unless it goes round (`wrap`)."""

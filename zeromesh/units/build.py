@@ -103,6 +103,7 @@ def build_units(
     kept_bytes = sum(layout.nbytes for layout, kept in zip(flat, keep, strict=True) if kept)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
     count_ring(tiers.ledger, reduction.name, ring)
+    tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     buffers = iter(transport.buffers)
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):

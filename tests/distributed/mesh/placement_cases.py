@@ -74,7 +74,7 @@ def _train(model: Towers, clip: Any, steps: int = 3) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     generator, found = torch.Generator().manual_seed(1), {"losses": [], "norms": []}
     for _ in range(steps):
-        x = torch.randn(4, 8, dtype=torch.float64, generator=generator)
+        x = torch.randn(4, 8, dtype=torch.float64, generator=generator).to(model.head.weight.device)
         optimizer.zero_grad()
         loss = model(x)
         loss.backward()
@@ -88,20 +88,20 @@ def _train(model: Towers, clip: Any, steps: int = 3) -> dict[str, Any]:
 
 def trains(mesh: Mesh, recompute: bool) -> dict[str, Any]:
     """A placed model beside the whole one, on every rank."""
-    model = _build(recompute=recompute)
+    model = _build(recompute=recompute).to(mesh.device)
     whole = copy.deepcopy(model)
     placement = _placed(mesh, model)
     placed = _train(model, placement.clip_grad_norm_)
     alone = _train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
     with torch.no_grad():
-        evaluated = [each(torch.ones(2, 8, dtype=torch.float64)).item() for each in (model, whole)]
+        evaluated = [each(torch.ones(2, 8, dtype=torch.float64, device=mesh.device)).item() for each in (model, whole)]
     homes = {name: list(home.ranks) for name, home in placement.homes.items()}
     return {"placed": placed, "alone": alone, "homes": homes, "evaluated": evaluated}
 
 
 def draws(mesh: Mesh) -> dict[str, Any]:
     """Dropout inside of placed modules and outside of them."""
-    model = _build(dropout=0.5)
+    model = _build(dropout=0.5).to(mesh.device)
     placement = _placed(mesh, model)
     torch.manual_seed(9)
     found = _train(model, placement.clip_grad_norm_, steps=2)

@@ -1,14 +1,19 @@
 """Modules given to process sets: the model computes what it does on one process, and each rank has its own parameters alone."""
 
 import pytest
+from simulated.device import compiler
 from workers import Workers
 
 
-@pytest.mark.parametrize(("size", "recompute"), [(1, False), (2, False), (3, True)])
-def test_parts_live_on_different_ranks(workers: Workers, size: int, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "recompute", "device"), [(1, False, ""), (2, False, ""), (3, True, ""), (2, False, "sim")]
+)
+def test_parts_live_on_different_ranks(workers: Workers, size: int, recompute: bool, device: str) -> None:
+    if device and compiler() is None:
+        pytest.skip("needs a C++ compiler for the simulated device")
     last = size - 1
     homes = {"left": [last], "right": [0], "middle": [0, 1][:size], "embedding": [last], "frozen": [0]}
-    for rank, found in enumerate(workers.run(size, "placement_cases:trains", recompute=recompute)):
+    for rank, found in enumerate(workers.run(size, "placement_cases:trains", device=device, recompute=recompute)):
         placed, alone = found["placed"], found["alone"]
         assert found["homes"] == homes
         assert placed["losses"] == pytest.approx(alone["losses"], rel=1e-12)
