@@ -81,6 +81,8 @@ def load_datasets(
     )
     if section.mixture is None:
         train, evaluation, notes, entropy = loader.load(section, "data.train")
+        if entropy is not None:
+            notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
         return LoadedData(
             train=train, eval=evaluation, tokenizer=tokenizer, byte_pair_entropy=entropy, notes=tuple(notes)
         )
@@ -157,8 +159,6 @@ class _DatasetLoader:
         if skipped:
             kind = "text" if section.format == "text" else "rows"
             notes.append(f"{where}: left out {len(skipped)} files that are not {kind}, such as {skipped[0]!r}")
-        if entropy is not None:
-            notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
         return train, evaluation, notes, entropy
 
     def eval_source(self, section: DataSection) -> TextSource | None:
