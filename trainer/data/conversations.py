@@ -11,15 +11,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from zeromesh.environment import export
 from zeromesh.errors import DataError, summary
 from zeromesh.trainer.data.text_sources import Row, read_text
 from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
@@ -42,10 +44,11 @@ class RenderedRow(NamedTuple):
 
 
 class EncodedRow(NamedTuple):
-    """The ids of a row, integers `[tokens]`, which of them are targets, bool `[tokens]`, and whether some answer begins or ends
-    inside of a token. Such a token is no target."""
+    """The ids of a row, int32 `[tokens]`, which of them are targets, bool `[tokens]`, and whether some answer begins or ends inside
+    of a token. Such a token is no target."""
 
-    rendered: RenderedRow
+    key: str
+    text_bytes: int
     ids: TokenArray
     targets: NDArray[np.bool_]
     inside: bool
@@ -180,15 +183,59 @@ def read_template(given: str | None) -> str | None:
     return given
 
 
-def encode_rows(rows: Iterable[RenderedRow], tokenizer: Tokenizer) -> Iterator[EncodedRow]:
-    """Yield the tokens of each row. Tokenizers that use several threads get several texts at once. Raises `DataError`."""
-    batch: list[RenderedRow] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) >= _ROWS_AT_ONCE:
-            yield from _encode(batch, tokenizer)
-            batch = []
-    yield from _encode(batch, tokenizer)
+def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:
+    """Yield the tokens of each row, in order; `processes` of its own make them, or this one.
+
+    Raises `DataError` for a row or template that cannot be used, and where a process ends before its time.
+    """
+    batches = _batches(rows)
+    if not processes:
+        for batch in batches:
+            yield from _encode([renderer.render(row) for row in batch], renderer.tokenizer)
+        return
+    loader: DataLoader[Any] = DataLoader(
+        _Encoder(renderer),  # type: ignore[arg-type]
+        batch_sampler=batches,
+        num_workers=processes,
+        collate_fn=_as_it_is,
+        worker_init_fn=_begin_process,
+    )
+    try:
+        for found in loader:
+            if isinstance(found, str):
+                raise DataError(found)
+            yield from found
+    except RuntimeError as error:
+        raise DataError(f"a process that tokenizes has ended ({summary(error)}); is memory short?") from error
+
+
+class _Encoder:
+    """Rows as what a process of a `DataLoader` reads: its indices are the rows themselves."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+
+    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
+        """The tokens of some rows, or what is wrong with one of them."""
+        try:
+            return list(_encode([self._renderer.render(row) for row in rows], self._renderer.tokenizer))
+        except DataError as error:
+            return str(error)
+
+
+def _begin_process(number: int) -> None:
+    # Each process has a core, and the tokenizer's own threads would compete for all of them.
+    export({"TOKENIZERS_PARALLELISM": "false"})
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    rest = iter(rows)
+    while batch := list(islice(rest, _ROWS_AT_ONCE)):
+        yield batch
 
 
 def _encode(batch: Sequence[RenderedRow], tokenizer: Tokenizer) -> Iterator[EncodedRow]:
@@ -216,7 +263,8 @@ def _encode(batch: Sequence[RenderedRow], tokenizer: Tokenizer) -> Iterator[Enco
             ids = np.concatenate([beginning, whole, [tokenizer.end_of_text]])
             # What ends a text is learnt, and what begins it is given.
             targets = np.concatenate([np.zeros(len(beginning), bool), targets, [True]])
-        yield EncodedRow(row, ids, targets, inside)
+        text_bytes = len(row.text.encode("utf-8", errors="replace"))
+        yield EncodedRow(row.row.key, text_bytes, ids.astype(np.int32), targets, inside)
 
 
 def _by_places(places: TokenArray, answers: Sequence[tuple[int, int]]) -> tuple[NDArray[np.bool_], bool]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zeromesh.environment import available_cores
 from zeromesh.errors import DataError
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
@@ -35,6 +36,10 @@ from zeromesh.trainer.formatting import human_bytes
 
 _VERSION = 2
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
+
+_LARGE = 16 << 20
+"""Bytes of files above which several processes make conversations into tokens."""
+_MOST_PROCESSES = 32
 
 Sequences = PackedDataset | ConversationDataset
 
@@ -220,15 +225,16 @@ class _DatasetLoader:
     ) -> Iterator[_Document]:
         """Conversations and pairs, cut to `limit` tokens; those without a target are left out. What is cut and so on is counted."""
         rows = source.rows(renderer.wanted, renderer.optional, skipped)
-        for rendered, ids, targets, inside in encode_rows(map(renderer.render, rows), self.tokenizer):
+        large = sum(file.path.stat().st_size for file in source.files) > _LARGE
+        processes = min(available_cores(), _MOST_PROCESSES) if large else 0
+        for key, text_bytes, ids, targets, inside in encode_rows(rows, renderer, processes):
             counts["rows"] += 1
             counts["cut"] += len(ids) > limit
             counts["inside"] += inside
             ids, targets = ids[:limit], targets[:limit]
             counts["targets"] += int(targets[1:].sum())
             if targets[1:].any():
-                text_bytes = len(rendered.text.encode("utf-8", errors="replace"))
-                yield _Document(rendered.row.key, text_bytes, ids, targets)
+                yield _Document(key, text_bytes, ids, targets)
             else:
                 counts["without a target"] += 1
 

@@ -1,6 +1,8 @@
 """Conversations, pairs and mixtures from files to batches: which tokens the loss is of, against transformers and the text."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +360,27 @@ def test_tokens_of_conversations_are_kept(tmp_path: Path, own: PretrainedTokeniz
         told, other = loaded(**change)
         assert len(told) == 3
         assert other != first
+
+
+def test_processes_give_the_same_tokens(
+    tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": messages(CHATS[number % 3])} for number in range(30)]
+    wanted = load(tmp_path, rows, own, packing=True)
+    monkeypatch.setattr("zeromesh.trainer.data.datasets._LARGE", 0)
+    monkeypatch.setattr("zeromesh.trainer.data.datasets.available_cores", lambda: 2)
+    monkeypatch.setattr("zeromesh.trainer.data.conversations._ROWS_AT_ONCE", 4)
+    found = load(tmp_path, rows, own, packing=True)
+    assert (found.notes, found.train.fingerprint()) == (wanted.notes, wanted.train.fingerprint())
+    with pytest.raises(DataError, match=r"rows.jsonl' row 30: field 'messages' is an empty list"):
+        load(tmp_path, [*rows, {"messages": []}], own)
+
+    def killed(self: object, row: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("zeromesh.trainer.data.conversations.Renderer.render", killed)
+    with pytest.raises(DataError, match="a process that tokenizes has ended"):
+        load(tmp_path, rows, own)
 
 
 def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer) -> None:
