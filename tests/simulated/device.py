@@ -92,6 +92,7 @@ def _module() -> ModuleType:
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,
         is_bf16_supported=lambda *_a, **_k: True,
         _is_in_bad_fork=lambda: False,
         init=lambda: None,

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from torch.autograd.graph import GradientEdge
+
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import NOTHING
@@ -46,8 +48,8 @@ class PassProgress:
     def __init__(self, streams: Streams | None = None) -> None:
         self.streams = streams
         """The random numbers of the microbatch; None: it draws from the generators as they are."""
-        self.calls: list[tuple[int, int]] = []
-        """Unit and call number of the calls whose outputs have gradients."""
+        self.outputs: list[GradientEdge] = []
+        """Of the latest call of a unit that autograd has computed."""
         self.held: set[int] = set()
         """Units that are needed beyond their calls: they stay live until the pass is over, and are live in all of backward."""
         self._visited: list[int] = []

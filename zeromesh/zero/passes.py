@@ -180,13 +180,15 @@ class Passes:
         self._updater.end_backwards()
 
     def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
+        outputs, self._progress.outputs = self._progress.outputs, []
         if forward.outputs:
             torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges
             return
-        # The loss is a constant, as of a microbatch without targets, and gradients are zeros. Peers still gather units around their
-        # backward, and this rank takes part.
-        for index, place in reversed(self._progress.calls):
-            self.before_backward(self.units[index], place)
+        # The loss is a constant, as of a microbatch without targets. Peers gather and reduce units in the course of their backward,
+        # and this rank does so in the same order: its gradients are zeros, which come from what the model has returned last.
+        like = [edge.node._input_metadata[edge.output_nr] for edge in outputs]
+        zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
+        torch.autograd.backward(outputs, zeros)
 
     def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
@@ -395,8 +397,10 @@ class Passes:
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
         place = self._progress.call_number
         hooked = on_gradient_of(tensors, self._on_reached(unit, place))
-        if hooked:
-            self._progress.calls.append((unit.index, place))
+        if (
+            hooked and self._progress.streams is not None
+        ):  # Only a microbatch of the engine's own has a backward in any case.
+            self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
         looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
