@@ -196,6 +196,5 @@ class DeviceWorks:
             write_whole(path, dump(), sync=False)
         except (OSError, RuntimeError) as error:
             return f". The latest collectives could not be written to {path}: {error}"
-        return (
-            f". The latest collectives of this rank are in {path}, for `torchfrtrace --prefix {TRACE} {self._traces}`"
-        )
+        tool = f"torchfrtrace --prefix {TRACE} {self._traces}"
+        return f". The latest collectives of this rank are in {path}; {tool} compares those of all"
