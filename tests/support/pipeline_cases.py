@@ -178,17 +178,18 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
 
 def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:
     """Tokens of a pipeline, and those of one process by the library's own loop."""
-    whole = build(model, 4).eval()
+    whole = build(model, 4).to(mesh.device).eval()
     stages = cut(mesh, copy.deepcopy(whole), chunks)
-    prompts = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3))
+    prompts = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3)).to(mesh.device)
     mask = torch.ones_like(prompts)
     mask[1, :2] = 0
     whole.config.output_router_logits = False
     wanted = whole.generate(
         prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True
     )
-    channels = Channels(mesh.world, mesh.device)
-    forward = StagedForward(Executor(mesh.world, channels), stages, microbatches=microbatches, call=stages.model)
+    world = mesh.world_of_tensors()
+    channels = Channels(world, mesh.device)
+    forward = StagedForward(Executor(world, channels), stages, microbatches=microbatches, call=stages.model)
     cache = {"past_key_values": tf.DynamicCache(config=whole.config)} if cached else {}
     tokens = prompts
     for _ in range(6):

@@ -173,17 +173,14 @@ class DeviceWorks:
         found = CollectiveError(f"{error}{where}")
         self._watch.break_with(found)
         _LOGGER.error("%s", found)
-        # An abort may itself wait for a device that is lost.
-        threading.Thread(target=self._abort, name="zeromesh-abort", daemon=True).start()
+        # All at once, and by other threads: an abort waits until the device has left the group's collectives, which may come after
+        # those of another group, or never if the device is lost.
+        for group in self._groups:
+            threading.Thread(target=_abort, args=(group,), name="zeromesh-abort", daemon=True).start()
         if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
             sys.excepthook(CollectiveError, found, None)  # A launcher looks there for what has ended a rank.
             sys.stderr.flush()
             os._exit(1)
-
-    def _abort(self) -> None:
-        for group in list(self._groups):
-            with suppress(RuntimeError):  # One that cannot be aborted is left to the end of the process.
-                group.abort()
 
     def _write_trace(self) -> str:
         """Write what the flight recorder of torch has of this rank's latest collectives; returns what an error says of it."""
@@ -198,3 +195,8 @@ class DeviceWorks:
             return f". The latest collectives could not be written to {path}: {error}"
         tool = f"torchfrtrace --prefix {TRACE} {self._traces}"
         return f". The latest collectives of this rank are in {path}; {tool} compares those of all"
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # One that cannot be aborted is left to the end of the process.
+        group.abort()
