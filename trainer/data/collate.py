@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from zeromesh.errors import DataError, some
+from zeromesh.errors import DataError, ZeromeshError, some
 
 IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
@@ -192,11 +192,16 @@ class BatchRules:
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Read, collate and check the samples of these dataset indices; the batch has all fields.
 
-        Raises `DataError` where the collator gives no mapping, and as `default_collate` and `check_batch` do.
+        Raises `DataError` where the collator gives no mapping, and as `default_collate` and `check_batch` do. An error of the
+        user's own code has a note that names the samples.
         """
         with ending_children():
-            samples = [self._reduced(dataset[index], index) for index in indices]
-            batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
+            samples = []
+            for index in indices:
+                with _noted("in sample", [index]):
+                    samples.append(self._reduced(dataset[index], index))
+            with _noted("in a batch of the samples", indices):
+                batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
@@ -227,6 +232,17 @@ def require_targets(targets: int, *, indices: Iterable[int]) -> None:
             f"every label of the global batch is {IGNORED_LABEL} (samples {some(list(indices), 8)}): its loss "
             "is the mean of nothing; check how the dataset or the data_collator masks labels"
         )
+
+
+@contextmanager
+def _noted(where: str, indices: Sequence[int]) -> Iterator[None]:
+    """Add to an error of the user's code what it came from."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ZeromeshError):
+            error.add_note(f"{where} {some(indices, 8)} of the dataset")
+        raise
 
 
 @contextmanager

@@ -78,16 +78,6 @@ class Feed:
     order: SampleOrder | MixedOrder
     plan: BatchPlan
     rules: BatchRules
-    passed_over: int = 0
-    """Steps whose data was left out, because a callback ended an epoch early."""
-
-    def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        """The microbatches of a rank in step `step` (from 0)."""
-        return self.plan.microbatches(step + self.passed_over, data_rank)
-
-    def rounds(self, step: int) -> int:
-        """How many of these microbatches have samples that count, on some rank."""
-        return self.plan.rounds_of(step + self.passed_over)
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""

@@ -75,6 +75,13 @@ class StreamedDataset:
                 "goes on needs the same data in the same order"
             )
 
+    def begin_again(self) -> None:
+        """Read from the beginning, in a process that was forked from one that has read: what an iterator needs, such as connections
+        and threads, may have stayed behind. A source that is its own iterator goes on instead: it has no other beginning.
+        """
+        if self._iterator is not self._source:
+            self._restart()
+
     def _restart(self, epoch: int = 0, begun: int = 0, position: int = 0, state: Any = None) -> None:
         """Read from the beginning, or from a state of the source."""
         self._recent.clear()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import NonFiniteError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.step_recorder import Figures, added
+from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import Best, description_of, settings_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
-from zeromesh.trainer.data.feed import RunData
+from zeromesh.trainer.data.feed import Feed, RunData
+from zeromesh.trainer.data.loader import BatchLoader, Workers
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -119,6 +122,8 @@ class RunProgress:
     """Targets of the latest evaluation; None where it was of several sets."""
     owes_evaluation: bool = False
     """Whether the run was stopped in the evaluation after its last step."""
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """Where the training stream was in the checkpoint from which the run was resumed; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
     """What the checkpoint from which the run was resumed knows of its trackers."""
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
@@ -237,6 +242,7 @@ class RunContext:
     model: TrainedModel
     stats: StepStats
     progress: RunProgress
+    workers: Workers
 
     @property
     def finished(self) -> bool:
@@ -262,6 +268,11 @@ class RunContext:
     def settings(self) -> dict[str, Any]:
         """The settings that another process must have in common to resume this run."""
         return settings_of(self.config, model=description_of(self.model.module), data=self.data_description)
+
+    def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
+        """This rank's batches of a feed; see `BatchLoader`."""
+        waiting = partial(self.mesh.post, Activity.DATA)
+        return BatchLoader(feed, self.mesh.data_index, self.workers, last=last, state=state, waiting=waiting)
 
     def learning_rate_of(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""

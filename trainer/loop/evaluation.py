@@ -91,8 +91,9 @@ def _run_through(
         run.events.call("on_prediction_step", done, total)
         return not stop()
 
-    with run.model.averaged() if run.config.ema.evaluate else nullcontext():
-        result = run.model.stepper.evaluate(feed, go_on, collector)
+    averaged = run.model.averaged() if run.config.ema.evaluate else nullcontext()
+    with averaged, run.loader(feed, last=1) as loader:
+        result = run.model.stepper.evaluate(loader, go_on, collector)
     if result is None:
         return None
     loss, targets = result

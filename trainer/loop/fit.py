@@ -3,7 +3,6 @@
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
-from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
@@ -56,6 +55,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 checkpoints,
                 directory.open(config, progress.step, facts, mesh) as writer,
                 run.console,
+                run.loader(feed, last=config.run.max_steps, state=progress.stream or None) as loader,
                 Tracking.open(
                     config, mesh, directory.path, step=progress.step, known=progress.tracker, note=run.console.note
                 ) as tracking,
@@ -64,7 +64,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 run.start_times.end("files and trackers")
                 loop = TrainingLoop(
                     run=run,
-                    feed=feed,
+                    loader=loader,
                     writer=writer,
                     tracking=tracking,
                     profile=profile,
@@ -106,8 +106,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     progress.best = Best.from_json(state.best, "the checkpoint")
     run.events.restore(state.callbacks)
     progress.log[:] = [unstrict(dict(line)) for line in state.log_history]
-    if isinstance(run.data.train, StreamedDataset):
-        run.data.train.restore(state.stream, "the checkpoint")
+    progress.stream = state.stream
     progress.tokens = progress.tokens_before = state.tokens
     progress.skipped, progress.loss_before = state.skipped, state.loss
     if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:

@@ -23,7 +23,8 @@ from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.trainer.data.feed import Feed, require_same_batches
+from zeromesh.trainer.data.feed import require_same_batches
+from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
@@ -77,7 +78,8 @@ class Stepper:
 
     def train_step(
         self,
-        feed: Feed,
+        loader: BatchLoader,
+        data_step: int,
         step: int,
         groups: Sequence[Hyperparameters],
         *,
@@ -85,7 +87,7 @@ class Stepper:
         before_update: Callable[[], bool],
         stop_signal: int = 0,
     ) -> StepResult:
-        """Run step `step` (from 0) on the batches of a feed, with the hyperparameters of its update.
+        """Run step `step` (from 0) on the data of step `data_step`, with the hyperparameters of its update.
 
         Args:
             substep_end: called after each microbatch but the last one that counts.
@@ -104,12 +106,13 @@ class Stepper:
         mesh.recorder.begin_step(engine.waits)
 
         # The batches of all microbatches, and how many targets all ranks have in them.
-        microbatches, rounds = feed.microbatches(step, mesh.data_index), feed.rounds(step)
+        plan = loader.feed.plan
+        microbatches, rounds = plan.microbatches(data_step, mesh.data_index), plan.rounds_of(data_step)
         with mesh.recorder.span(StepPhase.DATA):
-            batches = [feed.fetch(microbatch) for microbatch in microbatches]
+            batches = loader.step(data_step)
         require_same_batches(batches, mesh)
         counts = [self._loss.count(batch) for batch in batches]
-        count, shares = self._count_targets(feed.plan, microbatches, counts)
+        count, shares = self._count_targets(plan, microbatches, counts)
 
         # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
         engine.begin_step(step, groups)
@@ -183,14 +186,15 @@ class Stepper:
         )
 
     def evaluate(
-        self, feed: Feed, go_on: Callable[[int, int], bool], collector: Collector | None = None
+        self, loader: BatchLoader, go_on: Callable[[int, int], bool], collector: Collector | None = None
     ) -> tuple[float, int] | None:
-        """Mean loss over the feed's dataset, each sample once, as one batch of its plan, and the targets that it is over; nan where
+        """Mean loss over a feed's dataset, each sample once, as one batch of its plan, and the targets that it is over; nan where
         there are none. None where it was not to go on.
 
         `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
         the model returns.
         """
+        feed = loader.feed
         rounds = feed.plan.accumulation
         # Microbatches that are in a pipeline together.
         at_once = 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
@@ -199,7 +203,7 @@ class Stepper:
             for start in range(0, rounds, at_once):
                 done = min(start + at_once, rounds)
                 group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
-                fetched = [feed.fetch(each) for each in group]
+                fetched = [loader.batch(0, turn) for turn in range(start, done)]
                 require_same_batches(fetched, self._mesh)
                 # Where outputs are wanted, of batches that may be without targets, the host waits for them anyway.
                 counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]

@@ -10,8 +10,7 @@ import torch
 
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
-from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
 from zeromesh.trainer.loop.stop_signals import StopRequest
@@ -26,7 +25,7 @@ class TrainingLoop:
     """Trains a run from the step where it is to its last one, or to one after which it is asked to stop."""
 
     run: RunContext
-    feed: Feed
+    loader: BatchLoader
     writer: MetricsWriter | None
     tracking: Tracking
     profile: Profile
@@ -104,7 +103,8 @@ class TrainingLoop:
         progress.learning_rate = run.config.optimizer.lr * factor
         with self._recorders(number):
             result = run.model.stepper.train_step(
-                replace(self.feed, passed_over=progress.passed_over),
+                self.loader,
+                position,
                 number - 1,
                 run.model.optimizer.groups(factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
@@ -323,12 +323,11 @@ class TrainingLoop:
     def _state(self) -> TrainerState:
         run, progress = self.run, self.run.progress
         engine = run.model.require_engine().progress()
-        train, samples = run.data.train, run.samples
         eval_loss, metric = self._judged
         return TrainerState(
             step=progress.step,
-            samples=samples,
-            stream=train.state(samples) if isinstance(train, StreamedDataset) else {},
+            samples=run.samples,
+            stream=self.loader.state(progress.position),
             passed_over=progress.passed_over,
             tokens=progress.tokens,
             updates=engine.updates,

@@ -24,6 +24,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData, require_same_data
+from zeromesh.trainer.data.loader import Workers
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.token_cache import TokenCache
@@ -88,6 +89,12 @@ def build_run(
         torch.backends.cudnn.benchmark = False
 
     # What the configuration alone decides.
+    workers = Workers.choose(
+        config.data.workers,
+        mesh.device,
+        mesh.environment.local_world_size,
+        timeout_seconds=config.data.timeout_seconds,
+    )
     plan = BatchPlan(
         global_size=config.batch.global_size,
         micro_size=config.batch.micro_size,
@@ -103,7 +110,7 @@ def build_run(
     # The data, and what its length decides.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
-    console.note(*data.notes)
+    console.note(*data.notes, *workers.notes(data.train))
     config, plan = _over_data(config, plan, data.train)
     schedule: LRSchedule | TorchSchedule
     if inputs.lr_scheduler is not None:
@@ -156,6 +163,7 @@ def build_run(
         model=model,
         stats=stats,
         progress=progress,
+        workers=workers,
     )
 
 

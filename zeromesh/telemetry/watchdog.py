@@ -42,6 +42,7 @@ class Activity(IntEnum):
     SAVE = 6, "saving the model"
     LOAD = 7, "loading a checkpoint"
     CALL = 8, "waiting for all ranks to make the same call"
+    DATA = 9, "waiting for data"
 
     phrase: str
     """What a message says of it; the name of a unit may follow."""
@@ -52,7 +53,7 @@ class Activity(IntEnum):
         return made
 
 
-_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
+_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL, Activity.DATA)
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The streams of events. On a device reductions are events of the stream of gathers."""
 

@@ -13,6 +13,7 @@ from zeromesh.trainer.config.sections.base import (
     NotNegative,
     Positive,
     Ratio,
+    Seconds,
     Section,
     Seed,
     Text,
@@ -103,6 +104,11 @@ class DataSection(Section):
     """Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: after it."""
     seed: Seed | None = None
     """Seed of the order of the data; null: that of the run."""
+    workers: Literal["auto"] | CountOrOff = "auto"
+    """Processes of each rank that read and collate batches ahead of time, which changes none of them. 0: the rank does so itself;
+    auto: up to 4 where an accelerator computes, 0 on CPUs. A streamed dataset is read by at most one."""
+    timeout_seconds: Seconds = 600.0
+    """Seconds that a worker may take for one microbatch; after that the run ends and shows where the worker was."""
 
     def parts(self) -> dict[str, "DataSection"]:
         """A section for each part of the mixture, by its name; of data that are not mixed, this one, as `train`."""

@@ -1,0 +1,274 @@
+"""Batches that worker processes make are those of the training process, and whatever happens to a worker has a name."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.data import loader as module
+from zeromesh.trainer.data.collate import BatchRules
+from zeromesh.trainer.data.feed import Feed
+from zeromesh.trainer.data.loader import BatchLoader, Workers
+from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
+from zeromesh.trainer.data.streaming import StreamedDataset
+
+LENGTH, STEPS = 11, 4
+
+
+class Drawing:
+    """Samples with numbers that are drawn from all three global generators."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = [float(index), random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return {"x": torch.tensor(drawn, dtype=torch.float64), "who": torch.tensor(os.getpid())}
+
+
+class DrawingStream:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from (Drawing()[index] for index in range(LENGTH))
+
+
+def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collator that draws too."""
+    rows = torch.stack([each["x"] for each in samples])
+    return {"x": rows * (torch.rand(rows.shape) > 0.2), "who": torch.stack([each["who"] for each in samples])}
+
+
+def feed_of(dataset: Any, collate: Any = None, *, micro: int = 2) -> Feed:
+    streams = isinstance(dataset, StreamedDataset)
+    order = SampleOrder(length=dataset.block if streams else len(dataset), seed=5, endless=streams)
+    plan = BatchPlan(global_size=8, micro_size=micro, data_ranks=2)
+    return Feed(dataset=dataset, order=order, plan=plan, rules=BatchRules(collate=collate))
+
+
+def loader_of(dataset: Any, count: int, timeout: float = 60.0, **options: Any) -> BatchLoader:
+    workers = Workers(count=count, timeout_seconds=timeout)
+    collate = options.pop("collate", masked)
+    return BatchLoader(feed_of(dataset, collate), 1, workers, last=STEPS, **options)
+
+
+def streamed() -> StreamedDataset:
+    return StreamedDataset(DrawingStream(), block=8)
+
+
+@pytest.mark.parametrize("make", [Drawing, streamed])
+def test_workers_make_the_batches_of_this_process(make: Callable[[], Any]) -> None:
+    torch.manual_seed(1)
+    with loader_of(make(), 0) as plain:
+        wanted = [batch for step in range(STEPS) for batch in plain.step(step)]
+    for count in (1, 3):
+        before = torch.get_rng_state()
+        with loader_of(make(), count) as loader:
+            found = [batch for step in range(STEPS) for batch in loader.step(step)]
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(torch.equal(one["x"], other["x"]) for one, other in zip(wanted, found, strict=True))
+        others = {int(who) for batch in found for who in batch["who"]}
+        assert os.getpid() not in others
+        assert len(others) == loader.workers == (count if make is Drawing else 1)
+
+
+def test_an_epoch_that_ends_early_is_passed_over() -> None:
+    with loader_of(Drawing(), 0) as plain, loader_of(Drawing(), 2) as loader:
+        for step in (0, 1, 3):
+            for one, other in zip(plain.step(step), loader.step(step), strict=True):
+                assert torch.equal(one["x"], other["x"])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("step", [0, 1, 2, STEPS])
+def test_a_stream_is_found_again(count: int, step: int) -> None:
+    """By its own state, taken before a step, and none is lost by asking."""
+    numbers = StreamedDataset([{"x": [float(each)] * 4} for each in range(LENGTH)], block=16)
+    collate: Any = None
+    with loader_of(numbers, 0, collate=collate) as plain:
+        wanted = [batch["x"] for each in range(STEPS) for batch in plain.step(each)]
+    with loader_of(numbers, count, collate=collate) as loader:
+        found = [batch["x"] for each in range(step) for batch in loader.step(each)]
+        state = loader.state(step)
+        assert state == loader.state(step)
+        found += [batch["x"] for each in range(step, STEPS) for batch in loader.step(each)]
+    assert state["position"] == step * 8 // 16 * 16
+    with loader_of(numbers, count, collate=collate, state=state) as again:
+        rest = [batch["x"] for each in range(step, STEPS) for batch in again.step(each)]
+    assert torch.equal(torch.stack(found), torch.stack(wanted))
+    assert len(rest) == 2 * (STEPS - step)
+    assert all(torch.equal(one, other) for one, other in zip(rest, found[2 * step :], strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_stream_that_breaks_off_leaves_its_last_place(count: int) -> None:
+    """The checkpoint before the step that cannot be made is written."""
+
+    class Breaks:
+        def __iter__(self) -> Iterator[dict[str, float]]:
+            yield from ({"x": float(each)} for each in range(8))
+            raise OSError("the line is dead")
+
+    with loader_of(StreamedDataset(Breaks(), block=8), count, collate=None) as loader:
+        loader.step(0)
+        assert loader.state(1)["position"] == 0
+        for _ in range(2):
+            with pytest.raises((OSError, DataError), match="the line is dead"):
+                loader.step(1)
+
+
+class Broken(Drawing):
+    """Does something at one sample."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index != 4 else self.act()
+
+
+def fails() -> None:
+    raise LookupError("no such picture")
+
+
+def test_an_error_of_the_dataset_names_its_sample() -> None:
+    with loader_of(Broken(fails), 2) as loader, pytest.raises(DataError) as raised:
+        [loader.step(step) for step in range(STEPS)]
+    assert "LookupError: no such picture, in sample 4 of the dataset" in str(raised.value)
+    assert "in fails\n" in str(raised.value)
+    with loader_of(Broken(fails), 0) as loader, pytest.raises(LookupError) as plain:
+        [loader.step(step) for step in range(STEPS)]
+    assert plain.value.__notes__ == ["in sample 4 of the dataset"]
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"process \d+ was ended by SIGKILL, as where memory runs out"),
+        (lambda: os._exit(3), r"process \d+ ended with status 3"),
+        (lambda: sys.exit(4), r"a data worker is gone: process \d+ ended with status"),
+        (lambda: time.sleep(60), r"took more than 0.5 seconds for one microbatch(.|\n)*in <lambda>"),
+    ],
+    ids=["killed", "ended", "exits", "hangs"],
+)
+def test_a_worker_that_is_gone_or_hangs_has_a_name(act: Callable[[], Any], message: str) -> None:
+    began, handler = time.monotonic(), signal.getsignal(signal.SIGCHLD)
+    waits: list[int] = []
+    with (
+        loader_of(Broken(act), 2, timeout=0.5, waiting=lambda: waits.append(1)) as loader,
+        pytest.raises(DataError, match=message),
+    ):
+        [loader.step(step) for step in range(STEPS)]
+    assert time.monotonic() - began < 5
+    assert not multiprocessing.active_children()
+    assert signal.getsignal(signal.SIGCHLD) == handler
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: torch.empty(2, device="meta"), "lies on meta"),
+        (lambda: torch.ones(2, requires_grad=True) * 2, "needs gradients"),
+        (lambda: lambda: 1, "is a function, which a data worker cannot hand over"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused(value: Callable[[], Any], message: str) -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        return {"x": value()}
+
+    with loader_of(Drawing(), 1, collate=collate) as loader, pytest.raises(DataError, match=message):
+        loader.step(0)
+
+
+def test_signals_for_all_processes_leave_workers_alone() -> None:
+    """A terminal and a scheduler signal a run's workers too; the step in which that happens still has its data."""
+    with loader_of(Drawing(), 2) as loader:
+        first = loader.step(0)
+        for who in {int(who) for batch in first for who in batch["who"]}:
+            os.kill(who, signal.SIGINT)
+            subprocess.run(["kill", "-TERM", str(who)], check=True)
+        assert len(loader.step(1)) == 2
+        assert len(loader.step(2)) == 2
+    assert not multiprocessing.active_children()
+
+
+def test_an_open_file_is_read_at_a_place_of_ones_own(tmp_path: Path) -> None:
+    class Lines(Drawing):
+        def __init__(self) -> None:
+            self.file = (tmp_path / "lines").open("rb", buffering=0)
+
+        def __getitem__(self, index: int) -> dict[str, float]:
+            self.file.seek(8 * index)
+            time.sleep(0.002)
+            return {"x": float(self.file.read(8))}
+
+    (tmp_path / "lines").write_text("".join(f"{index:8}" for index in range(LENGTH)))
+    lines = Lines()
+    with loader_of(lines, 3, collate=None) as loader:
+        found = [batch["x"] for step in range(STEPS) for batch in loader.step(step)]
+        plan, order = loader.feed.plan, loader.feed.order
+    wanted = [order.dataset_indices(each) for step in range(STEPS) for each in plan.microbatches(step, 1)]
+    assert [batch.tolist() for batch in found] == [list(map(float, indices)) for indices in wanted]
+    lines.file.close()
+
+
+ORPHANS = """
+import os, sys, time
+sys.path.insert(0, {path!r})
+from test_loader import Drawing, loader_of
+loader = loader_of(Drawing(), 2)
+found = loader.step(0)
+print(*sorted({{int(who) for batch in found for who in batch["who"]}}), flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_end_with_their_parent() -> None:
+    code = ORPHANS.format(path=str(Path(__file__).parent))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(each) for each in parent.stdout.readline().split()]
+        assert workers
+        parent.kill()
+    until = time.monotonic() + 2
+    while (left := [each for each in workers if Path(f"/proc/{each}").exists()]) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
+
+
+def test_auto_leaves_the_cores_of_a_cpu_to_its_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(wanted: Any, device: str, ranks: int = 1) -> int:
+        return Workers.choose(wanted, torch.device(device), ranks, timeout_seconds=1.0).count
+
+    monkeypatch.setattr(module, "available_cores", lambda: 12)
+    assert count("auto", "cpu") == 0
+    assert [count("auto", "cuda", ranks) for ranks in (1, 4, 12, 16)] == [4, 3, 1, 0]
+    assert count(7, "cpu", 12) == 7
+    monkeypatch.setattr(module.multiprocessing.current_process(), "_config", {"daemon": True})
+    assert count("auto", "cuda") == count(0, "cpu") == 0
+    with pytest.raises(ConfigError, match="may have no children; set it to 0"):
+        count(1, "cpu")
+
+
+def test_the_loader_works_beside_the_main_thread() -> None:
+    found: list[int] = []
+
+    def run() -> None:
+        with loader_of(Drawing(), 1) as loader:
+            found.append(len(loader.step(0)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert found == [2]

@@ -1,0 +1,434 @@
+"""`BatchLoader`: the batches of one rank, in the order of its microbatches, made in this process or ahead of time by workers.
+
+Workers are those of torch's `DataLoader`, whose sampler names microbatches: a worker does for one what this process would do, with
+random numbers that belong to the microbatch, so that how many workers there are changes no batch. They are forked, so that a
+dataset may hold whatever it likes, and end with this process, however it ends.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+from zeromesh.environment import available_cores
+from zeromesh.errors import ConfigError, DataError, ZeromeshError, summary
+from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.rng import data_randomness
+from zeromesh.trainer.data.feed import Feed
+from zeromesh.trainer.data.sampler import Microbatch
+from zeromesh.trainer.data.streaming import StreamedDataset
+
+_MOST = 4
+"""Workers of a rank by themselves: enough for most tokenizers and images, and a host with few cores is left some."""
+_AHEAD = 128
+"""Microbatches that are made ahead at most: each field of each holds a file descriptor until it is used."""
+_POLL_SECONDS = 1
+_GRACE_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workers:
+    """How batches are made: by `count` worker processes of each rank, or in the rank itself for 0.
+
+    `timeout_seconds`: how long a worker may take for one microbatch. `pinned`: batches are to lie in pinned memory.
+    """
+
+    count: int = 0
+    timeout_seconds: float = 600.0
+    pinned: bool = False
+
+    @classmethod
+    def choose(
+        cls,
+        wanted: int | Literal["auto"],
+        device: torch.device,
+        local_ranks: int,
+        *,
+        timeout_seconds: float,
+    ) -> Self:
+        """What a configuration asks for; auto: none on a CPU, whose cores compute, and else a few, as far as this rank has cores.
+
+        Raises `ConfigError` where this process may have no children.
+        """
+        on_device = is_accelerator(device)
+        childless = bool(multiprocessing.current_process().daemon)
+        automatic = min(_MOST, available_cores() // local_ranks) if on_device and not childless else 0
+        count = automatic if wanted == "auto" else wanted
+        if count and childless:
+            raise ConfigError(
+                f"data.workers: {count}, but this process is a daemon of multiprocessing, which may have no children; set it to 0, "
+                "or start the process with daemon=False"
+            )
+        return cls(count=count, timeout_seconds=timeout_seconds, pinned=on_device)
+
+    def notes(self, dataset: Any) -> list[str]:
+        """A line for the start of a run whose training data this is."""
+        if not self.count:
+            return []
+        if isinstance(dataset, StreamedDataset):
+            return ["data: a worker process of each rank reads the stream" + (", one alone" if self.count > 1 else "")]
+        return [f"data: {self.count} worker process{'es' if self.count > 1 else ''} of each rank"]
+
+
+class _Task(NamedTuple):
+    """A microbatch to be made, and the sample whose place in the stream is wanted with it; either may be None."""
+
+    microbatch: Microbatch | None
+    place: int | None
+
+
+class _Made(NamedTuple):
+    """What came of a task: a batch, a stream's state, or a text about what went wrong and whether that was the user's code."""
+
+    batch: Batch | None = None
+    state: dict[str, Any] | None = None
+    failure: tuple[type[ZeromeshError], str] | None = None
+
+
+class BatchLoader:
+    """The batches of a feed for one data rank, step by step. A context manager, as workers have to end.
+
+    Args:
+        feed: what makes a batch.
+        data_rank: whose microbatches these are.
+        workers: who makes them.
+        last: the step of the data after which there is none (exclusive); workers make none beyond it.
+        state: where a stream goes on, by its own earlier state; None: at its beginning.
+        waiting: called about once a second while workers are waited for.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        data_rank: int,
+        workers: Workers,
+        *,
+        last: int,
+        state: Mapping[str, Any] | None = None,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.feed = feed
+        self._rank = data_rank
+        self._last = last
+        self._state = state
+        """Where the stream was lately: before the step of the latest microbatch."""
+        self._waiting = waiting
+        self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
+        tasks = last * feed.plan.accumulation
+        # A stream is read from front to back: by one worker.
+        count = min(workers.count, 1 if self._stream is not None else tasks)
+        self._workers = Workers(count=count, timeout_seconds=workers.timeout_seconds, pinned=workers.pinned)
+        self._group: _WorkerGroup | None = None
+        self._maker = _Maker(feed, state)
+        self._place: tuple[int, int] = (0, 0)
+        """The step and the turn of the microbatch that workers make next."""
+        self._early: _Made | None = None
+        """What was made before its turn, because the place of the stream was asked for."""
+        self._error: Exception | None = None
+        """What went wrong then."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        group, self._group, self._early = self._group, None, None
+        if group is not None:
+            group.close()
+
+    @property
+    def workers(self) -> int:
+        """How many processes make the batches; 0: this one does."""
+        return self._workers.count
+
+    def step(self, step: int) -> list[Batch]:
+        """The batches of all microbatches of step `step` of the data (from 0), on the CPU."""
+        return [self.batch(step, turn) for turn in range(self.feed.plan.accumulation)]
+
+    def batch(self, step: int, turn: int) -> Batch:
+        """The batch of number `turn` of the microbatches of a step.
+
+        Raises:
+            DataError: for a sample that cannot be read, a batch that cannot be trained on, and a worker that is gone or hangs.
+        """
+        made, self._early = self._early or self._next(step, turn), None
+        batch = made.batch or {}
+        if self._workers.pinned or not self._workers.count:
+            return batch
+        # A tensor from a worker holds a file descriptor for as long as it is there.
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        """Where the stream is before step `step` of the data; empty for a dataset with a length."""
+        if self._stream is None:
+            return {}
+        if self._early is None and self._error is None:
+            try:
+                self._early = self._next(step, 0)
+            except Exception as error:  # noqa: BLE001 - the user's code, whose error is the next step's
+                self._error = error
+        return self._state or {}
+
+    def _next(self, step: int, turn: int) -> _Made:
+        """What was made of a microbatch; workers begin anew where it is not the one that they make next."""
+        if self._error is not None:
+            raise self._error
+        if not self._workers.count:
+            made = self._maker.make(next(self._tasks(step, turn)))
+        else:
+            if self._group is None or self._place != (step, turn):
+                self.close()
+                self._maker = _Maker(self.feed, self._state)
+                self._group = _WorkerGroup(self._tasks(step, turn), self._maker, self._workers)
+            made = self._group.next(self._waiting)
+            self._place = (step, turn + 1) if turn + 1 < self.feed.plan.accumulation else (step + 1, 0)
+            if made.failure is not None:
+                kind, text = made.failure
+                self.close()
+                raise kind(text)
+        self._state = made.state or self._state
+        return made
+
+    def _tasks(self, step: int, turn: int) -> Iterator[_Task]:
+        """All tasks from a microbatch on. At the end of a stream's steps its place alone is wanted, for the last checkpoint."""
+        plan, streams = self.feed.plan, self._stream is not None
+        for number in range(step, self._last):
+            first = plan.samples_of(number).start
+            for each in range(turn if number == step else 0, plan.accumulation):
+                place = first if streams and each == 0 else None
+                yield _Task(plan.microbatch(number, self._rank, each), place)
+        if streams:
+            yield _Task(None, plan.samples_of(self._last).start)
+
+
+class _Maker(Dataset[_Made]):
+    """Makes what tasks ask for. In a worker also what goes wrong comes out, as a text: not every error can be sent."""
+
+    def __init__(self, feed: Feed, state: Mapping[str, Any] | None) -> None:
+        self.feed = feed
+        self._state = state
+        self._fresh = True
+        self.timeout_seconds = 0.0
+        self.report = -1
+
+    def __getitem__(self, task: _Task) -> _Made:
+        faulthandler.dump_traceback_later(self.timeout_seconds, exit=True, file=self.report)
+        try:
+            made = self.make(task)
+            if made.batch is not None:
+                _require_sendable(made.batch, task)
+            return made
+        except ZeromeshError as error:
+            return _Made(failure=(type(error), str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+            where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+            shown = "".join(traceback.format_exception(error)).rstrip()
+            return _Made(failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def make(self, task: _Task) -> _Made:
+        """The batch of a task, then the state of the stream: what a batch needs is read with its own random numbers."""
+        stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
+        if stream is not None and self._fresh:
+            self._fresh = False
+            with data_randomness(self.feed.order.seed, 0):
+                if self._state is not None:
+                    stream.restore(self._state, "the checkpoint")
+                else:
+                    stream.begin_again()
+        batch = None if task.microbatch is None else self.feed.fetch(task.microbatch)
+        return _Made(batch, stream.state(task.place) if stream is not None and task.place is not None else None)
+
+
+def _require_sendable(batch: Batch, task: _Task) -> None:
+    """Raise `DataError` for a batch that a worker cannot hand over."""
+    samples = task.microbatch.samples if task.microbatch is not None else ()
+    for name, value in batch.items():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and (leaf.device.type != "cpu" or leaf.requires_grad):
+                why = "needs gradients" if leaf.device.type == "cpu" else f"lies on {leaf.device}"
+                raise DataError(
+                    f"{name} of global samples {list(samples)[:8]} {why}, and a data worker cannot hand that over; return plain "
+                    "tensors on the CPU, or set data.workers: 0"
+                )
+        if isinstance(value, Tensor):
+            continue
+        try:
+            ForkingPickler.dumps(pytree.tree_map_only(Tensor, lambda _: None, value))
+        except Exception as error:
+            raise DataError(
+                f"{name} is a {type(value).__name__}, which a data worker cannot hand over ({summary(error)}); leave it out of the "
+                "batch, or set data.workers: 0"
+            ) from error
+
+
+class _WorkerGroup:
+    """A `DataLoader` whose workers run, and what became of them."""
+
+    def __init__(self, tasks: Iterator[_Task], work: _Maker, workers: Workers) -> None:
+        self._timeout = workers.timeout_seconds
+        self._report = os.memfd_create("zeromesh-data-workers")
+        """Where a worker that takes too long writes what it was doing."""
+        work.timeout_seconds, work.report = workers.timeout_seconds, self._report
+        ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
+        before = set(multiprocessing.active_children())
+        on_child = signal.getsignal(signal.SIGCHLD)
+        with warnings.catch_warnings():  # of more workers than cores, which may wait for disks
+            warnings.simplefilter("ignore")
+            loader: DataLoader[_Made] = DataLoader(
+                work,
+                sampler=tasks,
+                batch_size=None,
+                collate_fn=_as_it_is,  # type: ignore[arg-type]
+                num_workers=workers.count,
+                prefetch_factor=-(-ahead // workers.count),
+                pin_memory=workers.pinned,
+                timeout=_POLL_SECONDS,
+                worker_init_fn=_Begin(os.getpid()),
+                multiprocessing_context="fork",
+                generator=torch.Generator(),  # else a number would be drawn from the user's
+            )
+            self._iterator: Iterator[_Made] | None = iter(loader)
+        if threading.current_thread() is threading.main_thread() and on_child is not None:
+            # torch's handler raises an error wherever this process is when a worker ends, amid a collective for instance.
+            signal.signal(signal.SIGCHLD, on_child)
+        self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
+
+    def next(self, waiting: Callable[[], None]) -> _Made:
+        """What was made of the next task. Raises `DataError` where a worker is gone or hangs."""
+        began = time.monotonic()
+        while True:
+            try:
+                if self._iterator is None:
+                    raise DataError("the data workers have ended; start again")
+                return next(self._iterator)
+            except RuntimeError as error:
+                waited = time.monotonic() - began
+                late = waited > self._timeout + _GRACE_SECONDS + _POLL_SECONDS
+                if late or self._gone() or "timed out" not in str(error):
+                    failure = self._failure(error)
+                    self.close(at_once=True)
+                    raise failure from None
+                waiting()
+
+    def _gone(self) -> list[BaseProcess]:
+        return [each for each in self._processes if each.exitcode is not None]
+
+    def _failure(self, error: RuntimeError) -> DataError:
+        """The error that says why no batch comes."""
+        size = os.fstat(self._report).st_size
+        if size:
+            stack = os.pread(self._report, min(size, 1 << 14), 0).decode(errors="replace").partition("\n")[2].rstrip()
+            return DataError(
+                f"a data worker took more than {self._timeout:g} seconds for one microbatch (data.timeout_seconds), and was ended "
+                f"while it was here:\n{stack}"
+            )
+        if not (gone := self._gone()):
+            return DataError(
+                f"data workers gave nothing for {self._timeout:g} seconds (data.timeout_seconds): {summary(error)}"
+            )
+        ends = ", ".join(f"process {each.pid} {_ending(each.exitcode or 0)}" for each in gone)
+        return DataError(
+            f"a data worker is gone: {ends}. A dataset or a library under it ended the process, or the system did; data.workers: 0 "
+            "reads in the training process"
+        )
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the workers, after what they are doing where that takes no longer than the grace."""
+        if self._report < 0:
+            return
+        if at_once:
+            self._kill()
+        self._iterator = None  # torch tells them to end.
+        until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
+        for each in self._processes:
+            each.join(max(0.0, until - time.monotonic()))
+        self._kill()
+        os.close(self._report)
+        self._report = -1
+
+    def _kill(self) -> None:
+        for each in self._processes:
+            if each.exitcode is None:
+                each.kill()
+                each.join()
+
+
+def _ending(code: int) -> str:
+    """How a process has ended, by its exit code."""
+    if code >= 0:
+        return f"ended with status {code}"
+    advice = {
+        signal.SIGKILL: ", as where memory runs out",
+        signal.SIGBUS: ", as where /dev/shm is full (docker run --shm-size)",
+    }
+    return f"was ended by {signal.Signals(-code).name}{advice.get(signal.Signals(-code), '')}"
+
+
+def _as_it_is(made: _Made) -> _Made:
+    return made
+
+
+class _Begin:
+    """What a worker does first. It ends when its parent does, and not by signals that are sent to all processes of a run."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, worker: int) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=self._end_when_asked, name="end of the worker", daemon=True).start()
+        for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
+            file = getattr(sys, name)
+            setattr(sys, name, getattr(file, "rich_proxied_file", file))
+        _reopen_files()
+
+    def _end_when_asked(self) -> None:
+        """End by SIGTERM from the parent alone: a scheduler sends it to every process of a job, whose step is to end in order."""
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != self._parent:
+            continue
+        os._exit(0)
+
+
+def _reopen_files() -> None:
+    """Open anew what is open for reading: forked processes share the place in a file, and would move it for each other."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            number = int(name)
+            if not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE:
+                continue
+            inheritable, place = os.get_inheritable(number), os.lseek(number, 0, os.SEEK_CUR)
+            own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+            os.lseek(own, place, os.SEEK_SET)
+            os.dup2(own, number, inheritable)
+            os.close(own)
