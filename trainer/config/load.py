@@ -128,10 +128,11 @@ def _read_file(path: Path, where: str) -> dict[str, Any]:
 
 _TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _ON_THE_HUB = "the name of a model on the Hub"
+_DATASET = "hub:OWNER/NAME for a dataset of the Hub"
 _PATHS = {
     "model.source": ((), f"give a local directory with config.json and *.safetensors, or {_ON_THE_HUB}"),
-    "data.train": (("stdlib",), "give stdlib, or files and directories of this machine (hub names are not looked up)"),
-    "data.eval": (("stdlib",), "give null, or files and directories of this machine (hub names are not looked up)"),
+    "data.train": (("stdlib",), f"give stdlib, files and directories of this machine, or {_DATASET}"),
+    "data.eval": (("stdlib",), f"give null, files and directories of this machine, or {_DATASET}"),
     "data.tokenizer": (("bytes",), f"give bytes, a local directory that save_pretrained wrote, or {_ON_THE_HUB}"),
     "checkpoint.resume": (("auto", "never"), "give auto, never, or the directory of a run or of a checkpoint"),
 }
@@ -147,7 +148,11 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
             continue
         for path in (value,) if isinstance(value, str) else value:
             there = Path(path).expanduser()
-            if there.exists() or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path)):
+            if (
+                there.exists()
+                or (_DATASET in cure and path.startswith("hub:"))
+                or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path))
+            ):
                 continue
             place = "" if there.is_absolute() else f" in {Path.cwd()}"
             several = f", and several paths are a list: [{path}]" if "," in path else ""

@@ -8,6 +8,7 @@ import csv
 import glob
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any, Literal
 from zeromesh.errors import DataError, summary
 
 STDLIB = "stdlib"
+HUB = "hub:"
+HUB_FORM = "hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or either with :SPLIT (train), as the Hub has them"
 _PROBE_BYTES = 8192
 
 _STDLIB_SKIPPED = frozenset(
@@ -125,10 +128,10 @@ class TextSource:
 
 
 def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where: str) -> TextSource:
-    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, or a list of paths.
+    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path or dataset of the Hub, or a list of those.
 
-    A directory is searched for all files that are text, hidden ones left out. Raises `DataError` for a path that does not exist, a
-    file that is not text, and a source without files.
+    A directory is searched for all files that are text, hidden ones left out. A dataset that is not in the cache of datasets is
+    downloaded. Raises `DataError` for a path that does not exist, a file that is not text, and a source without files.
     """
     if spec == STDLIB:
         return stdlib_source()
@@ -137,6 +140,9 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
     for path in (Path(each).expanduser() for each in paths):
+        if str(path).startswith(HUB):
+            files += _hub_files(str(path), where)
+            continue
         saved = _saved_files(path, where)
         if saved:
             files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
@@ -146,8 +152,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
             files.append(SourceFile(path=path, key=path.name, form=_form(path.name), named=True))
         else:
             raise DataError(
-                f"{where}: no file or directory {str(path)!r}; give 'stdlib' or a path on this machine "
-                "(dataset names of a hub are not looked up)"
+                f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
             )
     name = ", ".join(str(path) for path in paths)
     if not files:
@@ -213,6 +218,28 @@ def _is_text(path: Path) -> bool:
 
 def _form(name: str) -> Form:
     return _ROW_FORMATS.get(Path(name).suffix.lower(), "text")
+
+
+def names_of_hub(specs: Sequence[str | Sequence[str] | None]) -> list[str]:
+    """Those of all paths, or lists of paths, that are datasets of the Hub."""
+    paths = [path for spec in specs for path in ([spec] if isinstance(spec, str) else spec or [])]
+    return [path for path in paths if path.startswith(HUB)]
+
+
+def _hub_files(spec: str, where: str) -> list[SourceFile]:
+    """The files that datasets has made of a dataset of the Hub, in its own cache. Raises `DataError`."""
+    match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
+    if match is None:
+        raise DataError(f"{where}: {spec!r} is no dataset of the Hub; give {HUB_FORM}")
+    import datasets
+
+    name, config, split = match.groups()
+    try:
+        found = datasets.load_dataset(name, config, split=split or "train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{where}: {spec!r} cannot be had: {summary(error)}") from error
+    paths = [Path(each["filename"]) for each in found.cache_files]
+    return [SourceFile(path=path, key=f"{spec}/{path.name}", form="arrow", named=True) for path in paths]
 
 
 def _saved_files(path: Path, where: str) -> list[str]:

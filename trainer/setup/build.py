@@ -27,11 +27,12 @@ from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
+from zeromesh.trainer.data.text_sources import find_text, names_of_hub
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
-from zeromesh.trainer.models.build import check_model, pin_sources
+from zeromesh.trainer.models.build import check_model, pin_sources, while_posting
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
@@ -256,6 +257,8 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
 
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
+    elif names := names_of_hub([part.train for part in config.data.parts().values()] + [config.data.eval]):
+        while_posting(mesh, lambda: find_text(names, text_field="", where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")

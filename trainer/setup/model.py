@@ -329,7 +329,8 @@ def _check_settings(
             raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
         if config.batch.average == "samples":
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
-    if config.data.separates and forward.fields is not None and "position_ids" not in forward.fields:
+    separates = config.data.separates if text else config.data.separate_documents
+    if separates and forward.fields is not None and "position_ids" not in forward.fields:
         raise ConfigError(
             f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false, or for "
             "conversations and pairs data.packing: false"

@@ -281,6 +281,38 @@ def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> No
         load(tmp_path, [], own, train=str(tmp_path / "splits"))
 
 
+def test_datasets_of_the_hub_are_read(
+    tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    rows = [{"messages": messages(turns)} for turns in CHATS]
+    (tmp_path / "repository").mkdir()
+    wanted = load(tmp_path / "repository", rows, own).train
+    asked, real = [], datasets.load_dataset
+
+    def of_this_machine(name: str, config: str | None, split: str) -> Any:
+        asked.append((name, config, split))
+        if name == "some/other":
+            raise datasets.exceptions.DatasetNotFoundError("Dataset 'some/other' doesn't exist on the Hub")
+        return real(str(tmp_path / "repository"), split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr("datasets.load_dataset", of_this_machine)
+    found = load(tmp_path, [], own, train="hub:some/chats").train
+    assert [each["labels"].tolist() for each in (found[0], found[2])] == [
+        each["labels"].tolist() for each in (wanted[0], wanted[2])
+    ]
+    load(tmp_path, [], own, mixture={"a": {"train": "hub:some/chats/main:train"}}, train="stdlib")
+    assert asked == [("some/chats", None, "train"), ("some/chats", "main", "train")]
+    for spec, message in {
+        "hub:some/other": "'hub:some/other' cannot be had: DatasetNotFoundError: Dataset 'some/other' doesn't exist",
+        "hub:some/chats:test": "'hub:some/chats:test' cannot be had: ValueError: Unknown split",
+        "hub:chats": "'hub:chats' is no dataset of the Hub; give hub:OWNER/NAME",
+    }.items():
+        with pytest.raises(DataError, match=f"data.train: {message}"):
+            load(tmp_path, [], own, train=spec)
+
+
 # Packing
 
 

@@ -59,8 +59,9 @@ class DataSection(Section):
     """What it is trained on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
 
     train: Text | Texts = "stdlib"
-    """stdlib (the source of Python's standard library), or paths of text, .jsonl, .parquet, .csv, .tsv, directories of those, or
-    directories that `save_to_disk` of datasets wrote."""
+    """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, directories of those, or
+    directories that `save_to_disk` of datasets wrote; or a dataset of the Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with
+    :SPLIT (train)."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
@@ -80,7 +81,7 @@ class DataSection(Section):
     packing: bool = True
     """Conversations and pairs share sequences, each as a whole; false: each has a sequence of its own."""
     eval: Text | Texts | None = None
-    """Paths of the evaluation text; null holds `eval_fraction` of the training documents out."""
+    """The same for evaluation; null holds `eval_fraction` of the training documents out."""
     eval_fraction: Fraction = 0.05
     """Part of the training documents that is held out when `eval` is null. 0 holds none out."""
     eval_samples: Count | None = None
