@@ -27,7 +27,7 @@ import pkgutil
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from transformers import get_scheduler
 
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.trainer.data.sampler import SampleOrder
 
 WIDTH = 48
@@ -182,6 +183,8 @@ def short(number: int) -> tuple[Layout, ...]:
 def run(mesh: Mesh, name: str, layout: dict[str, Any]) -> dict[str, Any]:
     """Run a case through the trainer: its differences from the plain loop, or the error that ended it."""
     case, where = cases()[name], Layout(**layout)
+    if is_accelerator(mesh.device):
+        where = replace(where, transport="auto")
     with tempfile.TemporaryDirectory() as folder:
         try:
             return {"differences": _differences(case, where, folder)}
@@ -212,7 +215,9 @@ def _apart_by_name(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
     """Relative differences; of what is zero but for rounding, in parts of the model's largest tensor."""
     least = 1e-3 * max(float(value.norm()) for value in wanted.values())
     return {
-        name: float((found[name] - value).norm()) / (float(value.norm()) + least) if name in found else float("inf")
+        name: float((found[name].cpu() - value).norm()) / (float(value.norm()) + least)
+        if name in found
+        else float("inf")
         for name, value in wanted.items()
     }
 

@@ -82,11 +82,19 @@ class SimulatedGroup(dist.ProcessGroup):
             torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo
         )  # It keeps the name.
         self._number = next(_NUMBERS)
+        self._name = ""
         self._stream: torch.Stream | None = None
         self._aborted = False
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
         return "simccl"
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:  # Which a group that is made in Python does not keep by itself.
+        self._name = name
 
     def _connect(self) -> torch.Stream:
         if self._stream is None:

@@ -741,8 +741,6 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       foreign |= tensor.device().is_cpu() && tensor.dim() > 0;
       return tensor;
     }
-    if (kIndexed.count(name) && !pairs.empty() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte))
-      sized = pairs.size() < 2 || sized || name == "aten::index";
     pairs.emplace_back(tensor, host_view(tensor));
     access(tensor, stream, writes, what);
     return pairs.back().second;
@@ -761,8 +759,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
-      for (const auto& each : value.toOptionalTensorVector())
+      for (const auto& each : value.toOptionalTensorVector()) {
+        // A mask says how many elements there are; whole numbers do not.
+        sized |= each && each->defined() && (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte);
         list.push_back(each ? std::optional<Tensor>(swap(*each, writes)) : std::nullopt);
+      }
       value = list;
     } else if (value.isDevice() && value.toDevice().type() == kSim) {
       value = Device(at::kCPU);

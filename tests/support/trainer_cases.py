@@ -330,7 +330,7 @@ class Gradients(Callback):
     def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
         wanted = self.plain.gradients[step - 1]
         found = {name: trainer.gradient(name) for name in wanted}
-        self.worst = max(self.worst, distance({name: g for name, g in found.items() if g is not None}, wanted))
+        self.worst = max(self.worst, distance({name: g.cpu() for name, g in found.items() if g is not None}, wanted))
 
 
 def initial(mesh: Mesh, folder: str, stage: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
+from zeromesh.trainer.loop.device_batch import DeviceBatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
 from zeromesh.trainer.models.attention import PackedDocuments
@@ -36,14 +38,6 @@ from zeromesh.zero.gather_order import MicrobatchPosition
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """The loss of a microbatch, its targets, and scalars to be logged; tensors are on the device, and nobody has read them."""
-
-
-class DeviceBatch(dict[str, Any]):
-    """A batch whose tensors are on the device, and its targets as the host has counted them before; None: only forward counts."""
-
-    def __init__(self, batch: Mapping[str, Any], targets: int | None) -> None:
-        super().__init__(batch)
-        self.targets = targets
 
 
 class Stepper:
@@ -84,14 +78,14 @@ class Stepper:
         groups: Sequence[Hyperparameters],
         *,
         substep_end: Callable[[], None],
-        before_update: Callable[[], None] | None,
+        before_update: Callable[[], bool],
         stop_signal: int = 0,
     ) -> StepResult:
         """Run step `step` (from 0) on the data of step `data_step`, with the hyperparameters of its update.
 
         Args:
             substep_end: called after each microbatch but the last one that counts.
-            before_update: called between the last backward and the update, to read or change gradients; not all ranks need one.
+            before_update: called between the last backward and the update; whether somebody has had the gradients.
             stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
 
         Raises:
@@ -139,10 +133,10 @@ class Stepper:
                     backward(self._loss_of(moved, own_seed * engine.loss_scale), own_seed)
                 end(number)
         else:
-            work = [
-                MicrobatchWork(batch=self._to_device(batch, found), where=position, seed=own_seed * engine.loss_scale)
-                for batch, found, own_seed, position in zip(batches, counts, seeds, positions, strict=True)
-            ]
+            work = []
+            for batch, found, own_seed, position in zip(batches, counts, seeds, positions, strict=True):
+                moved, scaled = self._to_device(batch, found), own_seed * engine.loss_scale
+                work.append(MicrobatchWork(batch=moved, where=position, seed=scaled, around=moved.answering))
             engine.run_schedule(partial(self._pipeline.train, work=work, loss=self._loss_of))
             for number in range(len(work)):
                 end(number)
@@ -151,7 +145,7 @@ class Stepper:
         counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts]
         computed = [self._computed[number] for number in counted]
         values, squares = engine.read_step(_tensors_in(computed))
-        asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
+        asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT]
         sums = torch.tensor([0, 0, 0, *asked, squares], dtype=torch.float64)
         for number, (loss, found, scalars) in zip(counted, _with_values(computed, values), strict=True):
             own = [loss * shares[number], whole_count(found), _inputs_of(batches[number])[1]]
@@ -159,13 +153,12 @@ class Stepper:
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
         mesh.world.sum_(sums, "sums of the step")
-        loss_sum, targets, inputs, terminated, interrupted, had, squares = sums.tolist()
+        loss_sum, targets, inputs, terminated, interrupted, squares = sums.tolist()
 
         # The update.
         factor = 1.0 if count is not None else 1.0 / max(1, targets)
         self.gradient_factor = factor / engine.loss_scale
-        if before_update is not None:
-            before_update()
+        had = before_update()
         outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite)
         bubble = self._pipeline.bubble() if self._pipeline is not None else None
         return StepResult(
@@ -244,7 +237,7 @@ class Stepper:
         return self._mesh.tensor.index == 0 and last
 
     def _forwards(
-        self, batches: Sequence[Mapping[str, Any]], streams: Sequence[Streams], *, outputs: bool
+        self, batches: Sequence[DeviceBatch], streams: Sequence[Streams], *, outputs: bool
     ) -> list[tuple[Tensor, int | Tensor, Any]]:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
         if self._engine is None or self._pipeline is None:
@@ -261,7 +254,7 @@ class Stepper:
 
         nowhere = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
         work = [
-            MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn)
+            MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn, around=batch.answering)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
         with self._engine.evaluation() as passes:
@@ -270,15 +263,18 @@ class Stepper:
 
     def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
         """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
-        if outputs:
-            loss, made = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
-        else:
-            loss, made = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch)), None
+        made: Any = None
+        with _answering(batch):
+            if outputs:
+                loss, made = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
+            else:
+                loss = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch))
         return loss, self._loss.last_count, made
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
-        loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
+        with _answering(batch):
+            loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
         count, scalars = self._loss.last_count, self._loss.last_scalars
         self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
         if not loss.requires_grad and count:
@@ -309,18 +305,15 @@ class Stepper:
         return int(targets), shares
 
     def _to_device(self, batch: Mapping[str, Any], targets: int | None) -> DeviceBatch:
-        """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
-        batch = self._documents.told(batch)
-        moved = DeviceBatch(batch, targets)
-        for name, value in batch.items():
-            if isinstance(value, Tensor):
-                dtype = self._dtype if value.is_floating_point() and name != "labels" else value.dtype
-                moved[name] = value.to(self._mesh.device, dtype, non_blocking=True)
-        return moved
+        return DeviceBatch(self._documents.told(batch), self._mesh.device, self._dtype, targets)
 
 
 def _targets_of(batch: Mapping[str, Any]) -> int | None:
     return batch.targets if isinstance(batch, DeviceBatch) else None
+
+
+def _answering(batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+    return batch.answering() if isinstance(batch, DeviceBatch) else nullcontext()
 
 
 def _detached(value: Any) -> Any:

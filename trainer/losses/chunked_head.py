@@ -69,6 +69,7 @@ class ChunkedHead:
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._change = change
+        self._probes: torch.Tensor | None = None
         self.found: LogitChange | None = None
         """What the first run has shown that the model does to its logits."""
 
@@ -118,7 +119,9 @@ class ChunkedHead:
         )
         if self._route == "loss_function":
             total = total / max(1, current.count)
-        returned = torch.cat((total.reshape(1), total.new_tensor(_PROBES))).reshape(1, 1, -1)
+        if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):
+            self._probes = total.new_tensor(_PROBES)  # Once: the host waits for a copy to a device.
+        returned = torch.cat((total.reshape(1), self._probes)).reshape(1, 1, -1)
         # Through what is returned, whose gradient hooks on the head listen for; a copy, as the model may write into that.
         current.result = returned[0, 0, 0].clone()
         return returned

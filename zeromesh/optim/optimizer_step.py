@@ -154,7 +154,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
         device,
         width=len(uses) if is_accelerator(device) else 0,
         longest=memory[0].nbytes,
-        nbytes=options.offload.staging_on(device),
+        nbytes=options.offload.staging_bytes,
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
@@ -278,7 +278,7 @@ class OptimizerStep:
             device,
             width=self._missing(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
-            nbytes=self._options.offload.staging_on(device),
+            nbytes=self._options.offload.staging_bytes,
             waits=self._tiers.waits,
             memory=partial(self._tiers.buffer, device=device),
         )
@@ -363,7 +363,7 @@ class OptimizerStep:
         if tied:
             self.end_backward(())
 
-    def read(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
+    def read(self, scalars: Sequence[torch.Tensor]) -> tuple[list[float], float]:
         """Read the norms of gradients, and scalars that the caller has on the device: the host waits for it once.
 
         Returns the scalars, and this rank's part of the squared norm of all gradients as they were summed, with the loss scale in
@@ -404,12 +404,6 @@ class OptimizerStep:
         self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)
         waited = self._tiers.waited()
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
-
-    def squares(self) -> float:
-        """The squared norm of all gradients as they were summed, with the loss scale in it; the same on all ranks, which all call
-        it."""
-        total = torch.tensor([self.read()[1]], dtype=torch.float64)
-        return float(self._mesh.world.sum_(total, "sum of the gradient norm"))
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
         """Multiply gradients by `factor` and update with them, unless backward has done so; release their memory. `skip`: release

@@ -1,6 +1,7 @@
 """`Pipeline`: the stages of one rank, how they run a step under ZeRO, each action of a schedule as a pass of the engine."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,8 @@ class MicrobatchWork:
     seed: float = 1.0
     streams: Streams | None = None
     """What it draws in an evaluation; None: it draws from the generators as they are."""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes what is around each forward of it."""
 
 
 @dataclass(slots=True)
@@ -67,11 +70,12 @@ class ZeroRunner(StageRunner):
 
     def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
         work = self.work[microbatch]
-        if not self.stages.is_last(chunk):
-            self.passes.begin_without_root()
-            return self.stages.forward(chunk, work.batch, received)
-        with self.stages.chunk(chunk, received):
-            return (self.loss(work.batch, work.seed),)
+        with work.around():
+            if not self.stages.is_last(chunk):
+                self.passes.begin_without_root()
+                return self.stages.forward(chunk, work.batch, received)
+            with self.stages.chunk(chunk, received):
+                return (self.loss(work.batch, work.seed),)
 
     def _sent(self, chunk: int, microbatch: int, made: Tensors) -> Tensors:
         if not self.stages.is_last(chunk):

@@ -254,7 +254,8 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
     """The model's own parameter, on `device`: hooks stay on it, and lists that hold it see what becomes of it."""
     parameter = model.get_parameter(fqn)
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    if parameter.is_meta:  # It cannot be pointed elsewhere, but another tensor can take its place.
+    if not torch._has_compatible_shallow_copy_type(parameter, placeholder):
+        # One on meta cannot be pointed elsewhere, nor one on a CPU to some devices; but another tensor can take its place.
         replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
         replacement.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]

@@ -33,6 +33,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
+from zeromesh.offload.accelerator import on_accelerator
 
 
 def _metadata() -> frozenset[Any]:
@@ -199,7 +200,10 @@ class Bucket:
         self._resting: list[type[AtRest]] = []
         self.set_kinds(list(map(type, self.parameters)))
         self._versions: list[int] = []
-        self._digests: list[int] = []
+        self._digests: list[torch.Tensor] = []
+        self.first_changed: torch.Tensor | None = None
+        """On a device, where nobody has read it so far: the number of the first parameter that was changed through `.data` since
+        its values were noted, and as many as there are if none was."""
 
     def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         """Give the parameters other classes, which they have while they do not rest."""
@@ -253,11 +257,19 @@ class Bucket:
         versions = [parameter._version for parameter in self.parameters]
         if versions == self._versions and not self._digests and not replaced:
             return None
-        digests = [digest(view) for view in self._views] if self._digests else []
-        compared = zip([*self._versions, *self._digests], [*versions, *digests], strict=True)
-        changed = replaced + [number % len(versions) for number, (old, new) in enumerate(compared) if old != new]
-        self._versions, self._digests = versions, []
+        changed = replaced + [number for number, old in enumerate(self._versions) if old != versions[number]]
+        noted, self._versions, self._digests = self._digests, versions, []
+        if noted and on_accelerator(noted[0]):
+            self._compare(noted)
+        else:
+            changed += [number for number, old in enumerate(noted) if old != digest(self._views[number])]
         return self.layout.slots[min(changed)].spec.fqn if changed else None
+
+    def _compare(self, noted: Sequence[torch.Tensor]) -> None:
+        """Compare values with what was noted of them on the device, and keep the answer there."""
+        same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
+        found = same.to(torch.float32).cumprod(0).sum()
+        self.first_changed = found if self.first_changed is None else torch.minimum(self.first_changed, found)
 
     def drop_casts(self) -> None:
         """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
@@ -385,11 +397,16 @@ class Unit:
         self.enter(Phase.RESTING)
 
 
-def digest(values: torch.Tensor) -> int:
-    """A number that changes with the values: the sum of their bits, in parts, as a sum of integers makes a wide copy."""
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """An integer that changes with the values: the sum of their bits. On a CPU that is made in parts, as a sum of integers makes a
+    wide copy."""
     flat = values.reshape(-1)
-    words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat
-    return int(sum(part.sum() for part in torch.split(words, _DIGEST_WORDS)))
+    words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
+    parts = (words,) if on_accelerator(words) else torch.split(words, _DIGEST_WORDS)
+    total = parts[0].sum()
+    for part in parts[1:]:
+        total += part.sum()
+    return total
 
 
 def no_engine(name: str) -> None:

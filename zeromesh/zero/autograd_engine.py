@@ -460,7 +460,7 @@ class AutogradEngine(ZeroEngine):
         """The norm of all gradients times `factor`, without loss scale, as clipping has left them. All ranks call it."""
         self._passes.close_backwards()
         if self._norm is None or self._norm[0] != self._passes.backwards:
-            self._norm = self._passes.backwards, math.sqrt(self._optimizer_step.squares())
+            self._norm = self._passes.backwards, math.sqrt(self._sum_squares())
         return self._norm[1] * abs(factor) * self._clip / self.loss_scale
 
     def clip(self, limit: float, factor: float) -> float:
@@ -477,6 +477,8 @@ class AutogradEngine(ZeroEngine):
         """
         self.require_same_parameters()
         self._passes.close_backwards()
+        if self._passes.writes.unread(self.units):
+            self.read_step()
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None
         skip = scaled and not math.isfinite(self.gradient_norm(factor))

@@ -255,9 +255,26 @@ class ZeroEngine:
         """Read, after the last backward, what the caller has on the device and wants to know, scalars: the host waits once.
 
         Returns them as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
+
+        Raises:
+            PhaseError: when forward has changed a parameter in place, which a device tells only here.
         """
-        with self.mesh.recorder.span(StepPhase.OPTIMIZER):
-            return self._optimizer_step.read(scalars)
+        writes = self._passes.writes
+        unread = writes.unread(self.units)
+        try:
+            with self.mesh.recorder.span(StepPhase.OPTIMIZER):
+                found, squares = self._optimizer_step.read([*scalars, *(each for *_, each in unread)])
+            for (unit, bucket, _), first in zip(unread, found[len(scalars) :], strict=True):
+                writes.refuse_changed(unit, bucket, int(first))
+        except BaseException as error:
+            self.mesh.fail(error)
+            raise
+        return found[: len(scalars)], squares
+
+    def _sum_squares(self) -> float:
+        """The squared norm of all gradients as they were summed, with the loss scale in it; all ranks call it."""
+        total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
+        return float(self.mesh.world.sum_(total, "sum of the gradient norm"))
 
     def finish_step(
         self, factor: float = 1.0, *, squares: float | None = None, loss_finite: bool = True
@@ -273,7 +290,7 @@ class ZeroEngine:
         """
         with self._updating():
             if squares is None:
-                squares = self._optimizer_step.squares()
+                squares = self._sum_squares()
             return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     @contextmanager

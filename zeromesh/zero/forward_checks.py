@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.units.unit import Phase, Unit
+from zeromesh.units.unit import Bucket, Phase, Unit
 
 Edge = tuple[Node, int]
 """The gradient of an output of a node, by the output's number."""
@@ -148,12 +148,26 @@ class InplaceWrites:
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when forward has changed a parameter: ranks would train different weights."""
         for unit, name in _written(units):
-            if not (self._alone and unit.keeps_writes):
-                raise PhaseError(
-                    f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
-                    "Embedding(max_norm=), averaged codebooks or clamped weights; ranks would then train different weights. "
-                    "Compute a changed copy in forward, or keep these values in a buffer"
-                )
+            self._refuse(unit, name)
+
+    def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
+        """Comparisons of values on a device that nobody has read, each a scalar. Read, they go to `refuse_changed`."""
+        buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
+        return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
+
+    def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
+        """Raise as `refuse_in_pass` when a comparison has shown that a parameter was changed, the `first` of its bucket."""
+        bucket.first_changed = None
+        if first < len(bucket.parameters):
+            self._refuse(unit, bucket.layout.slots[first].spec.fqn)
+
+    def _refuse(self, unit: Unit, name: str) -> None:
+        if not (self._alone and unit.keeps_writes):
+            raise PhaseError(
+                f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
+                "Embedding(max_norm=), averaged codebooks or clamped weights; ranks would then train different weights. "
+                "Compute a changed copy in forward, or keep these values in a buffer"
+            )
 
     def end_forward(self, units: Iterable[Unit]) -> None:
         """End a training forward; raises as `refuse_in_pass`."""

@@ -474,4 +474,4 @@ class FullState:
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
     """What a write changes: the count of in-place operations, and a sum over the bits, since `.data` is not counted."""
-    return parameter._version, digest(parameter.detach())
+    return parameter._version, int(digest(parameter.detach()))

@@ -1,0 +1,108 @@
+"""A batch on its way to the device, and what the host has seen in it before, so that nobody has to ask the device.
+
+transformers' models look into masks and positions to find out whether attention needs a mask at all. On a device that makes the
+host wait, in every forward, until all is done that was launched before. The same was in the batch on the host, where it is seen at
+once: whether a padding mask pads anything, and whether positions are those of one sequence.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from zeromesh.offload.accelerator import is_accelerator
+
+_Function = Callable[..., Any]
+
+
+class DeviceBatch(dict[str, Any]):
+    """A batch whose tensors are on the device. `targets` are how many the host has counted in it; None: only forward counts."""
+
+    def __init__(
+        self, batch: Mapping[str, Any], device: torch.device, compute: torch.dtype, targets: int | None
+    ) -> None:
+        """Floating-point inputs become `compute`, but labels stay as they are."""
+        super().__init__(batch)
+        self.targets = targets
+        self._masks: dict[torch.Size, bool] = {}
+        """Whether padding masks of a shape pad nothing."""
+        self._packed = False
+        """Whether a row of positions has several sequences."""
+        if is_accelerator(device):
+            self._look()
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                dtype = compute if value.is_floating_point() and name != "labels" else value.dtype
+                self[name] = value.to(device, dtype, non_blocking=True)
+        self._on_device = is_accelerator(device)
+
+    def _look(self) -> None:
+        """Look at masks and positions while they are on the host."""
+        for name, value in self.items():
+            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
+                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
+        positions = self.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside the block transformers' questions about masks and positions are answered by what the host has seen."""
+        if not self._on_device:
+            yield
+            return
+        names = (
+            "find_packed_sequence_indices",
+            "_ignore_causal_mask_sdpa",
+            "_ignore_bidirectional_mask_sdpa",
+            "fast_all",
+        )
+        before: dict[str, _Function] = {
+            name: vars(masking_utils)[name] for name in names if name in vars(masking_utils)
+        }
+        answers: dict[str, Callable[[_Function], _Function]] = {
+            "find_packed_sequence_indices": self._sequences,
+            "fast_all": self._all,
+        }
+        vars(masking_utils).update({name: answers.get(name, self._ignored)(each) for name, each in before.items()})
+        try:
+            yield
+        finally:
+            vars(masking_utils).update(before)
+
+    def _sequences(self, find: _Function) -> _Function:
+        """Sequences are looked for where the host has seen several, and without asking whether there are."""
+
+        def found(position_ids: Tensor) -> Tensor | None:
+            if not self._packed:
+                return None
+            asks = vars(masking_utils)["is_tracing"]
+            vars(masking_utils)["is_tracing"] = lambda *_: True  # Then it does not look whether it was worth while.
+            try:
+                sequences: Tensor = find(position_ids)
+            finally:
+                vars(masking_utils)["is_tracing"] = asks
+            return sequences
+
+        return found
+
+    def _ignored(self, ignored: _Function) -> _Function:
+        """A mask can be ignored if it pads nothing, and otherwise as without one."""
+
+        def answer(padding_mask: Tensor | None = None, *arguments: Any, **named: Any) -> bool:
+            pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
+            if pads_nothing is None:
+                return bool(ignored(padding_mask, *arguments, **named))
+            return pads_nothing and bool(ignored(None, *arguments, **named))
+
+        return answer
+
+    def _all(self, fast_all: _Function) -> _Function:
+        def answer(mask: Tensor) -> Any:
+            known = self._masks.get(mask.shape)
+            return fast_all(mask) if known is None else known
+
+        return answer
