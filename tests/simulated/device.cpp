@@ -779,6 +779,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   TORCH_CHECK(
       !foreign || kIndexed.count(name), name, ": expected all tensors to be on the same device, but found sim and cpu");
+  bool counts = name == "aten::histc" && !at::isFloatingType(pairs.front().second.scalar_type());
+  if (counts) (*stack)[begin] = pairs.front().second.to(at::kFloat);  // A device counts integers, the CPU does not.
   // An operator that draws without a generator among its arguments takes the default one of the CPU, which lends its place.
   bool lends = !asks && std::find(op.getTags().begin(), op.getTags().end(), at::Tag::nondeterministic_seeded) != op.getTags().end();
   auto host_default = at::detail::getDefaultCPUGenerator();
@@ -792,6 +794,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     cpu_of(default_generator(-1)).unsafeGetGeneratorImpl()->set_state(*host_default.unsafeGetGeneratorImpl()->get_state());
     host_default.unsafeGetGeneratorImpl()->set_state(*kept);
   }
+  if (counts) stack->back() = stack->back().toTensor().to(pairs.front().first.scalar_type());
   auto back = [&](const Tensor& made) -> Tensor {
     if (!made.defined()) return made;
     for (auto& [own, lent] : pairs) {

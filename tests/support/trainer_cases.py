@@ -125,7 +125,7 @@ def _clones(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """The largest relative difference of any tensor; infinite where names or dtypes differ."""
-    found = {name: value.cpu() for name, value in found.items()}
+    found, wanted = ({name: value.cpu() for name, value in each.items()} for each in (found, wanted))
     if found.keys() != wanted.keys() or any(found[name].dtype != wanted[name].dtype for name in wanted):
         return float("inf")
     largest = max(float(value.norm()) for value in wanted.values())
@@ -144,7 +144,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     made = hashlib.blake2b(digest_size=12)
     for name, tensor in sorted(tensors.items()):
         made.update(f"{name} {tensor.dtype}".encode())
-        made.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
 
 

@@ -134,7 +134,7 @@ def fit(
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         ids = sentences()[1]["input_ids"][None]
-        logits = model.eval()(input_ids=ids).logits
+        logits = model.eval().cpu()(input_ids=ids).logits
         implementation = {"experts_implementation": "eager"} if kind == "mixtral" else {}
         loaded = type(model).from_pretrained(Path(folder) / "after", dtype=logits.dtype, **implementation)
         theirs = loaded.eval()(input_ids=ids).logits
@@ -301,9 +301,9 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> str:
         def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
             if step != 2:
                 return
-            whole = _deep().double()
+            whole = _deep().double().to(mesh.device)
             whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
-            ids = sentences()[1]["input_ids"][None]
+            ids = sentences()[1]["input_ids"][None].to(mesh.device)
             options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
             try:
                 with torch.no_grad():
