@@ -239,44 +239,57 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _encode(batch: Sequence[RenderedRow], tokenizer: Tokenizer) -> Iterator[EncodedRow]:
-    """Mostly the pieces of a text, cut where answers begin and end, have together the tokens of the whole text, and so the targets
-    are known; where they have not, the places of the tokens say which lie in an answer."""
     beginning = np.asarray(tokenizer.beginning, dtype=np.int64)
-    cuts = [sorted({0, len(row.text), *(cut for span in row.answers for cut in span)}) for row in batch]
-    bounds = [list(pairwise(each)) for each in cuts]
-    several = [len(each) > 1 for each in bounds]
-    wholes = tokenizer.encode([row.text for row in batch])
-    parts = iter(
-        tokenizer.encode(
-            [row.text[a:b] for row, each, cut in zip(batch, bounds, several, strict=True) if cut for a, b in each]
-        )
-    )
-    for row, each, cut, whole in zip(batch, bounds, several, wholes, strict=True):
-        answered = [any(begin <= a < end for begin, end in row.answers) for a, _ in each]
-        pieces = [next(parts) for _ in each] if cut else [whole] * len(each)
-        sizes = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
-        targets, inside = np.repeat(np.asarray(answered, dtype=np.bool_), sizes), False
-        if cut and not np.array_equal(np.concatenate(pieces), whole):
-            targets, inside = _by_places(tokenizer.offsets([row.text])[0], row.answers)
-        ids = whole
+    encoded = tokenizer.encode_places([row.text for row in batch])
+    for row, (ids, places) in zip(batch, encoded, strict=True):
+        targets, inside = _targets(row, ids, places, tokenizer)
         if row.plain:
-            ids = np.concatenate([beginning, whole, [tokenizer.end_of_text]])
+            ids = np.concatenate([beginning, ids, [tokenizer.end_of_text]])
             # What ends a text is learnt, and what begins it is given.
-            targets = np.concatenate([np.zeros(len(beginning), bool), targets, [True]])
+            targets = np.concatenate([np.zeros(len(beginning), np.bool_), targets, [True]])
         text_bytes = len(row.text.encode("utf-8", errors="replace"))
         yield EncodedRow(row.row.key, text_bytes, ids.astype(np.int32), targets, inside)
+
+
+def _targets(
+    row: RenderedRow, ids: TokenArray, places: TokenArray | None, tokenizer: Tokenizer
+) -> tuple[NDArray[np.bool_], bool]:
+    """Which tokens are of an answer, and whether some are only in part. Raises `DataError`.
+
+    The places of the tokens say so, or the tokens of the pieces of the text, cut where answers begin and end, where these are
+    together the tokens of the whole text.
+    """
+    if row.answers == ((0, len(row.text)),):
+        return np.ones(len(ids), np.bool_), False
+    targets, inside = (np.zeros(len(ids), np.bool_), True) if places is None else _by_places(places, row.answers)
+    if not inside:
+        return targets, False
+    cuts = sorted({0, len(row.text), *(cut for answer in row.answers for cut in answer)})
+    pieces = tokenizer.encode([row.text[begin:end] for begin, end in pairwise(cuts)])
+    if np.array_equal(np.concatenate([*pieces, []]), ids):
+        answered = [any(begin <= cut < end for begin, end in row.answers) for cut in cuts[:-1]]
+        sizes = np.asarray([len(piece) for piece in pieces], np.int64)
+        return np.repeat(np.asarray(answered, np.bool_), sizes), False
+    if places is None:
+        raise DataError(
+            f"{row.row.where}: a token has a part of an answer and of what is beside it, and the tokenizer does not say where its "
+            "tokens lie; use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"
+        )
+    return targets, True
 
 
 def _by_places(places: TokenArray, answers: Sequence[tuple[int, int]]) -> tuple[NDArray[np.bool_], bool]:
     """Which tokens lie in an answer with all of their characters, and whether some lie in it with a part of them.
 
     Some tokenizers leave white space out of the places of the token that holds it, so a token begins where the one before it ends.
+    A token without characters of its own is one of several of the character before it.
     """
     ends = np.maximum.accumulate(places[:, 1])
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
-    targets, inside = np.zeros(len(places), bool), False
+    empty = starts == ends
+    targets, inside = np.zeros(len(places), np.bool_), False
     for begin, end in answers:
-        targets |= (starts >= begin) & (ends <= end) & (ends > starts)
+        targets |= (starts >= begin) & (ends <= end) & (~empty | (starts > begin))
         inside |= bool(((starts < begin) & (ends > begin) | (starts < end) & (ends > end)).any())
     return targets, inside
 

@@ -34,9 +34,9 @@ class ByteTokenizer:
         """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
-    def offsets(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Raise `DataError`: the bytes of two texts are those of both, and nobody needs to ask."""
-        raise DataError(f"a byte of one of {len(texts)} texts lies in two of its parts")
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
+        """The bytes of each text. Where they lie in it nobody needs to ask: those of two texts are those of both together."""
+        return [(ids, None) for ids in self.encode(texts)]
 
     def template(self, given: str | None, tools: Any) -> str | None:
         """The Jinja template of a conversation: the one that is `given`."""
@@ -95,15 +95,22 @@ class PretrainedTokenizer:
         encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
-    def offsets(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The characters of each token of each text, `[tokens, 2]`: the first, and the one behind the last. Raises `DataError`."""
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
+        """The ids of each text, and the characters of each token, int64 `[tokens, 2]`: the first, and the one behind the last; None
+        where the tokenizer does not say."""
         if not getattr(self.tokenizer, "is_fast", False):
-            raise DataError(
-                f"tokenizer {type(self.tokenizer).__name__} joins prompt and answer to one token, and does not say where its "
-                "tokens lie; use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"
-            )
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in encoded["offset_mapping"]]
+            return [(ids, None) for ids in self.encode(texts)]
+        encoded = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        ids, places = (
+            [np.asarray(each, np.int64) for each in encoded[name]] for name in ("input_ids", "offset_mapping")
+        )
+        return list(zip(ids, (each.reshape(-1, 2) for each in places), strict=True))
 
     def template(self, given: str | None, tools: Any) -> str | None:
         """The Jinja template of a conversation: the one that is `given`, which may be a name, or the tokenizer's own, or None."""

@@ -186,6 +186,33 @@ def test_a_token_of_both_prompt_and_completion_is_no_target(tmp_path: Path, raw:
     assert "in 1 an answer begins or ends inside of a token" in data.notes[0]
 
 
+def test_tokens_without_places_are_of_the_pieces(
+    tmp_path: Path, raw: Any, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": messages(turns)} for turns in CHATS[:2]]
+    wanted = load(tmp_path, rows, own)
+    monkeypatch.setattr(type(raw), "is_fast", False)
+    found = load(tmp_path, rows, own)
+    assert [each["labels"].tolist() for each in (found.train[0], found.train[1])] == [
+        each["labels"].tolist() for each in (wanted.train[0], wanted.train[1])
+    ]
+    with pytest.raises(DataError, match=r"row 0: a token has a part of an answer .* use a fast tokenizer"):
+        load(tmp_path, [{"prompt": "Q: 12 A: ", "completion": "12 A"}], own, format="pairs")
+
+
+def test_tokens_without_white_space(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own = PretrainedTokenizer(tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>"))
+    data = load(
+        tmp_path, [{"prompt": "a b ", "completion": "c a"}, {"prompt": "a b", "completion": "c a"}], own, format="pairs"
+    )
+    assert data.train[0]["input_ids"].tolist()[:5] == [2, 3, 4, 2, 0]
+    assert data.train[0]["labels"].tolist()[:6] == [-100, -100, 4, 2, 0, -100]
+    assert data.train[1]["labels"].tolist()[:5] == [-100, -100, 2, 0, -100]
+    assert "in 1 an answer begins or ends inside of a token" in data.notes[0]
+
+
 def test_bytes_have_conversations_too(tmp_path: Path) -> None:
     template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant] {% endif %}"
