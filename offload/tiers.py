@@ -207,7 +207,7 @@ class TieredTensor:
                 target.copy_(part.memory, non_blocking=True)
                 launched = accelerator.current_stream(part.memory.device) if on_accelerator(part.memory) else launched
             else:
-                transfer = _move(self.dtype, part, target, write=False)
+                transfer = self.read(part.start, target)
                 transfer.end(counted=False)  # A checkpoint's thread waits beside training.
                 transfer.wait()
         if launched is not None:

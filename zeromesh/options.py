@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
+from zeromesh.offload.accelerator import device_memory, is_accelerator
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
 NO_GROUP = -1
@@ -178,12 +179,17 @@ class Precision:
         )
 
 
+_STAGING_SHARE = 64
+"""Of an accelerator's memory this part is for buffers of the update stream: 1.25 GiB of 80 GiB."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
     """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
 
     The caller itself offloads `activations`, which recomputed blocks keep for backward. `gradients` None follows the optimizer.
-    `update` is where updates are computed, if states are not on the device. `staging_bytes` bounds the buffers on the way there.
+    `update` is where updates are computed, if states are not on the device. `staging_bytes` bounds the buffers on the way there;
+    None: `staging_on` decides.
     """
 
     optimizer: TierChoice = field(default_factory=TierChoice)
@@ -192,7 +198,16 @@ class OffloadOptions:
     activations: TierChoice = field(default_factory=TierChoice)
     update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
-    staging_bytes: int = STAGING_BYTES
+    staging_bytes: int | None = None
+
+    def staging_on(self, device: torch.device) -> int:
+        """Bytes of the buffers through which states pass that are updated on `device`, if nobody has said how many.
+
+        An accelerator gets longer rows, since launching the copies of many short ones would take longer than the copies.
+        """
+        if self.staging_bytes is not None or not is_accelerator(device):
+            return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
+        return max(STAGING_BYTES, device_memory(device).total // _STAGING_SHARE)
 
     @property
     def gradients_at(self) -> TierChoice:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+from devices import DEVICE
 from workers import Pool
 
 from .checks import Laboratory, check_ranks_agree, check_same_bits, whole_product
@@ -47,7 +48,8 @@ def test_stop_raises_on_all_ranks(fresh_pool: Callable[..., Pool], in_backward: 
         # Inside backward one rank may find it first; the other then names that rank and its reason.
         assert "NonFiniteError" in outcome.result["error"] + outcome.result["message"]
         assert "gradients of unit " in outcome.result["message"]
-        assert outcome.result["unchanged"]
+        # On a device no update waits for the host to look at its gradients first.
+        assert outcome.result["unchanged"] or (in_backward and DEVICE.type != "cpu")
 
 
 @pytest.mark.parametrize(("stage", "transport"), whole_product(5, [0, 2, 3], ["shared", "gloo"]))

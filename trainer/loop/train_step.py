@@ -78,14 +78,14 @@ class Stepper:
         groups: Sequence[Hyperparameters],
         *,
         substep_end: Callable[[], None],
-        before_update: Callable[[], bool],
+        before_update: Callable[[], None] | None,
         stop_signal: int = 0,
     ) -> StepResult:
         """Run step `step` (from 0) on the data of step `data_step`, with the hyperparameters of its update.
 
         Args:
             substep_end: called after each microbatch but the last one that counts.
-            before_update: called between the last backward and the update; whether somebody has had the gradients.
+            before_update: called between the last backward and the update, to read or change gradients; not all ranks need one.
             stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
 
         Raises:
@@ -145,7 +145,7 @@ class Stepper:
         counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts]
         computed = [self._computed[number] for number in counted]
         values, squares = engine.read_step(_tensors_in(computed))
-        asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT]
+        asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares], dtype=torch.float64)
         for number, (loss, found, scalars) in zip(counted, _with_values(computed, values), strict=True):
             own = [loss * shares[number], whole_count(found), _inputs_of(batches[number])[1]]
@@ -153,12 +153,13 @@ class Stepper:
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
         mesh.world.sum_(sums, "sums of the step")
-        loss_sum, targets, inputs, terminated, interrupted, squares = sums.tolist()
+        loss_sum, targets, inputs, terminated, interrupted, had, squares = sums.tolist()
 
         # The update.
         factor = 1.0 if count is not None else 1.0 / max(1, targets)
         self.gradient_factor = factor / engine.loss_scale
-        had = before_update()
+        if before_update is not None:
+            before_update()
         outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite)
         bubble = self._pipeline.bubble() if self._pipeline is not None else None
         return StepResult(

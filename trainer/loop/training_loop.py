@@ -108,7 +108,7 @@ class TrainingLoop:
                 number - 1,
                 run.model.optimizer.groups(factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
-                before_update=self._before_update,
+                before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
                 stop_signal=self.request.signal,
             )
         progress.add(result)
@@ -149,13 +149,10 @@ class TrainingLoop:
             stack.enter_context(recorded_memory(path, number, ledger))
         return stack
 
-    def _before_update(self) -> bool:
-        """Let callbacks read the gradients of the present step; returns whether there are such."""
-        wanted = self.run.events.listens("on_pre_optimizer_step")
-        if wanted:
-            with self.run.model.gradients_to_read():
-                self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
-        return wanted
+    def _before_update(self) -> None:
+        """Let callbacks read the gradients of the present step."""
+        with self.run.model.gradients_to_read():
+            self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
 
     def _end_start(self) -> str:
         """The first step of the process has been made: the sentence about the time until then."""

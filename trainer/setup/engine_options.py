@@ -102,5 +102,5 @@ def _offload(config: TrainerConfig) -> OffloadOptions:
             checksums=section.checksums,
         ),
         update=section.update,
-        staging_bytes=section.staging,
+        staging_bytes=None if section.staging == "auto" else section.staging,
     )

@@ -11,17 +11,33 @@ from torch import nn
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Purpose, TierChoice, available_bytes, swap_bytes
+from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes, swap_bytes
+from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, file_system_of, free_bytes, nearest_directory
 from zeromesh.optim.fused_optimizer import GroupRules
-from zeromesh.options import ZeroOptions
+from zeromesh.options import OffloadOptions, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
 from zeromesh.zero.memory_model import MemoryModel, predict_memory
 
 _STEP = 0.05
 """The distance between the fractions that are tried."""
-_FILE = TierChoice(tier="file")
+_LITTLE = 10
+"""A run is warned where states leave less than this part of a device's free memory to activations and libraries."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Needs:
+    """Bytes: of the memory of one accelerator, of a host's memory and of a host's disks. On CPU ranks there is no accelerator."""
+
+    device: int
+    host: int
+    disk: int
+
+    @property
+    def critical(self) -> int:
+        """Bytes of the memory in which ranks compute, which is what runs short first."""
+        return self.device or self.host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +45,8 @@ class _Host:
     """The bytes that the ranks of one host need for a planned model, and those that it has.
 
     `parts` ranks, which compute on `device`, share the states over `transport`. `inputs` are bytes of a rank's kept inputs of
-    recomputed blocks on files, as far as they are known beforehand. `memory_room` is free memory with swap, and `disk_room` is free
-    on all disks of the file tier.
+    recomputed blocks on files, as far as they are known beforehand. `room` is what is free: of memory with swap, and on all disks
+    of the file tier.
     """
 
     plan: ModelPlan
@@ -39,8 +55,7 @@ class _Host:
     device: torch.device
     local_ranks: int
     inputs: int
-    memory_room: int
-    disk_room: int
+    room: _Needs
 
     def least(self, options: ZeroOptions) -> MemoryModel:
         """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
@@ -50,43 +65,53 @@ class _Host:
         )
         return min((predict(budget=budget) for budget in budgets), key=lambda footprint: footprint.total)
 
-    def memory(self, options: ZeroOptions) -> int:
-        """Bytes of memory of all ranks of the host."""
-        return self.local_ranks * self.least(options).total
-
-    def disk(self, options: ZeroOptions) -> int:
-        """Bytes of swap files of all ranks of the host."""
-        return self.local_ranks * (self.least(options).on_disk + self.inputs)
+    def needs(self, options: ZeroOptions) -> _Needs:
+        """Bytes that all ranks of the host need, and each of its accelerators."""
+        least, ranks = self.least(options), self.local_ranks
+        disk = ranks * (least.on_disk + self.inputs)
+        if is_accelerator(self.device):
+            return _Needs(device=least.total, host=ranks * sum(least.hosted.values()), disk=disk)
+        return _Needs(device=0, host=ranks * least.total, disk=disk)
 
     def fits(self, options: ZeroOptions) -> bool:
         """Whether there is room for memory and files."""
-        return self.memory(options) <= self.memory_room and self.disk(options) <= self.disk_room
+        needs, room = self.needs(options), self.room
+        return needs.device <= room.device and needs.host <= room.host and needs.disk <= room.disk
 
-    def listed(self, terms: Mapping[Purpose, int], **others: int) -> str:
-        """Terms of one rank, in bytes by purpose, as what all ranks of the host hold."""
+    def listed(self, terms: Mapping[Purpose, int], ranks: int, **others: int) -> str:
+        """Terms of one rank, in bytes by purpose, as what so many ranks hold."""
         named = {purpose.value: nbytes for purpose, nbytes in terms.items()}
         named |= {name.replace("_", " "): nbytes for name, nbytes in others.items()}
-        return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in named.items() if nbytes)
+        return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in named.items() if nbytes)
 
     def advice(self, options: ZeroOptions) -> Iterator[str]:
         """Yield changes of the configuration that need less memory, the higher stage first."""
-        higher = {stage: self.memory(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
-        best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
-        if higher and higher[best] < self.memory(options):
-            yield f"set zero.stage to {best}, which needs {human_bytes(higher[best])}"
-        optimizer = replace(options.offload, optimizer=_FILE, gradients=None)
-        offloads = {"offload.optimizer": optimizer}
-        if best == 3:
-            offloads["offload.optimizer and offload.parameters"] = replace(optimizer, parameters=_FILE)
-        for keys, offload in offloads.items():
+        now = self.needs(options).critical
+        higher = {stage: self.needs(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
+        best = min(higher, key=lambda stage: (higher[stage].critical, stage), default=options.stage)
+        if higher and higher[best].critical < now:
+            yield f"set zero.stage to {best}, which needs {human_bytes(higher[best].critical)}"
+        for keys, tier, offload in self._offloads(options, best):
             changed = replace(options, stage=best, offload=offload)
-            if self.memory(changed) < self.memory(options) and self.fits(changed):
+            needs = self.needs(changed)
+            if needs.critical < now and self.fits(changed):
                 stage = f"zero.stage to {best} and " if best != options.stage else ""
-                memory, disk = human_bytes(self.memory(changed)), human_bytes(self.disk(changed))
-                yield f"set {stage}{keys} to file, which needs {memory}, and {disk} of disk"
+                others = [f"{human_bytes(needs.host)} of the host's memory"] if needs.device and needs.host else []
+                others += [f"{human_bytes(needs.disk)} of disk"] if needs.disk else []
+                yield f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}, and {' and '.join(others)}"
                 break
         yield "make the model smaller"
-        yield "use more hosts" if options.stage else "use more hosts with a zero.stage above 0"
+        more = "ranks" if is_accelerator(self.device) else "hosts"
+        yield f"use more {more}" if options.stage else f"use more {more} with a zero.stage above 0"
+
+    def _offloads(self, options: ZeroOptions, stage: int) -> Iterator[tuple[str, str, OffloadOptions]]:
+        """Keys of a configuration, the tier that they are set to, and the options that are made so; the nearest tier first."""
+        tiers = [TierChoice(tier="host")] if is_accelerator(self.device) else []
+        for away in (*tiers, TierChoice(tier="file")):
+            optimizer = replace(options.offload, optimizer=away, gradients=None)
+            yield "offload.optimizer", away.tier, optimizer
+            if stage == 3:
+                yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
 
 
 def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
@@ -116,13 +141,16 @@ def require_memory(
     inputs: int = 0,
     cuts: ModelCuts | None = None,
 ) -> list[str]:
-    """Raise `StorageError` where a host of CPU ranks has less memory and swap, or less disk, than the states need at the least.
+    """Raise `StorageError` where an accelerator has less memory, or a host less memory and swap, or less disk, than the states need
+    at the least.
 
-    `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what rests on files.
+    `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what is tight, and on what rests on
+    files.
     """
     local_ranks, free = mesh.environment.local_world_size, available_bytes()
     directories = options.offload.files.directories
-    freed = local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    freed = [sum(each.nbytes for each in parameters if on_accelerator(each) is there) for there in (False, True)]
     host = _Host(
         plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
         parts=mesh.shard.size,
@@ -130,27 +158,44 @@ def require_memory(
         device=mesh.device,
         local_ranks=local_ranks,
         inputs=inputs if options.offload.activations.tier == "file" else 0,
-        memory_room=free + swap_bytes() + freed,
-        disk_room=_free_on_disks(directories),
+        room=_Needs(
+            device=_free_on_device(mesh.device) + freed[True],
+            host=free + swap_bytes() + local_ranks * freed[False],
+            disk=_free_on_disks(directories),
+        ),
     )
-    least, memory, disk = host.least(options), host.memory(options), host.disk(options)
-    if mesh.device.type == "cpu" and free and memory > host.memory_room:
-        terms = host.listed(
-            least.terms,
-            parameters_gathered_around_their_use=least.gathered,
-            gradient_shards_on_their_way=least.passing,
-        )
-        count = human_count(sum(p.numel() for p in model.parameters()))
+    _require_room(host, options, sum(parameter.numel() for parameter in model.parameters()), free)
+    return [*_tight(host, options), *_require_disk(host, options)]
+
+
+def _require_room(host: _Host, options: ZeroOptions, count: int, free: int) -> None:
+    """Raise `StorageError` where states of `count` parameters do not fit into memory. `free` is the host's without swap."""
+    least, needs, room = host.least(options), host.needs(options), host.room
+    passing = {"parameters_gathered_around_their_use": least.gathered, "gradient_shards_on_their_way": least.passing}
+    short = ""
+    if needs.device > room.device:
+        where = f"each {host.device.type.upper()} device"
+        short = f"{human_bytes(needs.device)} on {where} ({host.listed(least.terms, 1, **passing)}), and {human_bytes(room.device)}"
+    elif free and needs.host > room.host:
+        beside = is_accelerator(host.device)
+        terms = host.listed(least.hosted if beside else least.terms, host.local_ranks, **({} if beside else passing))
+        short = f"{human_bytes(needs.host)} on this host ({terms}), and {human_bytes(free)}"
+    if short:
         *others, last = host.advice(options)
         raise StorageError(
-            f"{count} parameters at stage {options.stage} need at least {human_bytes(memory)} on this host "
-            f"({terms}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
+            f"{human_count(count)} parameters at stage {options.stage} need at least {short} are free; "
+            f"{', '.join(others)}, or {last}"
         )
-    if not disk:
+
+
+def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
+    """Raise `StorageError` where files do not fit; returns notes on those that there will be."""
+    least, needs, directories = host.least(options), host.needs(options), options.offload.files.directories
+    if not (disk := needs.disk):
         return []
-    where, room = ", ".join(map(str, directories)), human_bytes(host.disk_room)
-    shown, terms = human_bytes(disk), host.listed({**least.files, Purpose.ACTIVATIONS: host.inputs})
-    if disk > host.disk_room:
+    where, room = ", ".join(map(str, directories)), human_bytes(host.room.disk)
+    shown, terms = human_bytes(disk), host.listed({**least.files, Purpose.ACTIVATIONS: host.inputs}, host.local_ranks)
+    if disk > host.room.disk:
         fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
         fraction = next((each for each in fractions if host.fits(_with_fraction(options, each))), None)
         fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
@@ -159,14 +204,47 @@ def require_memory(
             f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
         )
     kinds = {str(directory): file_system_of(directory) for directory in directories}
+    memory = human_bytes(needs.critical)
     return [
-        f"offload: {shown} of swap files ({terms}) in {where}, which has {room} free; {human_bytes(memory)} of states in memory",
+        f"offload: {shown} of swap files ({terms}) in {where}, which has {room} free; {memory} of states in memory",
         *(
             f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
             for path, kind in kinds.items()
             if kind in IN_MEMORY
         ),
     ]
+
+
+def _tight(host: _Host, options: ZeroOptions) -> Iterator[str]:
+    """Yield a warning where an accelerator has room for the states, and little beside them."""
+    needs, room = host.needs(options).device, host.room.device
+    if (left := room - needs) * _LITTLE < room:
+        *others, last = host.advice(options)
+        yield (
+            f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "
+            f"leaves {human_bytes(left)} for activations; if that is too little, {', '.join(others)}, or {last}"
+        )
+
+
+def pinned_notes(budget: PinnedBudget) -> list[str]:
+    """A line on how much of the host's memory is pinned for copies to and from an accelerator, where any is or should be."""
+    if not (budget.used or budget.pageable):
+        return []
+    text = f"offload: {human_bytes(budget.used)} of the host's memory are pinned for copies to and from the device"
+    if not budget.pageable:
+        return [text]
+    return [
+        f"WARNING: {text}, and {human_bytes(budget.pageable)} are not, because the driver refused or too little memory is free: "
+        "their copies are slower and make the host wait; offload less, or to files"
+    ]
+
+
+def _free_on_device(device: torch.device) -> int:
+    """Bytes of an accelerator's memory that this process may still take; those that torch keeps for later are among them."""
+    if not is_accelerator(device):
+        return 0
+    memory = device_memory(device)
+    return memory.free + memory.reserved - memory.allocated
 
 
 def _free_on_disks(directories: tuple[Path, ...]) -> int:

@@ -39,7 +39,7 @@ from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fit
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
-from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
+from zeromesh.trainer.setup.memory_check import kept_input_bytes, pinned_notes, require_memory
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -171,6 +171,7 @@ def build_trained_model(
     console.note(
         f"{type(model).__name__}: {human_count(engine.state.numel)} parameters in {units}{reduced}",
         engine.update_device.note,
+        *pinned_notes(tiers.pinned),
     )
     start_times.end("engine")
     return trained

@@ -154,7 +154,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
         device,
         width=len(uses) if is_accelerator(device) else 0,
         longest=memory[0].nbytes,
-        nbytes=options.offload.staging_bytes,
+        nbytes=options.offload.staging_on(device),
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
@@ -278,7 +278,7 @@ class OptimizerStep:
             device,
             width=self._missing(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
-            nbytes=self._options.offload.staging_bytes,
+            nbytes=self._options.offload.staging_on(device),
             waits=self._tiers.waits,
             memory=partial(self._tiers.buffer, device=device),
         )

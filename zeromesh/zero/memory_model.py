@@ -21,12 +21,13 @@ In memory there are then gradient shards on their way, the largest few of them, 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
@@ -39,7 +40,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """Bytes of one rank once every bucket has been updated. `files` are on disk, everything else in memory."""
+    """Bytes of one rank once every bucket has been updated: in the memory where it computes, in the host's memory beside an
+    accelerator (`hosted`), and on disk (`files`)."""
 
     terms: Mapping[Purpose, int]
     """What stays from step to step, by purpose; purposes without bytes are left out. `GRADIENTS` inside backward is the most
@@ -49,10 +51,11 @@ class MemoryModel:
     passing: int
     """The most that gradient shards on their way to another tier take beside that."""
     files: Mapping[Purpose, int]
+    hosted: Mapping[Purpose, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """The highest sum in memory."""
+        """The highest sum in the memory where the rank computes."""
         return sum(self.terms.values()) + self.gathered + self.passing
 
     @property
@@ -108,11 +111,14 @@ class _Formula:
 
     def result(self) -> MemoryModel:
         options, memory, files = self.options, Counter[Purpose](), Counter[Purpose]()
+        # On a CPU the host's memory is the device's.
+        hosted = Counter[Purpose]() if is_accelerator(self.device) else memory
         for layout, stays in self.buckets:
             for purpose, dtype, choice in self.resting(layout, stays=stays):
                 on = {tier: choice.on(tier, self.own(layout)) * dtype.itemsize for tier in Tier}
                 files[purpose] += on[Tier.FILE]
-                memory[purpose] += on[Tier.DEVICE] + on[Tier.HOST]
+                memory[purpose] += on[Tier.DEVICE]
+                hosted[purpose] += on[Tier.HOST]
         memory[Purpose.PARAMETERS] += int(self.share * sum(layout.nbytes for layout, stays in self.buckets if stays))
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self.passing_gradients()
@@ -120,12 +126,14 @@ class _Formula:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self.trained) * self.reduce_bytes
         slots = slot_bytes(self.trained, options, self.device)
         memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(self.transport, options.gradient_slots, slots)
-        memory[Purpose.STAGING] += self.staging() + (THREAD_BYTES if files.total() else 0)
+        memory[Purpose.STAGING] += self.staging()
+        hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
         return MemoryModel(
             terms={purpose: memory[purpose] for purpose in Purpose if memory[purpose]},
             gathered=self.passing_parameters(),
             passing=self.leaving(),
             files={purpose: files[purpose] for purpose in Purpose if files[purpose]},
+            hosted={purpose: hosted[purpose] for purpose in Purpose if hosted[purpose] and hosted is not memory},
         )
 
     def own(self, layout: BucketLayout) -> int:
@@ -168,7 +176,7 @@ class _Formula:
         ]
         longest = max(map(self.own, self.trained), default=0) * self.options.precision.master.itemsize
         width = max(widths, default=0)
-        return stream_bytes(width, longest, self.options.offload.staging_bytes) if width else 0
+        return stream_bytes(width, longest, self.options.offload.staging_on(self.device)) if width else 0
 
     def passing_gradients(self) -> int:
         """Bytes of gradient shards that live from reduction to update: those in flight, and those of the root, which are updated

@@ -7,35 +7,46 @@ import pytest
 import torch
 from conformance.models import stack
 
+import zeromesh.options
 from zeromesh.errors import StorageError
-from zeromesh.options import Precision, ZeroOptions
+from zeromesh.offload import PinnedBudget, Purpose, TierChoice
+from zeromesh.offload.accelerator import DeviceMemory
+from zeromesh.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.trainer.setup import memory_check
 from zeromesh.units.plan import plan_model
 from zeromesh.zero.memory_model import predict_memory
 
+GPU = torch.device("cuda", 0)
 TRANSPORTS = {1: "local", 2: "gloo", 4: "shared"}
 
 
 def on_meta() -> Any:
     """A model that nothing has to be given back of."""
     with torch.device("meta"):
-        return stack(size=64)
+        return stack(size=2048)
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, ranks: int, free: int, **changes: Any) -> str:
-    """What is said where so many bytes are free; empty where that is enough."""
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, free: int, *, on_device: int | None = None, **changes: Any
+) -> str:
+    """What is said where so many bytes are free, on the host and on each of its devices if it has any; empty where that is
+    enough."""
     monkeypatch.setattr(memory_check, "available_bytes", lambda: free)
     monkeypatch.setattr(memory_check, "swap_bytes", lambda: 0)
+    if on_device is not None:
+        memory = DeviceMemory(free=on_device, total=1 << 30, allocated=0, reserved=0, peak=0)
+        monkeypatch.setattr(memory_check, "device_memory", lambda device: memory)
+        monkeypatch.setattr(zeromesh.options, "device_memory", lambda device: memory)
     mesh: Any = SimpleNamespace(
-        device=torch.device("cpu"),
+        device=torch.device("cpu") if on_device is None else GPU,
         shard=SimpleNamespace(size=ranks),
         environment=SimpleNamespace(local_world_size=ranks),
     )
+    transport = TRANSPORTS[ranks] if on_device is None or ranks == 1 else "nccl"
     try:
-        memory_check.require_memory(on_meta(), options(**changes), mesh, transport=TRANSPORTS[ranks])
+        return "".join(memory_check.require_memory(on_meta(), options(**changes), mesh, transport=transport))
     except StorageError as error:
         return str(error)
-    return ""
 
 
 def options(**changes: Any) -> ZeroOptions:
@@ -87,3 +98,49 @@ def test_of_what_may_be_kept_as_much_is_counted_as_takes_least(monkeypatch: pyte
     assert refusal(monkeypatch, 2, free=totals[0], stage=3) == ""
     assert refusal(monkeypatch, 2, free=totals[0], stage=3, gathered_budget=10**9)
     assert refusal(monkeypatch, 2, free=totals[1], stage=3, gathered_budget=10**9) == ""
+
+
+# Accelerators
+
+ROOM = 1 << 40
+"""Bytes of a host that has enough."""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_devices_states_are_predicted_as_a_hosts(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int) -> None:
+    plan = plan_model(on_meta(), torch.bfloat16)
+    transport = "local" if ranks == 1 else "nccl"
+    found = predict_memory(plan, options(stage=stage), parts=ranks, transport=transport, budget=0, device=GPU)
+    assert not found.hosted
+    assert refusal(monkeypatch, ranks, 1, on_device=2 * found.total, stage=stage) == ""
+    tight = refusal(monkeypatch, ranks, 1, on_device=found.total, stage=stage)
+    assert tight.startswith("WARNING: memory: states need")
+    said = refusal(monkeypatch, ranks, ROOM, on_device=found.total - 1, stage=stage)
+    assert "on each CUDA device" in said
+    assert "offload.optimizer to host, which needs" in said
+    assert "of the host's memory" in said
+    assert "hosts" not in said
+
+
+def test_what_rests_on_the_host_counts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = OffloadOptions(optimizer=TierChoice(tier="host"))
+    plan, changed = plan_model(on_meta(), torch.bfloat16), options(stage=3, offload=offload)
+    assert refusal(monkeypatch, 2, ROOM, on_device=ROOM, stage=3, offload=offload) == ""
+    without = predict_memory(plan, options(stage=3), parts=2, transport="nccl", budget=0, device=GPU)
+    found = predict_memory(plan, changed, parts=2, transport="nccl", budget=0, device=GPU)
+    moved = sum(found.hosted.values())
+    added = found.terms[Purpose.STAGING] + found.terms[Purpose.PARAMETERS]  # Buffers, and a copy that is gathered.
+    assert moved + sum(found.terms.values()) - added == sum(without.terms.values())
+    host = 2 * moved
+    assert refusal(monkeypatch, 2, host, on_device=ROOM, stage=3, offload=offload) == ""
+    assert "on this host" in refusal(monkeypatch, 2, host - 1, on_device=ROOM, stage=3, offload=offload)
+
+
+def test_what_is_pinned_is_said() -> None:
+    assert memory_check.pinned_notes(PinnedBudget()) == []
+    (said,) = memory_check.pinned_notes(PinnedBudget(used=3 << 30))
+    assert said == "offload: 3.0 GiB of the host's memory are pinned for copies to and from the device"
+    (said,) = memory_check.pinned_notes(PinnedBudget(used=3 << 30, pageable=1 << 30))
+    assert said.startswith("WARNING: offload: 3.0 GiB of the host's memory are pinned")
+    assert "and 1.0 GiB are not" in said

@@ -71,12 +71,11 @@ class OffloadSection(Section):
     checksums: bool = False
     """Verify what is read from files by checksums that stay in memory."""
     staging: Annotated[
-        Whole,
-        BeforeValidator(bytes_from_text),
-        Field(ge=LEAST_STAGING),
-        Allowed("a number of bytes of 4MiB or more, such as 64MiB"),
-    ] = 64 << 20
-    """Bytes of all buffers of a rank between files and the optimizer."""
+        Literal["auto"] | Annotated[Whole, BeforeValidator(bytes_from_text), Field(ge=LEAST_STAGING)],
+        Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
+    ] = "auto"
+    """Bytes of all buffers of a rank between where states rest and the optimizer. auto: 64MiB on a CPU, a 64th of an accelerator's
+    memory."""
 
 
 class ParallelSection(Section):
