@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
 from zeromesh.errors import ConfigError
+
+_MOST_ALLOCATIONS = 100_000
+"""The latest ones that are remembered; a step of a large model has some ten thousand."""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -175,6 +179,39 @@ def device_memory(device: torch.device) -> DeviceMemory:
         reserved=torch.accelerator.memory_reserved(device),
         peak=torch.accelerator.max_memory_allocated(device),
     )
+
+
+def allocator_settings() -> str:
+    """What torch's allocator for this process's accelerator is to be told before it starts; empty where that is nothing.
+
+    Segments that grow: what activations of one length leave free then fits those of another, and is no hole between them.
+    """
+    kind = found()
+    return "expandable_segments:True" if kind is not None and kind.type == "cuda" and torch.version.hip is None else ""
+
+
+def record_allocations(device: torch.device) -> bool:
+    """Have torch remember where each block of the device's memory is allocated and freed; whether it can for this device."""
+    record = getattr(_memory_module(device), "_record_memory_history", None)
+    if record is not None:
+        record(max_entries=_MOST_ALLOCATIONS)
+    return record is not None
+
+
+def write_allocations(device: torch.device, path: Path) -> bool:
+    """Write what torch knows of the device's blocks to a file that https://pytorch.org/memory_viz shows; whether it can.
+
+    Raises:
+        OSError: where the file cannot be written.
+    """
+    write = getattr(_memory_module(device), "_dump_snapshot", None)
+    if write is not None:
+        write(str(path))
+    return write is not None
+
+
+def _memory_module(device: torch.device) -> ModuleType | None:
+    return getattr(_module(device), "memory", None) if is_accelerator(device) else None
 
 
 def device_name(device: torch.device) -> str:

@@ -132,6 +132,13 @@ def worker_environment(
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
+def set_default(name: str, value: str, *aliases: str) -> None:
+    """Set a variable of this process, for a library that reads it later, unless it or one of its `aliases` has a value; an empty
+    `value` is none."""
+    if value and not any(os.environ.get(each) for each in (name, *aliases)):
+        os.environ[name] = value
+
+
 @contextmanager
 def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """Set variables for the block, and restore all of them at its end, whatever other people's code has set inside."""

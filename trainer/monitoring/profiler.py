@@ -24,7 +24,7 @@ from zeromesh.errors import StorageError, ZeromeshError, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
-from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled
+from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled, write_allocations
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.sections.outputs import ProfileSection
@@ -150,6 +150,9 @@ def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, direc
         directory.mkdir(parents=True, exist_ok=True)
         error_text = Redaction(secret_values()).text(what)
         write_whole(path, json.dumps({"error": error_text, "step": step, **found}, indent=1).encode())
+        if write_allocations(mesh.device, blocks := path.with_suffix(".pickle")):
+            text += f". {blocks} has every block of the device, for https://pytorch.org/memory_viz"
+            text += "; profile.allocations: true adds where each was allocated"
     except OSError as why:
         return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
     return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from zeromesh.environment import read_environment, setting
+from zeromesh.environment import read_environment, set_default, setting
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import reuse_freed_memory
+from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.offload.accelerator import pick_device
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
@@ -56,6 +56,7 @@ def connect(config: TrainerConfig) -> Mesh:
     environment = read_environment()
     parallel = config.parallel
     shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
+    set_default("PYTORCH_ALLOC_CONF", accelerator.allocator_settings(), "PYTORCH_CUDA_ALLOC_CONF")
     device = pick_device(environment.local_rank)
     if device.type == "cpu":
         reuse_freed_memory()
@@ -68,6 +69,8 @@ def connect(config: TrainerConfig) -> Mesh:
         order=parallel.order,
         traces=Path(config.run.output_dir).expanduser() / config.run.name,
     )
+    if config.profile.allocations:
+        accelerator.record_allocations(device)
     mesh.recorder.enabled = config.profile.step_figures
     mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
     return mesh

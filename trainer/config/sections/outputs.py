@@ -96,6 +96,8 @@ class ProfileSection(Section):
     """First and last step that are recorded on every rank; null: none."""
     memory: bool = False
     """Record allocations and shapes of operators too."""
+    allocations: bool = False
+    """On a GPU, remember where memory is allocated, for the file that is written when it runs out; takes a little time."""
     step_figures: bool = True
     """Measure in every step the seconds of each phase and the bytes that ranks send, for metrics.jsonl; a small model trains a
     little faster without."""
