@@ -36,11 +36,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What runs once more on the simulated device (tests/simulated), with races, launches and waits looked after.
+SIMULATED := tests/unit/offload tests/conformance tests/distributed/parallel
+
 # Most tests wait: for disks, for timeouts, for each other's ranks. Two processes share the files out.
 test: lint
 	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --device sim --share 6 $(SIMULATED)
 
 test-all: lint
+	$(BIN)/python -m pytest --device sim --steps 4 -m 'not full' $(SIMULATED)
 	$(BIN)/python -m pytest --junitxml=.pytest_cache/all.xml
 	$(BIN)/python scripts/matrix_table.py .pytest_cache/all.xml docs/conformance.md
 
