@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +12,11 @@ from typing import Any
 
 from bench import activations
 from bench.activations import Activations
+from bench.processes import ONE_THREAD, end_all, python_path, start_ranks, tails, wait_for
 from bench.worker import RESULT
 from bench.workload import Workload
 
-_SCRIPTS = Path(__file__).resolve().parent.parent
-_LAST_LINES = 25
 _LAST_CHARACTERS = 4000
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class RunError(RuntimeError):
@@ -61,7 +57,7 @@ def measure_activations(
     if part is not None:
         arguments = ["bench.divided_activations", part[0], workload.to_json(), str(part[1])]
     command = [sys.executable, "-m", *arguments]
-    variables = {**os.environ, **_ONE_THREAD, "PYTHONPATH": _python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    variables = {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
@@ -89,67 +85,23 @@ def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout:
     """
     with tempfile.TemporaryDirectory(prefix="zeromesh-bench-") as folder:
         logs = [Path(folder, f"rank{rank}") for rank in range(workload.ranks)]
-        processes = _start([sys.executable, "-m", module, *arguments], workload, logs)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if workload.device == "cpu" else {}
+        processes = start_ranks([sys.executable, "-m", module, *arguments], logs, {**ONE_THREAD, **hidden})
         try:
-            for process in processes:
-                if process.wait(timeout=timeout):
-                    break
-        except subprocess.TimeoutExpired as error:
-            raise RunError(f"{arguments[0]} did not end within {timeout:g} seconds\n{_tails(logs)}") from error
+            in_time = wait_for(processes, timeout)
         finally:
-            failed = _end(processes)
+            failed = end_all(processes)
+        if not in_time:
+            raise RunError(f"{arguments[0]} did not end within {timeout:g} seconds\n{tails(logs)}")
         if failed:
-            raise RunError(f"{arguments[0]} failed\n{_tails(logs)}")
+            raise RunError(f"{arguments[0]} failed\n{tails(logs)}")
         return [_result(log) for log in logs]
-
-
-def _start(command: list[str], workload: Workload, logs: list[Path]) -> list[subprocess.Popen[bytes]]:
-    port = str(_free_port())
-    processes = []
-    for rank, log in enumerate(logs):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workload.ranks, "LOCAL_WORLD_SIZE": workload.ranks}
-        variables = {name: str(number) for name, number in numbers.items()}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        variables |= {**_ONE_THREAD, "PYTHONPATH": _python_path()}
-        if workload.device == "cpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        with log.open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **variables},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    return processes
-
-
-def _python_path() -> str:
-    return os.pathsep.join([str(_SCRIPTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> bool:
-    """End what still runs a while after the others; returns whether any failed."""
-    failed = any(process.poll() for process in processes)
-    for process in processes:
-        if not failed and process.poll() is None:
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                failed = True
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return failed or any(process.returncode for process in processes)
 
 
 def _result(log: Path) -> Any:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)]
     if not lines:
-        raise RunError(f"a rank ended without a result\n{_tails([log])}")
+        raise RunError(f"a rank ended without a result\n{tails([log])}")
     return json.loads(lines[-1].removeprefix(RESULT))
 
 
@@ -164,18 +116,3 @@ def _collect(system: str, ranks: list[dict[str, Any]]) -> Run:
         losses=tuple(ranks[0]["losses"]),
         ranks=tuple(ranks),
     )
-
-
-def _tails(logs: list[Path]) -> str:
-    parts = []
-    for log in logs:
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        parts.append(f"--- {log.name}\n" + "\n".join(lines[-_LAST_LINES:]))
-    return "\n".join(parts)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -43,11 +43,11 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     if system.startswith("deepspeed-"):
         return _deepspeed(model, workload, int(system.removeprefix("deepspeed-")))
     if system.startswith("fsdp2"):
-        return _plain_step(sharded(model, workload, keep=system == "fsdp2-keep"), workload)
+        return plain_step(sharded(model, workload, keep=system == "fsdp2-keep"), workload)
     model.to(workload.compute)
     if system == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain_step(model, workload)
+    return plain_step(model, workload)
 
 
 def _shard(model: Any, workload: Workload, stage: int) -> Step:
@@ -80,7 +80,8 @@ def initialise(model: nn.Module, workload: Workload) -> None:
     source.close()
 
 
-def _plain_step(net: Any, workload: Workload) -> Step:
+def plain_step(net: Any, workload: Workload) -> Step:
+    """One step of torch's fused AdamW."""
     optimizer = torch.optim.AdamW(
         net.parameters(),
         lr=workload.learning_rate,

@@ -29,6 +29,8 @@ class Workload:
     intermediate: int = 1408
     layers: int = 8
     heads: int = 8
+    key_value_heads: int = 0
+    """Heads of keys and values; 0: as many as `heads`."""
     vocabulary: int = 8192
     sequence: int = 256
     micro: int = 2
@@ -63,7 +65,8 @@ class Workload:
     """Whether zeromesh's last step is recorded."""
     prefetch: int = 1
     """Units that zeromesh gathers ahead."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
+    """The kind of device."""
     warmup: int = 3
     timed: int = 8
     sampled: int = 2
@@ -98,7 +101,7 @@ class Workload:
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
+            num_key_value_heads=self.key_value_heads or self.heads,
             vocab_size=self.vocabulary,
             max_position_embeddings=self.sequence,
             tie_word_embeddings=False,

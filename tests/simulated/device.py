@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -89,6 +89,11 @@ def _module() -> ModuleType:
     def device(index: object) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def stream(chosen: torch.Stream | None) -> Iterator[None]:
+        with chosen or nullcontext():
+            yield
+
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -103,6 +108,7 @@ def _module() -> ModuleType:
         synchronize=torch.accelerator.synchronize,
         current_stream=torch.accelerator.current_stream,
         device=device,
+        stream=stream,
         manual_seed=ops.seed,
         manual_seed_all=ops.seed,
         get_rng_state=lambda *_a: ops.generator_state(),
