@@ -47,11 +47,12 @@ _RECORDED = 2000
 def record_collectives(traces: Path | None) -> None:
     """Have torch's flight recorder keep the latest collectives of this process, and torch write them into `traces` where it ends
     the process by itself; before groups are made. What the user has set stays."""
-    wanted = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_RECORDED))
-    wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    wanted: dict[tuple[str, ...], str] = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(_RECORDED)}
+    wanted |= {("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
     if traces is not None:
-        wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(traces / TRACE))
-    export({name: value for name, value in wanted.items() if setting(name) is None})
+        wanted |= {("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(traces / TRACE)}
+    # The second name of each is an older one, of which torch warns.
+    export({names[0]: value for names, value in wanted.items() if not any(map(setting, names))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +76,15 @@ class DeviceWorks:
         self._watch = watch
         self._traces = traces
         self._flying: deque[_Flight] = deque()
+        self._computing: deque[Callable[[], bool]] = deque()
+        """Whether the device is through with what it was to compute up to some moments, in order."""
         self._standing: _Flight | None = None
         """What the host itself stands in, in a call that has no end of its own."""
         self._patience: tuple[_Flight, Patience] | None = None
         self._groups: list[dist.ProcessGroup] = []
         self.nbytes = 0
         """Bytes of the device that communicators have taken, as the driver counts them: no allocator of torch knows them."""
-        watch.on_beat = self._look
+        watch.on_beat, watch.on_post = self._look, lambda: self._computing.append(self._event())
 
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Have what this thread launches from now on come after a collective.
@@ -93,8 +96,11 @@ class DeviceWorks:
         self._watch.begun += 1
         work.wait()
         # An event, since a collective's handle would keep its tensors.
-        event = accelerator.record(accelerator.current_stream(self.device))
-        self._flying.append(_Flight(done=event.query, peers=peers, what=what))
+        self._flying.append(_Flight(done=self._event(), peers=peers, what=what))
+
+    def _event(self) -> Callable[[], bool]:
+        """What says whether the device is through with all that this thread has launched so far."""
+        return accelerator.record(accelerator.current_stream(self.device)).query
 
     def done(self, work: AsyncWork) -> bool:
         """Whether the device is through with a collective. Asks, and waits for nothing."""
@@ -150,16 +156,27 @@ class DeviceWorks:
     # The thread that looks after them
 
     def _look(self) -> None:
-        """Look after the oldest of what is in flight, a few times a second."""
+        """Look after the oldest of what is in flight, a few times a second.
+
+        What the device is through with is progress, which peers see: the host may be far ahead, and stand still meanwhile.
+        """
+        moved = False
         try:
             while self._flying and self._flying[0].done():
                 self._flying.popleft()
+                moved = True
+            while self._computing and self._computing[0]():
+                self._computing.popleft()
+                moved = True
         except RuntimeError:  # The device has failed, which whoever uses it next is told by itself.
             self._flying.clear()
+            self._computing.clear()
+        if moved:
+            self._watch.beat()
         first = self._standing or (self._flying[0] if self._flying else None)
         if first is None or self._watch.broken is not None:
             return
-        if self._patience is None or self._patience[0] is not first:
+        if moved or self._patience is None or self._patience[0] is not first:
             self._patience = first, self._watch.patience_with(first.peers, first.what)
             return
         try:

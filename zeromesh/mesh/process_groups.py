@@ -143,8 +143,12 @@ class MeshGroups:
                 leave_group(group, self.works)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Leave these groups, too, when this mesh leaves."""
-        self._more += groups
+        """Connect groups that torch has made, in this order on all their ranks, and leave them, too, when this mesh leaves."""
+        for group in groups:
+            if self.works is not None:
+                self.works.connect(group, dist.get_process_group_ranks(group))
+            if group is not dist.group.WORLD:
+                self._more.append(group)
 
     def leave(self, *, default: bool = False) -> None:
         """Leave the board and this mesh's groups; with `default` also the default group, where it was made here for meshes of

@@ -269,7 +269,7 @@ class ProcessMesh:
                 raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
             ranks = torch.arange(self.world_size).view(self.shape.sizes)
             made = DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
-            self._links.adopt(group for group in made.get_all_groups() if group is not dist.group.WORLD)
+            self._links.adopt(made.get_all_groups())
             self._device_mesh = made
         return self._device_mesh
 

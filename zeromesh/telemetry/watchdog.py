@@ -124,6 +124,8 @@ class Watchdog:
         """Set once an error has reached whoever called."""
         self.on_beat: Callable[[], None] = lambda: None
         """Called by the thread of the heartbeat, a few times a second."""
+        self.on_post: Callable[[], None] = lambda: None
+        """Called whenever this rank says what it does."""
         self._disk_patience = 600.0
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
@@ -151,7 +153,7 @@ class Watchdog:
             limit = f", longer than checkpoint.timeout_seconds ({self._disk_patience:g})" if late else ""
             self._board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
             if not late:
-                self._board.beat()
+                self.beat()
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -180,6 +182,11 @@ class Watchdog:
         own = self._board.own
         own[STATE] = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
         own[PROGRESS] += 1
+        self.on_post()
+
+    def beat(self) -> None:
+        """Say that this rank makes progress."""
+        self._board.beat()
 
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""

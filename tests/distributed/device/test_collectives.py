@@ -142,6 +142,22 @@ def test_the_latest_collectives_are_written_and_their_file_is_named(
     assert isinstance(watch.cause_of(KeyboardInterrupt()), KeyboardInterrupt)
 
 
+def test_what_a_device_computes_is_progress_that_peers_see(watch: Watchdog) -> None:
+    """The host is far ahead, and stands still; what the device is through with shows that it is not stuck."""
+    works, done = DeviceWorks(torch.device("cpu"), watch, traces=None), threading.Event()
+    works._computing += [lambda: True, done.is_set]
+    before = watch.progress([0])
+    works._look()
+    assert watch.progress([0]) > before
+    works._flying.append(device_works._Flight(done=lambda: False, peers=[0, 1], what="a gather"))
+    for number in range(6):
+        done.set()
+        works._look()
+        works._computing.append(done.is_set)
+        threading.Event().wait(0.02)
+        assert watch.broken is None, number
+
+
 def test_on_a_device_gathers_and_reductions_have_one_order() -> None:
     for one_order in (False, True):
         rows = {rank: new_row() for rank in range(2)}
