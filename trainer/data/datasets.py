@@ -31,7 +31,7 @@ from zeromesh.trainer.data.packing import (
 )
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
-from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray, Tokenizer, load_tokenizer
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, TokenArray, Tokenizer, load_tokenizer
 from zeromesh.trainer.formatting import human_bytes
 
 _VERSION = 2
@@ -76,7 +76,11 @@ def load_datasets(
         DataError: for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
         ConfigError: for weights of a mixture that are too fine.
     """
-    tokenizer = load_tokenizer(section.tokenizer) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(section.tokenizer)
+        template = read_template(section.chat_template)
+        if template is not None and "{" in template and isinstance(tokenizer, PretrainedTokenizer):
+            tokenizer.tokenizer.chat_template = template  # It is saved with the model, which has learnt it.
     loader = _DatasetLoader(
         tokenizer=tokenizer,
         digest=tokenizer.digest(),

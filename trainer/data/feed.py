@@ -64,7 +64,9 @@ class RunData:
         """What a resumed run must have in common: the same samples in the same order, wherever the files are now."""
         if self.loaded is not None:
             packed = self.loaded.train
-            return {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
+            found = {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
+            mixed = {"mixture": ":".join(map(str, packed.weights))} if isinstance(packed, MixedDataset) else {}
+            return {**found, **mixed}
         if isinstance(self.train, StreamedDataset):
             return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
         return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}

@@ -75,7 +75,7 @@ def own(raw: PreTrainedTokenizerFast) -> PretrainedTokenizer:
     return PretrainedTokenizer(tokenizer=raw)
 
 
-def load(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **keys: Any) -> LoadedData:
+def load(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, /, **keys: Any) -> LoadedData:
     """The data of these rows, each in a sequence of its own and in their order."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -291,6 +291,17 @@ def test_a_tokenizer_without_template_says_what_to_set(tmp_path: Path, raw: Any,
     raw.chat_template = None
     with pytest.raises(DataError, match=r"no chat template; set data\.chat_template"):
         load(tmp_path, [{"messages": messages(CHATS[1])}], own)
+
+
+def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path, raw: Any) -> None:
+    raw.chat_template = None
+    raw.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"messages": messages(CHATS[1])}]
+    keys = {"tokenizer": str(tmp_path / "tokenizer"), "chat_template": CHATML}
+    data = load(tmp_path, rows, None, **keys)
+    assert isinstance(data.tokenizer, PretrainedTokenizer)
+    assert data.tokenizer.tokenizer.chat_template == CHATML
+    assert learnt(data.train[0]) == by_hand(raw, CHATS[1])
 
 
 def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> None:
@@ -515,6 +526,7 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
         data.train.check_vocabulary(4)
     other = {**mixture, "text": {**mixture["text"], "weight": 1.0}}
     changed = load(tmp_path, rows, own, mixture=other, train="stdlib", packing=True, eval_fraction=0.2)
-    assert changed.train.fingerprint() != data.train.fingerprint()
+    assert (changed.train.weights, data.train.weights) == ((4, 1, 1), (2, 1, 1))
+    assert changed.train.fingerprint() == data.train.fingerprint()
     alone = load(tmp_path, rows, own, mixture=mixture, eval=str(tmp_path / "rows.jsonl"), packing=True)
     assert isinstance(alone.eval, ConversationDataset)
