@@ -17,11 +17,12 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from queue import SimpleQueue
+from weakref import WeakSet
 
 import torch
 
@@ -241,9 +242,33 @@ Memory = Callable[[int], torch.Tensor]
 """Makes a buffer of so many bytes."""
 
 
+_KEPT: WeakSet[mmap.mmap] = WeakSet()
+
+
+def kept(found: mmap.mmap) -> mmap.mmap:
+    """Note private pages of states, which `without_states` keeps from children."""
+    _KEPT.add(found)
+    return found
+
+
+@contextmanager
+def without_states() -> Iterator[None]:
+    """Processes that are forked inside the block do not have the pages of states. A child would hold a copy of each that its parent
+    then writes, and of pinned ones at once, since what a device writes has to stay where it is.
+    """
+    held = [each for each in _KEPT if not each.closed]
+    for each in held:
+        each.madvise(mmap.MADV_DONTFORK)
+    try:
+        yield
+    finally:
+        for each in held:
+            each.madvise(mmap.MADV_DOFORK)
+
+
 def pages(nbytes: int) -> torch.Tensor:
     """Pages of their own, `[nbytes]` uint8, as `O_DIRECT` needs them."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    return torch.frombuffer(kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), dtype=torch.uint8)
 
 
 class StagingPool:

@@ -21,7 +21,7 @@ import torch
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
-from zeromesh.offload.io.transfer import pages
+from zeromesh.offload.io.transfer import kept, pages
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
@@ -42,7 +42,7 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
 
 
 def _own_pages(nbytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
@@ -136,6 +136,7 @@ def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
     torch's own pinned memory is rounded up to a power of two, which for states is too much.
     """
     found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    kept(found)
     return torch.frombuffer(found, dtype=torch.uint8) if found.pin(device) else None
 
 

@@ -5,6 +5,7 @@ What it has seen is asked for afterwards: `races()`, `waits()`. `late(False)` ha
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import threading
@@ -83,7 +84,7 @@ def _data() -> property:
 
 def _module() -> ModuleType:
     """What `torch.cuda` is for CUDA."""
-    module = ModuleType("torch.sim")
+    module, begun = ModuleType("torch.sim"), os.getpid()
 
     @contextmanager
     def device(index: object) -> Iterator[None]:
@@ -96,10 +97,10 @@ def _module() -> ModuleType:
 
     module.__dict__.update(
         is_available=lambda: True,
-        is_initialized=lambda: True,
+        is_initialized=lambda: os.getpid() == begun,  # a process that was forked from this one has lost the device
         _initialized=True,
         is_bf16_supported=lambda *_a, **_k: True,
-        _is_in_bad_fork=lambda: False,
+        _is_in_bad_fork=lambda: os.getpid() != begun,
         init=lambda: None,
         _lazy_init=lambda: None,
         device_count=ops.count,

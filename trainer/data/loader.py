@@ -2,7 +2,7 @@
 
 Workers are those of torch's `DataLoader`, whose sampler names microbatches: a worker does for one what this process would do, with
 random numbers that belong to the microbatch, so that how many workers there are changes no batch. They are forked, so that a
-dataset may hold whatever it likes, and end with this process, however it ends.
+dataset may hold whatever it likes (docs/decisions/0023-data-workers-are-forked.md), and end with this process, however it ends.
 """
 
 import ctypes
@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from zeromesh.environment import available_cores
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, summary
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.offload.io.transfer import without_states
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import Microbatch
@@ -41,7 +42,7 @@ _MOST = 4
 """Workers of a rank by themselves: enough for most tokenizers and images, and a host with few cores is left some."""
 _AHEAD = 128
 """Microbatches that are made ahead at most: each field of each holds a file descriptor until it is used."""
-_POLL_SECONDS = 1
+_POLL_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -116,7 +117,7 @@ class BatchLoader:
         workers: who makes them.
         last: the step of the data after which there is none (exclusive); workers make none beyond it.
         state: where a stream goes on, by its own earlier state; None: at its beginning.
-        waiting: called about once a second while workers are waited for.
+        waiting: called a few times a second while workers are waited for.
     """
 
     def __init__(
@@ -299,7 +300,10 @@ class _WorkerGroup:
         ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings():  # of more workers than cores, which may wait for disks
+        with (
+            warnings.catch_warnings(),
+            without_states(),
+        ):  # warnings of more workers than cores, which may wait for disks
             warnings.simplefilter("ignore")
             loader: DataLoader[_Made] = DataLoader(
                 work,

@@ -7,37 +7,63 @@ once: whether a padding mask pads anything, and whether positions are those of o
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.offload.accelerator import current_stream, is_accelerator, launching_on, on_accelerator, record
 
 _Function = Callable[..., Any]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch whose tensors are on the device. `targets` are how many the host has counted in it; None: only forward counts."""
+    """A batch that is sent to the device, whose tensors are there once `arrive` is called. `targets` are how many the host has
+    counted in it; None: only forward counts.
+    """
 
     def __init__(
-        self, batch: Mapping[str, Any], device: torch.device, compute: torch.dtype, targets: int | None
+        self,
+        batch: Mapping[str, Any],
+        device: torch.device,
+        compute: torch.dtype,
+        targets: int | None,
+        copies: torch.Stream | None,
     ) -> None:
-        """Floating-point inputs become `compute`, but labels stay as they are."""
+        """Floating-point inputs become `compute`, but labels stay as they are. `copies` carries tensors to the device, from pinned
+        memory: the host would wait for any other. None: the device is the CPU."""
         super().__init__(batch)
         self.targets = targets
+        self._device, self._compute = device, compute
+        self._copied: torch.Event | None = None
         self._masks: dict[torch.Size, bool] = {}
         """Whether padding masks of a shape pad nothing."""
         self._packed = False
         """Whether a row of positions has several sequences."""
-        if is_accelerator(device):
-            self._look()
-        for name, value in batch.items():
-            if isinstance(value, Tensor):
-                dtype = compute if value.is_floating_point() and name != "labels" else value.dtype
-                self[name] = value.to(device, dtype, non_blocking=True)
         self._on_device = is_accelerator(device)
+        if copies is not None:
+            self._look()
+            with launching_on(copies):
+                for name, value in batch.items():
+                    if isinstance(value, Tensor) and not on_accelerator(value):
+                        pinned = value if value.is_pinned() else value.pin_memory()
+                        self[name] = pinned.to(device, non_blocking=True)
+            self._copied = record(copies)
+
+    def arrive(self) -> Self:
+        """Have what is launched from now on find the tensors on the device."""
+        if self._copied is not None:
+            stream = current_stream(self._device)
+            stream.wait_event(self._copied)
+        for name, value in self.items():
+            if not isinstance(value, Tensor):
+                continue
+            if self._copied is not None:
+                value.record_stream(stream)
+            dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
+            self[name] = value.to(self._device, dtype, non_blocking=True)
+        return self
 
     def _look(self) -> None:
         """Look at masks and positions while they are on the host."""

@@ -8,7 +8,7 @@ update divides.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload.accelerator import numbers
+from zeromesh.offload.accelerator import is_accelerator, numbers
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
 from zeromesh.rng import Streams
@@ -69,6 +69,8 @@ class Stepper:
         """Values of losses and users that are to be logged."""
         self.gradient_factor = 1.0
         """The factor that makes gradients those of the mean loss, between the last backward and the update."""
+        self._copies = torch.Stream(mesh.device) if is_accelerator(mesh.device) else None
+        """Copies batches to the device while it computes."""
 
     def train_step(
         self,
@@ -127,16 +129,16 @@ class Stepper:
                 self._restore_modes()
 
         if self._pipeline is None:
-            for number, (batch, own_seed, position) in enumerate(zip(batches, seeds, positions, strict=True)):
+            moved = self._to_device(batches, counts)
+            for number, (own_seed, position) in enumerate(zip(seeds, positions, strict=True)):
                 with engine.microbatch(position) as backward:
-                    moved = self._to_device(batch, counts[number])
-                    backward(self._loss_of(moved, own_seed * engine.loss_scale), own_seed)
+                    backward(self._loss_of(next(moved), own_seed * engine.loss_scale), own_seed)
                 end(number)
         else:
-            work = []
-            for batch, found, own_seed, position in zip(batches, counts, seeds, positions, strict=True):
-                moved, scaled = self._to_device(batch, found), own_seed * engine.loss_scale
-                work.append(MicrobatchWork(batch=moved, where=position, seed=scaled, around=moved.answering))
+            work = [
+                MicrobatchWork(batch=each, where=position, seed=own * engine.loss_scale, around=each.answering)
+                for each, own, position in zip(self._to_device(batches, counts), seeds, positions, strict=True)
+            ]
             engine.run_schedule(partial(self._pipeline.train, work=work, loss=self._loss_of))
             for number in range(len(work)):
                 end(number)
@@ -202,7 +204,7 @@ class Stepper:
                 require_same_batches(fetched, self._mesh)
                 # Where outputs are wanted, of batches that may be without targets, the host waits for them anyway.
                 counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]
-                batches = list(map(self._to_device, fetched, counts))
+                batches = list(self._to_device(fetched, counts))
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 found = self._forwards(batches, streams, outputs=collector is not None)
@@ -305,8 +307,16 @@ class Stepper:
         ]
         return int(targets), shares
 
-    def _to_device(self, batch: Mapping[str, Any], targets: int | None) -> DeviceBatch:
-        return DeviceBatch(self._documents.told(batch), self._mesh.device, self._dtype, targets)
+    def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> Iterator[DeviceBatch]:
+        """The batches on the device. Each begins to be copied before what computes on the one before it is launched."""
+        coming: list[DeviceBatch] = []
+        for batch, targets in zip(batches, counts, strict=True):
+            told = self._documents.told(batch)
+            coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies))
+            if self._copies is None or len(coming) > 1:
+                yield coming.pop(0).arrive()
+        for each in coming:
+            yield each.arrive()
 
 
 def _targets_of(batch: Mapping[str, Any]) -> int | None:

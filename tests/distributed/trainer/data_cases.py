@@ -1,61 +1,130 @@
-"""Cases that train on conversations, pairs and text together."""
+"""Cases of data workers under ranks: training with them, faults of one rank's data, and batches on a device."""
 
-import contextlib
-import io
-import json
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.nn import functional as F
-from trainer_cases import llama, seeded, settings
+from torch import Tensor
+from trainer_cases import llama, seeded, sentences, settings
 
-from zeromesh import Trainer
+from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
-
-TEMPLATE = "{% for each in messages %}{{ each.role[0] }}:{{ each.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-
-
-def write(folder: Path) -> dict[str, Any]:
-    """Files of text, conversations and pairs; returns the `data` section that mixes them."""
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    with (folder / "chats.jsonl").open("w") as chats, (folder / "pairs.jsonl").open("w") as pairs:
-        for n in range(9):
-            turns = [("user", f"{n}+1?"), ("assistant", f"{n + 1}"), ("user", "sure?"), ("assistant", "yes" * (n % 3))]
-            messages = [{"role": role, "content": content} for role, content in turns]
-            print(json.dumps({"messages": messages}), file=chats)
-            print(json.dumps({"prompt": f"{n}*2=", "completion": f"{2 * n}"}), file=pairs)
-    mixture = {
-        "text": {"train": str(folder / "text.txt"), "format": "text", "weight": 2},
-        "chats": {"train": str(folder / "chats.jsonl"), "weight": 5},
-        "pairs": {"train": str(folder / "pairs.jsonl"), "format": "pairs"},
-    }
-    keys = {"format": "chat", "chat_template": TEMPLATE, "sequence_length": 32, "eval_fraction": 0.1}
-    return {"mixture": mixture, **keys, "cache": str(folder / "cache")}
+from zeromesh.trainer.loop.device_batch import DeviceBatch
+from zeromesh.trainer.loop.train_step import Stepper
 
 
-def model() -> Any:
-    """A tiny Llama that reads bytes."""
-    return seeded(lambda: llama(vocab_size=256))
+class Samples:
+    """Sentences; each process that reads one leaves its number in a folder."""
+
+    def __init__(self, folder: str, fault: str = "") -> None:
+        self.rows, self.folder, self.fault = sentences(), folder, fault
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        Path(self.folder, f"reader-{os.getpid()}").touch()
+        if index == 20 and self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 20 and self.fault == "hangs":
+            time.sleep(60)
+        return self.rows[index]
 
 
-def loss_sum(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Sum and count of the loss of packed documents."""
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[:, :-1]
-    targets = batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total, int((targets != -100).sum())
+class Stream:
+    """The same as a stream."""
+
+    def __init__(self, folder: str) -> None:
+        self.samples = Samples(folder)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from (self.samples[index] for index in range(len(self.samples)))
 
 
-def trained(mesh: Mesh, folder: str, data: dict[str, Any], name: str, resume: str = "auto") -> dict[str, Any]:
-    """Losses of 6 steps over the mixture, or of those after the checkpoint `resume`, and the lines of the start."""
+def noisy(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collator that exchanges words at random."""
+    rows = {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+    ids = rows["input_ids"] + torch.randint(3, rows["input_ids"].shape) + random.randrange(3)
+    return {**rows, "input_ids": ids % 64}
+
+
+class Ends(Callback):
+    """Kills rank 1 after a step."""
+
+    def __init__(self, rank: int, after: int) -> None:
+        self.rank, self.after = rank, after
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self.after and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trains(mesh: Mesh, folder: str, workers: int, kind: str = "map", after: int = 0, **sections: Any) -> dict[str, Any]:
+    """Train 6 steps, of which rank 1 makes `after`, going on from the checkpoint after each other step."""
     config = settings(
         folder,
-        data=data,
-        batch={"global_size": 6},
-        run={"name": name, "max_steps": 6, "eval_every": 6},
-        checkpoint={"every_steps": 2, "resume": resume, "keep_last": 3},
+        data={"workers": workers, "shuffle": kind == "stream", "shuffle_window": 12},
+        run={"max_steps": 6},
+        checkpoint={"every_steps": 2, "asynchronous": False},
+        **sections,
     )
-    with contextlib.redirect_stdout(io.StringIO()) as out, Trainer(model(), config) as trainer:
-        report = trainer.fit()
-    return {"losses": report.losses, "eval": report.eval_loss, "said": out.getvalue()}
+    dataset: Any = Samples(folder) if kind == "map" else Stream(folder)
+    with Trainer(seeded(llama), config, dataset, data_collator=noisy, callbacks=[Ends(mesh.rank, after)]) as trainer:
+        losses = trainer.fit().losses
+        digest = hashlib.sha256()
+        for _, parameter in trainer.state_dict():
+            digest.update(parameter.double().cpu().numpy().tobytes())
+    return {"losses": list(losses), "parameters": digest.hexdigest()}
+
+
+def fails(mesh: Mesh, folder: str, fault: str) -> None:
+    """The data of rank 1 fails."""
+    config = settings(
+        folder,
+        data={"workers": 2, "timeout_seconds": 2.0, "shuffle": False},
+        parallel={"timeout_seconds": 1.0},
+        run={"max_steps": 6},
+        checkpoint={"every_steps": 1, "asynchronous": False},
+    )
+    with Trainer(
+        seeded(llama), config, Samples(folder, fault if mesh.rank == 1 else ""), data_collator=noisy
+    ) as trainer:
+        trainer.fit()
+
+
+def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
+    """Batches of a device: the order in which they are sent and computed, what the host has waited for, and losses."""
+    from simulated import device
+
+    seen: list[str] = []
+    begin, arrive, loss_of = DeviceBatch.__init__, DeviceBatch.arrive, Stepper._loss_of
+
+    def noted_begin(self: DeviceBatch, *arguments: Any) -> None:
+        seen.append("sent")
+        with device.no_waits("a batch is sent"):
+            begin(self, *arguments)
+
+    def noted_arrive(self: DeviceBatch) -> DeviceBatch:
+        with device.no_waits("a batch is used"):
+            return arrive(self)
+
+    def noted_loss(self: Stepper, batch: Any, seed: float) -> Any:
+        seen.append("computed")
+        assert batch["input_ids"].device == mesh.device
+        return loss_of(self, batch, seed)
+
+    with (
+        patch.object(DeviceBatch, "__init__", noted_begin),
+        patch.object(DeviceBatch, "arrive", noted_arrive),
+        patch.object(Stepper, "_loss_of", noted_loss),
+    ):
+        precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+        losses = trains(mesh, folder, workers, precision=precision)["losses"]
+    return {"seen": seen[:8], "losses": losses}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import ConfigError, DataError
+from zeromesh.offload.memory.allocation import allocate_lasting
 from zeromesh.trainer.data import loader as module
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feed
@@ -221,6 +222,22 @@ def test_an_open_file_is_read_at_a_place_of_ones_own(tmp_path: Path) -> None:
     wanted = [order.dataset_indices(each) for step in range(STEPS) for each in plan.microbatches(step, 1)]
     assert [batch.tolist() for batch in found] == [list(map(float, indices)) for indices in wanted]
     lines.file.close()
+
+
+def test_workers_do_not_hold_the_pages_of_states() -> None:
+    """Which this process writes: a child would keep a copy of each page as it was."""
+    state = allocate_lasting(1 << 20, torch.float32, torch.device("cpu"))
+
+    def mapped(samples: list[Any]) -> dict[str, Tensor]:
+        ranges = [line.split(" ")[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return {"x": torch.tensor(any(int(low, 16) <= state.data_ptr() < int(high, 16) for low, high in ranges))}
+
+    assert mapped([])["x"]
+    with loader_of(Drawing(), 1, collate=mapped) as loader:
+        assert not loader.step(0)[0]["x"]
+    if (child := os.fork()) == 0:  # any other child has them
+        os._exit(int(state.sum() != 0))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 ORPHANS = """
