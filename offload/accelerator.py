@@ -57,6 +57,26 @@ def begin() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
+def has_begun() -> bool:
+    """Whether this process has begun to use its accelerator, whose libraries have read their environment variables then."""
+    return _begun() is not None
+
+
+def has_cublas() -> bool:
+    """Whether matrices are multiplied by cuBLAS, on an accelerator that this process sees."""
+    return torch.version.cuda is not None and found() is not None
+
+
+def round_float32_products(on: bool) -> None:
+    """Have the device multiply matrices of float32, and convolve, in TF32 (10 bits of fraction), or in float32 as it is.
+
+    By the older of torch's two interfaces: what one of them has set, torch and its compiler cannot always read by the other, but
+    what this has set they can.
+    """
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+
+
 def pick_device(local_rank: int) -> torch.device:
     """The accelerator of this process's local rank, made current, if there is one; else the CPU.
 

@@ -38,7 +38,7 @@ from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.generation import check_arguments, generate
-from zeromesh.trainer.setup.build import connect
+from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
 from zeromesh.trainer.setup.model import share_weights
 from zeromesh.units.unit import AtRest
@@ -120,6 +120,8 @@ def shard(
     with errors_with_user_keys():
         zero = replace(engine_options(resolved, accumulation), optimizer=settings)
         mesh = connect(resolved)
+        if "tf32" in resolved.precision.model_fields_set:  # Else it is as the loop has set torch.
+            set_products(resolved, mesh.device)
         mesh.recorder.enabled = False
         built = wrap_passed_model(model, resolved.run.seed)
         lost = materialize_buffers(model, mesh.device, resolved.run.seed, source=built.source)

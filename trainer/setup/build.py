@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from zeromesh.environment import read_environment, set_default, setting
+from zeromesh.environment import export, read_environment, set_default, setting
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import accelerator, reuse_freed_memory
-from zeromesh.offload.accelerator import pick_device
+from zeromesh.offload.accelerator import (
+    has_begun,
+    has_cublas,
+    is_accelerator,
+    pick_device,
+    round_float32_products,
+)
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -57,6 +63,8 @@ def connect(config: TrainerConfig) -> Mesh:
     parallel = config.parallel
     shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
     set_default("PYTORCH_ALLOC_CONF", accelerator.allocator_settings(), "PYTORCH_CUDA_ALLOC_CONF")
+    if config.run.deterministic:
+        be_deterministic()
     device = pick_device(environment.local_rank)
     if device.type == "cpu":
         reuse_freed_memory()
@@ -76,6 +84,43 @@ def connect(config: TrainerConfig) -> Mesh:
     return mesh
 
 
+def set_products(config: TrainerConfig, device: torch.device) -> None:
+    """Have this process multiply as `precision.tf32` says. Raises `ConfigError` for TF32 on a CPU."""
+    if is_accelerator(device):
+        round_float32_products(config.precision.tf32)
+    elif config.precision.tf32:
+        raise ConfigError(
+            "TF32 is a format of GPUs, and this run computes on the CPU; leave it out", where="precision.tf32"
+        )
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED = (":4096:8", ":16:8")
+"""Workspaces with which cuBLAS gives the same bits each time, by NVIDIA's manual: 8 of 4 MiB, which is fast, or of 16 KiB."""
+
+
+def be_deterministic() -> None:
+    """Have this process compute by kernels alone that give the same bits each time, which torch raises an error without.
+
+    Raises:
+        ConfigError: where cuBLAS is set to workspaces that differ, or was begun without a setting.
+    """
+    given = setting(_WORKSPACE)
+    if has_cublas() and given not in _FIXED:
+        cure = f"set {_WORKSPACE}={_FIXED[0]} before Python starts"
+        if given is not None:
+            raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
+        if has_begun():
+            raise ConfigError(
+                f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ from run to "
+                f"run; {cure}",
+                where="run.deterministic",
+            )
+        export({_WORKSPACE: _FIXED[0]})
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 def build_run(
     config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher, start_times: StartTimes
 ) -> RunContext:
@@ -88,9 +133,7 @@ def build_run(
     _require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(config, mesh, model_given=inputs.model is not None)
     console = Console(shown=mesh.rank == 0)
-    if config.run.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    set_products(config, mesh.device)
 
     # What the configuration alone decides.
     workers = Workers.choose(

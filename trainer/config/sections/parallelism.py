@@ -136,6 +136,8 @@ class PrecisionSection(Section):
     reduce: Literal["float32", "float64", "bfloat16"] = "float32"
     """Sums of gradients over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
     bytes between accelerators."""
+    tf32: bool = False
+    """Products and convolutions of float32 in TF32, on GPUs that have it: much faster, with 10 bits of fraction."""
     loss_scale: LossScaleSection = LossScaleSection()
     """The dynamic loss scale of float16."""
 
