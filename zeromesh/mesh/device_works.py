@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.environment import export, setting
+from zeromesh.environment import set_default
 from zeromesh.errors import CollectiveError
 from zeromesh.files import write_whole
 from zeromesh.mesh.run_store import START_SECONDS
@@ -47,12 +47,11 @@ _RECORDED = 2000
 def record_collectives(traces: Path | None) -> None:
     """Have torch's flight recorder keep the latest collectives of this process, and torch write them into `traces` where it ends
     the process by itself; before groups are made. What the user has set stays."""
-    wanted: dict[tuple[str, ...], str] = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(_RECORDED)}
-    wanted |= {("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
+    # The second name is an older one, of which torch warns.
+    set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED), "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if traces is not None:
-        wanted |= {("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(traces / TRACE)}
-    # The second name of each is an older one, of which torch warns.
-    export({names[0]: value for names, value in wanted.items() if not any(map(setting, names))})
+        set_default("TORCH_FR_DUMP_TEMP_FILE", str(traces / TRACE), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
