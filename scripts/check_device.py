@@ -14,8 +14,10 @@ The exit code is 1 if anything is out of line.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,8 +26,9 @@ from typing import Any
 from bench.device import rows
 from bench.device.budget import ALONE, TOGETHER, Budget, Part, Settings, allowance, run_part
 from bench.options import list_of
+from bench.processes import python_path
 
-_SECONDS = 530.0
+_SECONDS = 520.0
 _NAMES = tuple(dict.fromkeys(part.name for part in (*ALONE, *TOGETHER)))
 
 
@@ -78,17 +81,11 @@ def _arguments() -> argparse.Namespace:
 
 def _machine() -> dict[str, Any]:
     """What is here, found out in a process of its own: this one keeps no memory of the device."""
-    import subprocess
-
-    from bench.processes import python_path
-
     code = "import json; from bench.device.machine import describe; print(json.dumps(describe()))"
     variables = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"torch cannot use this machine's devices:\n{done.stderr[-3000:]}")
-    import json
-
+        raise SystemExit(f"zeromesh cannot be imported here, or torch cannot use the devices:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

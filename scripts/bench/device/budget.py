@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.device.rows import Row, broken, heard, not_run
 from bench.processes import ONE_THREAD, end_all, start_ranks, wait_for
+from zeromesh.environment import available_cores
 
 _REASON_LINES = 12
 _END_SECONDS = 3.0
@@ -32,17 +33,17 @@ ALONE = (
     Part(
         name="tests",
         title="the tests that need an accelerator, under torch's sanitizer of streams",
-        seconds=80,
+        seconds=70,
         least=20,
     ),
-    Part(name="parity", title="beside plain PyTorch on the device and on the CPU", seconds=60, least=15),
-    Part(name="train-1b", title="a Llama of 1 billion parameters, 8k tokens a step", seconds=80, least=30),
+    Part(name="parity", title="beside plain PyTorch on the device and on the CPU", seconds=45, least=15),
+    Part(name="train-1b", title="a Llama of 1 billion parameters, 8k tokens a step", seconds=65, least=30),
     Part(
-        name="train-8b", title="a Llama as wide as one of 8 billion parameters, 8k tokens a step", seconds=90, least=40
+        name="train-8b", title="a Llama as wide as one of 8 billion parameters, 8k tokens a step", seconds=80, least=40
     ),
-    Part(name="offload", title="the same, its states on the host and on files", seconds=140, least=50),
+    Part(name="offload", title="the same, its states on the host and on files", seconds=180, least=50),
     Part(name="copies", title="copies between the device and the host", seconds=20, least=12),
-    Part(name="saving", title="one checkpoint, written and read", seconds=50, least=20),
+    Part(name="saving", title="one checkpoint, written and read", seconds=45, least=20),
 )
 """The parts on one device."""
 TOGETHER = (
@@ -123,7 +124,8 @@ def run_part(part: Part, settings: Settings, seconds: float) -> list[Row]:
 def _variables(settings: Settings) -> dict[str, str]:
     if settings.device != "auto":  # The processor stands in for the device.
         return {**ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
-    return {"HF_HUB_OFFLINE": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    threads = str(max(1, available_cores() // settings.ranks))
+    return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _last(lines: Sequence[Sequence[str]]) -> str:

@@ -139,15 +139,25 @@ class Place:
         return time.perf_counter() - began
 
     def clean(self) -> None:
-        """Forget what is not used any more, and begin to watch for the highest memory."""
+        """Give back memory that is not used any more."""
         gc.collect()
         if accelerator.is_accelerator(self.device):
             accelerator.synchronize(self.device)
             torch.accelerator.empty_cache()
+            # Pinned memory, which torch would keep for the next who asks: it has no public name for this.
+            getattr(torch._C, "_host_emptyCache", lambda: None)()
+
+    def watch_peak(self) -> None:
+        """Begin to watch for the highest memory."""
+        if accelerator.is_accelerator(self.device):
             torch.accelerator.reset_peak_memory_stats(self.device)
 
+    def held(self) -> int:
+        """Bytes of the device that tensors have now; 0 on a CPU."""
+        return accelerator.device_memory(self.device).allocated if accelerator.is_accelerator(self.device) else 0
+
     def peak(self) -> int:
-        """The highest number of bytes allocated on the device since `clean`; 0 on a CPU."""
+        """The most of them since `watch_peak`."""
         return accelerator.device_memory(self.device).peak if accelerator.is_accelerator(self.device) else 0
 
     def free(self) -> int:

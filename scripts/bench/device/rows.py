@@ -70,19 +70,19 @@ def say_begin(what: str) -> None:
 
 
 def heard(lines: Iterable[str]) -> tuple[list[Row], str]:
-    """All rows of a log, and what was begun after the last of them; empty: nothing."""
-    found: list[Row] = []
+    """All rows of a log, and what was begun after the last of them; empty: nothing. A row of a name that was there replaces it."""
+    found: dict[str, Row] = {}
     begun = ""
     for line in lines:
         if line.startswith(_ROW):
             try:
-                found.append(Row(**json.loads(line.removeprefix(_ROW))))
+                row = Row(**json.loads(line.removeprefix(_ROW)))
             except ValueError:  # The line of a process that was ended while it wrote.
                 continue
-            begun = ""
+            found[row.what], begun = row, ""
         elif line.startswith(_BEGIN):
             begun = line.removeprefix(_BEGIN).strip()
-    return found, begun
+    return list(found.values()), begun
 
 
 def table(rows: Sequence[Row]) -> str:

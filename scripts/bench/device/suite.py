@@ -39,7 +39,6 @@ def run(place: Place) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        "-x",
         "--maxfail=10",
         f"--junitxml={report}",
     ]

@@ -6,7 +6,7 @@ Weights are drawn on the device, by the same seed for all. Each system is set up
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +28,12 @@ _WARMUP = 2
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """One system, built once, and what some steps of it took. Bytes are the device's highest while it trained."""
+    """One system, built once, and what some steps of it took. Bytes of the device: the most while it trained (`peak`), and what is
+    not given back once nobody refers to it (`left`)."""
 
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
+    left: int = 0
     losses: list[float] = field(default_factory=list)
 
 
@@ -131,6 +133,8 @@ def plain_step(workload: Workload, place: Place) -> Step:
 
 def ddp_step(workload: Workload, place: Place) -> Step:
     """DistributedDataParallel in bf16, without master weights."""
+    if place.simulated:
+        raise SkippedError("it asks collectives for futures, which those of the simulated device do not have")
     place.join()
     index = [place.device.index] if place.device.type == "cuda" else None
     model = nn.parallel.DistributedDataParallel(
@@ -145,10 +149,18 @@ Build = Callable[[Workload, Place], Step]
 def turn(build: Build, workload: Workload, place: Place, steps: int) -> Turn:
     """Build a system, train, and forget it."""
     place.clean()
-    step = build(workload, place)
-    tokens = data(workload, place, _WARMUP + steps)
+    held = place.held()
+    found = _trained(build(workload, place), data(workload, place, _WARMUP + steps), place)
+    found.peak -= held
+    place.clean()
+    found.left = place.held() - held
+    return found
+
+
+def _trained(step: Step, batches: Sequence[Tensor], place: Place) -> Turn:
     found = Turn()
-    for number, batch in enumerate(tokens):
+    place.watch_peak()
+    for number, batch in enumerate(batches):
         losses: list[Tensor] = []
         seconds = place.seconds(lambda batch=batch, losses=losses: losses.append(step(batch)))  # type: ignore[misc]
         found.losses.append(float(losses[0]))
@@ -166,10 +178,17 @@ def data(workload: Workload, place: Place, steps: int) -> list[Tensor]:
 
 
 def rounds(
-    systems: Mapping[str, Build], workload: Workload, place: Place, *, steps: int, most: int, each: float
-) -> dict[str, list[Turn]]:
+    systems: Mapping[str, Build],
+    workload: Workload,
+    place: Place,
+    *,
+    steps: int,
+    most: int,
+    each: float,
+    report: Callable[[Place, Workload, Mapping[str, Sequence[Turn]]], None],
+) -> None:
     """Turns of all systems one after the other, each round begun with another one, while there is time for a round. One that fails
-    has no further turn. `each`: seconds that a first turn may take."""
+    has no further turn. `each`: seconds that a first turn may take. After every turn `report` says what all have come to so far."""
     found: dict[str, list[Turn]] = {name: [] for name in systems}
     broken: set[str] = set()
     longest = each
@@ -187,8 +206,8 @@ def rounds(
             with place.trying(what, own=name.startswith("zeromesh")):
                 found[name].append(turn(systems[name], workload, place, steps))
                 broken.discard(name)
+            report(place, workload, {name: turns for name, turns in found.items() if turns})
             longest = max(left - place.seconds_left, 0.0 if number else longest)
         alive = len(systems) - len(broken)
         if not alive or not place.has(1.2 * longest * alive):
             break
-    return {name: turns for name, turns in found.items() if turns}

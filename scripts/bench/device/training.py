@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+
+import torch
 
 from bench.device import rows, sizes, systems
 from bench.device.place import Place
@@ -15,6 +17,7 @@ from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 
 OURS, FSDP2 = "zeromesh, stage 3", "FSDP2"
 _TIME, _MEMORY, _LOSS = 1.05, 1.05, 0.02
+_LEFT_MEBIBYTES = 64
 
 
 def run(place: Place) -> None:
@@ -34,8 +37,8 @@ def run(place: Place) -> None:
     }
     if place.ranks > 1:
         chosen["DDP, bf16 alone"] = systems.ddp_step
-    turns = systems.rounds(chosen, workload, place, steps=4 if billions == 1 else 3, most=3, each=12)
-    report(place, workload, turns)
+    steps = 4 if billions == 1 else 3
+    systems.rounds(chosen, workload, place, steps=steps, most=3, each=12, report=report)
 
 
 def report(place: Place, workload: Workload, turns: Mapping[str, Sequence[Turn]]) -> None:
@@ -51,6 +54,9 @@ def report(place: Place, workload: Workload, turns: Mapping[str, Sequence[Turn]]
         place.figure(f"{name}: MFU", 100 * flops / seconds / peak, "%")
         if each[0].peak:
             place.figure(f"{name}: peak memory", max(turn.peak for turn in each) / 2**30, "GiB")
+            if name == OURS:
+                left = max(turn.left for turn in each) / 2**20
+                place.figure("memory that zeromesh does not give back", left, "MiB", most=_LEFT_MEBIBYTES)
     if OURS not in turns:
         return
     for name, each in turns.items():
@@ -74,10 +80,9 @@ def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> float:
     return statistics.median(statistics.median(a.seconds) / statistics.median(b.seconds) for a, b in pairs)
 
 
+@cache
 def flops_of(workload: Workload) -> float:
     """Operations that one rank's step needs."""
-    import torch
-
     with torch.device("meta"):
         counted = ModelFlops.of(workload.build_model())
     if counted is None:
