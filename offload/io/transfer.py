@@ -98,6 +98,12 @@ class Transfer:
         self.wait()
         return nullcontext()
 
+    def order(self) -> None:
+        """As `wait`; of bytes that leave a device only have what is launched there from now on come after them. Their memory on the
+        device may then be used again, and the host goes on.
+        """
+        self.wait()
+
     def end(self, *, counted: bool = True) -> None:
         """Return when all pieces have ended, well or not. `counted`: somebody stands still for it who should compute."""
         began = time.perf_counter()
@@ -181,16 +187,14 @@ class CopyStreams:
         return lane.copy(source, target, other)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Start to copy as `start` does; both tensors are kept until that is done."""
+        """Start to copy as `start` does; both tensors are kept until that is done, or nobody on the device can notice (`order`)."""
         event = self.start(source, target)
         lane = self._inward if on_accelerator(target) else self._outward
-        wait = accelerator.end_of(lane.stream)
-        ended = lane.thread.submit(lambda _kept: wait(), (source, target))
+        wait, kept = accelerator.end_of(lane.stream), [source, target]
+        ended = lane.thread.submit(lambda _kept: wait(), kept)
         if lane is self._inward:
             return _TransferToDevice(self._device, lane.stream, event, ended)
-        transfer = Transfer([ended])
-        transfer.crosses = True
-        return transfer
+        return _TransferToHost(self._device, event, ended, kept)
 
     def now(self) -> torch.Event:
         """An event for what has been launched on the current stream."""
@@ -223,15 +227,28 @@ class _TransferToDevice(Transfer):
         return accelerator.launching_on(self._stream)
 
 
+class _TransferToHost(Transfer):
+    """Bytes on their way out of a device. `kept` are their source and target, held until they have arrived."""
+
+    crosses = True
+
+    def __init__(self, device: torch.device, event: torch.Event, ended: Future[None], kept: list[torch.Tensor]) -> None:
+        super().__init__([ended])
+        self._device, self._event, self._kept = device, event, kept
+
+    def order(self) -> None:
+        accelerator.current_stream(self._device).wait_event(self._event)
+        del self._kept[0]
+
+
 copy_streams_of = cache(CopyStreams)
 """The streams between this process's memory and a device."""
 
 
 def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
     with accelerator.launching_on(stream):
-        if (
-            source.dtype != target.dtype
-        ):  # The device converts: the host would have to, before the copy, and wait for that.
+        if source.dtype != target.dtype:
+            # The device converts: the host would have to, before the copy, and wait for that.
             source = source.to(stream.device, non_blocking=True)
         target.copy_(source, non_blocking=True)
         return accelerator.record(stream)

@@ -68,6 +68,8 @@ class GradientShards:
         self._first = True
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
+        self._ordered: list[Transfer] = []
+        """Transfers to the host that what the device does next comes after already."""
         self._norms: dict[int, torch.Tensor] = {}
 
     def require_room(self, buckets: Iterable[Bucket]) -> None:
@@ -79,8 +81,9 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
-        """Forget the norms of the previous step."""
+        """Forget the norms and transfers of the previous step."""
         self._norms.clear()
+        self._ordered.clear()
 
     def begin(self, *, first: bool) -> None:
         """Begin a backward; `first` of its step."""
@@ -117,7 +120,7 @@ class GradientShards:
 
     def _memory_for(self, bucket: Bucket) -> torch.Tensor:
         while len(self._leaving) >= LEAVING:
-            self._wait_for_oldest()
+            self._settle_oldest()
         length = bucket.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
@@ -142,14 +145,23 @@ class GradientShards:
         bucket.grad = None
 
     def settle(self) -> None:
-        """Wait until all that was put away is written. Raises `StorageError` where that failed."""
+        """Have what comes next come after all that was put away. Raises `StorageError` where that failed."""
         while self._leaving:
-            self._wait_for_oldest()
+            self._settle_oldest()
 
-    def _wait_for_oldest(self) -> None:
+    def arrive(self) -> None:
+        """Wait until all that was put away is where it rests, for who reads the host's memory there."""
+        self.settle()
+        ordered, self._ordered = self._ordered, []
+        for transfer in ordered:
+            transfer.wait()
+
+    def _settle_oldest(self) -> None:
         transfer, nbytes = self._leaving.popleft()
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
-        transfer.wait()
+        transfer.order()
+        if transfer.crosses:
+            self._ordered.append(transfer)
 
     def drop(self, bucket: Bucket) -> None:
         """Release the memory of a bucket's gradients, which are used up, unless it is kept for the next step."""

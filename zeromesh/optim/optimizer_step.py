@@ -238,8 +238,10 @@ class OptimizerStep:
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Runs before a bucket's states change; whoever reads them beside training ends that in it."""
         wanted, own_class = options.offload.update, options.optimizer.own_class
+        # What a class of the user's costs is not known, and inside backward the device would wait for the CPU's update.
+        untried = own_class is not None or options.optimizer_in_backward
         self.place = place_updates(
-            "device" if wanted == "auto" and own_class is not None else wanted,  # What it costs is not known.
+            "device" if wanted == "auto" and untried else wanted,
             mesh,
             partial(try_update, tiers=tiers, options=options),
             in_reach=not self._missing(tiers.device),
@@ -410,6 +412,8 @@ class OptimizerStep:
         it alone."""
         self._retire(units)
         if not skip and not self._options.optimizer_in_backward:
+            if not is_accelerator(self._stream.device):
+                self.shards.arrive()
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
         self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.

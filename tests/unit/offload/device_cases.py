@@ -2,7 +2,9 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from simulated import device as sim
@@ -13,8 +15,10 @@ from zeromesh.checkpoint.io.write_plan import WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import FileSettings, Ledger, PinnedBudget, Purpose, TierChoice, Tiers, accelerator
-from zeromesh.offload.io.transfer import CopyStreams
+from zeromesh.offload import FileSettings, Ledger, PinnedBudget, Purpose, Tier, TierChoice, Tiers, accelerator
+from zeromesh.offload.io.transfer import CopyStreams, Transfer
+from zeromesh.optim.gradients import GradientShards
+from zeromesh.options import OffloadOptions, ZeroOptions
 
 LENGTH = 8192
 
@@ -66,6 +70,38 @@ def copies_in_do_not_wait_for_copies_out(mesh: Mesh) -> None:
         torch.accelerator.synchronize()
     finally:
         torch.ops.sim.set("patience", 20)
+
+
+def gradients_leave_and_come_back_without_the_host(mesh: Mesh) -> None:
+    """Gradient shards that rest on the host are put away and summed up over microbatches, and the host waits for none."""
+    host = TierChoice(tier="host")
+    options = ZeroOptions(stage=2, accumulation=3, offload=OffloadOptions(optimizer=host))
+    tiers = Tiers(device=mesh.device, ledger=Ledger())
+    shards = GradientShards(options, tiers)
+    buckets: list[Any] = [
+        SimpleNamespace(
+            name=str(number), length=LENGTH, grad=None, partial=None, layout=SimpleNamespace(parts=1),
+            grad_rest=tiers.allocate(LENGTH, torch.float32, host, Purpose.GRADIENTS, str(number)),
+        )
+        for number in range(6)
+    ]  # fmt: skip
+    shards.begin_step()
+    sim.clear()
+    waited = AssertionError("the host has waited for gradients")
+    with patch.object(Transfer, "wait", side_effect=waited):  # For a thread that waits for the device.
+        for turn in range(3):
+            shards.begin(first=turn == 0)
+            for number, bucket in enumerate(buckets):
+                shards.make_room(bucket)
+                bucket.grad = bucket.grad.zero_() if turn == 0 else bucket.grad
+                bucket.grad.add_(number + 1)
+                shards.put_away(bucket, last=turn == 2)
+            shards.settle()
+    assert sim.waits() == []
+    assert tiers.ledger.total(Tier.DEVICE) == 0
+    shards.arrive()
+    for number, bucket in enumerate(buckets):
+        assert bucket.grad_rest.memory.eq(3 * (number + 1)).all(), number
 
 
 def a_save_waits_for_the_last_update_alone(mesh: Mesh, *, folder: str) -> list[str]:
