@@ -272,8 +272,14 @@ class OptimizerStep:
 
     def _missing(self, device: torch.device) -> int:
         """How many tensors of a bucket's update are not in the memory of `device`, at most."""
-        uses = (self._uses(bucket, averaging=True) for bucket in self._buckets)
-        return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
+
+        def count(bucket: Bucket) -> int:
+            uses = self._uses(bucket, averaging=True)
+            # Gradients that have no memory yet will have it where this rank computes.
+            coming = bucket.grad is None and bucket.grad_rest is None and device.type != self._tiers.device.type
+            return sum(use.tensor.whole(device) is None for use in uses) + coming
+
+        return max(map(count, self._buckets), default=0)
 
     def _make_stream(self, device: torch.device) -> UpdateStream:
         stream = UpdateStream(
