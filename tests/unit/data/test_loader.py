@@ -211,7 +211,7 @@ def test_an_open_file_is_read_at_a_place_of_ones_own(tmp_path: Path) -> None:
 
         def __getitem__(self, index: int) -> dict[str, float]:
             self.file.seek(8 * index)
-            time.sleep(0.002)
+            time.sleep(0.02)
             return {"x": float(self.file.read(8))}
 
     (tmp_path / "lines").write_text("".join(f"{index:8}" for index in range(LENGTH)))
