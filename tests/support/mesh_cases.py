@@ -65,7 +65,7 @@ def reductions(mesh: Mesh, name: str, dtype: str, sums: str, whole: bool, slots:
     kind, wide, group = _DTYPES[dtype], _DTYPES[sums], mesh.shard
     transport = _open(mesh, name, kind, persistent=True, slots=slots)
     reducer, length = transport.reducer, _LENGTH // group.size
-    out = torch.zeros(_LENGTH if whole else length, dtype=wide)
+    out = torch.zeros(_LENGTH if whole else length, dtype=wide, device=mesh.device)
     wanted = torch.zeros(_LENGTH, dtype=wide)
     equal = []
     for sequence in range(2 * slots + 3):
@@ -82,7 +82,7 @@ def reductions(mesh: Mesh, name: str, dtype: str, sums: str, whole: bool, slots:
         for part in parts:
             wanted = wanted + part.to(wide)
         shard = slice(group.index * length, (group.index + 1) * length)
-        equal.append(torch.equal(out, wanted if whole else wanted[shard]))
+        equal.append(torch.equal(out.cpu(), wanted if whole else wanted[shard]))
     transport.close()
     return equal
 

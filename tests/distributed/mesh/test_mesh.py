@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from simulated import device
 from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
@@ -386,6 +387,14 @@ class TestTransports:
         """Every transport gives the same bits: one addition after the other, in the dtype of the sum."""
         arguments = {"name": name, "dtype": dtype, "sums": sums, "whole": whole, "slots": slots}
         for equal in workers.run(3, "mesh_cases:reductions", **arguments):
+            assert equal
+            assert all(equal)
+
+    @pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_so_they_do_on_a_device_that_sends_bfloat16(self, workers: Workers, whole: bool) -> None:
+        arguments = {"name": "nccl", "dtype": "bfloat16", "sums": "float32", "whole": whole, "slots": 2}
+        for equal in workers.run(3, "mesh_cases:reductions", device="sim", **arguments):
             assert equal
             assert all(equal)
 

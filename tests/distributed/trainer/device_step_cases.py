@@ -1,14 +1,15 @@
 """Steps of the trainer on the simulated device: how often the host waits for it, and what is launched before backward ends."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from simulated import collectives, device
 from torch import Tensor, nn
-from trainer_cases import llama, seeded, sentences, settings
+from trainer_cases import gpt2, llama, seeded, sentences, settings
 
+import zeromesh
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.zero.gradient_reducer import GradientReducer
@@ -60,20 +61,62 @@ def _packed() -> list[dict[str, Tensor]]:
 DATA = {"plain": sentences, "padded": _padded, "packed": _packed}
 
 
+def _dropping() -> Any:
+    return gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "dropout": _dropping}
+
+
 def fit(
-    mesh: Mesh, *, folder: str, sections: Mapping[str, Any], data: str = "plain", own_loss: bool = False
+    mesh: Mesh,
+    *,
+    folder: str,
+    sections: Mapping[str, Any],
+    data: str = "plain",
+    model: str = "llama",
+    own_loss: bool = False,
 ) -> dict[str, Any]:
     """Losses and waits of each step of a run."""
     watch = Watch(simulated=mesh.device.type == "sim")
-    more = {"compute_loss": _own_loss} if own_loss else {}
-    with (
-        patch(
-            "zeromesh.trainer.models.flops._measured", return_value=1e12
-        ),  # What a device could do takes a while to find out.
-        Trainer(seeded(llama), settings(folder, **sections), DATA[data](), callbacks=[watch], **more) as trainer,
-    ):
+    given = {"compute_loss": _own_loss} if own_loss else {}
+    # What a device could do at most takes a while to find out.
+    peak = patch("zeromesh.trainer.models.flops._measured", return_value=1e12)
+    made, samples = seeded(MODELS[model]), DATA[data]()
+    with peak, Trainer(made, settings(folder, **sections), samples, callbacks=[watch], **given) as trainer:
         trainer.fit()
     return {"losses": watch.losses, "waits": watch.waits}
+
+
+def own_loop(mesh: Mesh) -> dict[str, Any]:
+    """Losses and waits of each step of a loop of a user's own, which clips, and reads its loss when it is over."""
+    model = seeded(llama).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wide = {"compute": "float64", "master": "float64", "reduce": "float64"}
+    model, optimizer = zeromesh.shard(model, optimizer, precision=wide)
+    samples = sentences()
+    losses, waits = [], []
+    for step in range(4):
+        rows = [samples[4 * step + 2 * mesh.rank + number] for number in range(2)]
+        batch = {name: torch.stack([row[name] for row in rows]).to(mesh.device) for name in rows[0]}
+        if mesh.device.type == "sim":
+            device.clear()
+        hidden = model(input_ids=batch["input_ids"], attention_mask=_causal(batch["input_ids"])).logits
+        loss = nn.functional.cross_entropy(hidden[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        waits.append(device.waits() if mesh.device.type == "sim" else [])
+        losses.append(float(loss.detach()))
+    zeromesh.unshard(model)
+    return {"losses": losses, "waits": waits}
+
+
+def _causal(ids: Tensor) -> Tensor:
+    """A mask that the model takes as it is, without looking into it."""
+    seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+    return seen.expand(ids.shape[0], 1, -1, -1)
 
 
 class _FarAhead(Callback):

@@ -67,6 +67,25 @@ def test_the_host_waits_once_a_step(
         assert rank["losses"] == pytest.approx(plain(**more), rel=bound)
 
 
+def test_ranks_that_divide_layers_draw_alike_again_after_them(workers: Workers, tmp_path: Path) -> None:
+    """Dropout draws from the device's generator, which is each rank's own inside a layer that is divided."""
+    layouts: dict[int, dict[str, Any]] = {1: {}, 2: {"parallel": {"tensor": 2}}}
+    one, two = (
+        workers.run(
+            ranks, "device_step_cases:fit", device="sim", folder=str(tmp_path), sections=sections, model="dropout"
+        )[0]
+        for ranks, sections in layouts.items()
+    )
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
+
+
+def test_the_host_waits_once_a_step_of_a_users_loop(workers: Workers) -> None:
+    on_cpu, on_device = (workers.run(2, "device_step_cases:own_loop", device=device) for device in ("", "sim"))
+    for wanted, rank in zip(on_cpu, on_device, strict=True):
+        assert rank["waits"][2:] == [["copy out"]] * 2
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("ranks", "sections"),
     [
