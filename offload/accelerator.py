@@ -7,6 +7,7 @@ done when a call returns.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch.numa import binding
 from torch.profiler import ProfilerActivity, supported_activities
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, summary
 
 _MOST_ALLOCATIONS = 100_000
 """The latest ones that are remembered; a step of a large model has some ten thousand."""
@@ -97,6 +99,38 @@ def pick_device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
+
+
+def bind_near(device: torch.device, ranks: int, mode: str) -> None:
+    """Have all threads of this process run on CPUs near `device` alone, where `ranks` processes of this host do so.
+
+    torch finds these CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. What a
+    thread writes first then lies in the memory of its own node.
+
+    Raises:
+        ConfigError: for a device that torch does this not for, and where something that it needs is missing.
+    """
+    bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
+    if not is_accelerator(device):
+        problem = "this rank computes on the CPU"
+    elif device.type != "cuda":
+        problem = f"torch does not know them for {device.type.upper()}"
+    elif bind is None:
+        problem = f"torch {torch.__version__} cannot bind a process to them; it is tested with 2.13"
+    elif shutil.which("numactl") is None:
+        problem = "torch needs the command numactl for that; install it"
+    elif mode not in ("node", "socket") and ranks > 1 and torch.accelerator.device_count() == 1:
+        problem = (
+            f"each of {ranks} ranks sees one GPU alone, so that none knows what others take; set it to node or socket"
+        )
+    else:
+        try:
+            bind(gpu_index=device.index, numa_options=binding.NumaOptions(affinity_mode=binding.AffinityMode(mode)))
+        except (OSError, RuntimeError, ValueError) as error:
+            problem = f"torch did not find them for GPU {device.index}: {summary(error)}"
+        else:
+            return
+    raise ConfigError(f"{mode} binds a rank to the CPUs near its GPU, and {problem}", where="parallel.numa_binding")
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -54,6 +54,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest
+    if options.numa_binding is not None:
+        options.overrides.append(f"parallel.numa_binding={options.numa_binding}")
     return options
 
 
@@ -61,9 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
-    parser.set_defaults(worker=False, attached=None, nproc=None, overrides=None)
+    parser.set_defaults(worker=False, attached=None, nproc=None, numa_binding=None, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    near = "short for parallel.numa_binding=MODE: node, socket, exclusive or core-complex"
     config, source = (
         "a YAML or JSON file, DeepSpeed's among them",
         "a run, a checkpoint, a model directory or a configuration",
@@ -71,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("train", help="train what a configuration describes")
     _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
+    _value(command, "--numa-binding", "MODE", str, near)
     hosts = "hosts that run this command together; with MIN:MAX they may come and go (default 1)"
     _value(command, "--nnodes", "N|MIN:MAX", _nodes, hosts, default=(1, 1))
     number = "this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint"
@@ -96,6 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--host-timeout", "SECONDS", _silence, silent, default=SILENCE_SECONDS)
     meeting = "of the first host, where all meet (default: one from 20000 to 29999)"
     _value(command, "--port", "PORT", _positive, meeting)
+    _value(command, "--numa-binding", "MODE", str, near)
     _flag(command, "--dry-run", "print the command for each host, and start nothing")
     _configured(command, "CONFIG", config)
 

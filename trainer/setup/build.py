@@ -18,6 +18,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.offload.accelerator import (
+    bind_near,
     has_begun,
     has_cublas,
     is_accelerator,
@@ -66,6 +67,8 @@ def connect(config: TrainerConfig) -> Mesh:
     if config.run.deterministic:
         be_deterministic()
     device = pick_device(environment.local_rank)
+    if parallel.numa_binding is not None:
+        bind_near(device, environment.local_world_size, parallel.numa_binding)
     if device.type == "cpu":
         reuse_freed_memory()
         take_product_buffers()

@@ -107,6 +107,8 @@ class ParallelSection(Section):
     where the head is large."""
     order: Literal["topology", "launch"] = "topology"
     """How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched."""
+    numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
+    """CPUs near its GPU to which each rank is bound, as by torchrun's option of this name; null: all that it may use."""
     transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
     """How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     timeout_seconds: Seconds = 60.0
