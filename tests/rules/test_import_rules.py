@@ -31,7 +31,8 @@ FLOORS = {
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}
     | {"pydantic", "pydantic_core", "annotated_types", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
-    | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
+    | {"clearml", "comet_ml", "swanlab"}  # which are there where a person tracks by them
+    | {"liger_kernel"},  # and where a person computes the loss by it
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.
 DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py"}

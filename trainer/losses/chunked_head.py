@@ -8,7 +8,7 @@ gather its weight) find things as always. Otherwise, as in `generate`, the head 
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,16 +59,24 @@ class ChunkedHead:
         route: see `Route`.
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         change: what the model does to each logit before its loss; the first run checks it.
+        kernel: what computes the loss, by the arguments of `chunked_cross_entropy`.
     """
 
     def __init__(
-        self, model: Any, *, route: Route, chunk_tokens: int | None = None, change: LogitChange = UNCHANGED
+        self,
+        model: Any,
+        *,
+        route: Route,
+        chunk_tokens: int | None = None,
+        change: LogitChange = UNCHANGED,
+        kernel: Callable[..., torch.Tensor] = chunked_cross_entropy,
     ) -> None:
         self._model = model
         self._vocab = len(output_layer(model).weight)
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._change = change
+        self._kernel = kernel
         self._probes: torch.Tensor | None = None
         self.found: LogitChange | None = None
         """What the first run has shown that the model does to its logits."""
@@ -106,7 +114,7 @@ class ChunkedHead:
         parts: dict[str, Any] = {}
         if isinstance(head, VocabParallelHead):
             parts = {"sizes": head.sizes, "exchange": head.exchange}
-        total = chunked_cross_entropy(
+        total = self._kernel(
             rows,
             head.weight,
             head.bias,

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entropy
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
+from zeromesh.trainer.losses.liger import LigerLoss
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.monitoring.step_stats import require_free_names
@@ -25,6 +26,7 @@ ComputeLoss = Callable[
 """A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are; a third element, if there is
 one, holds scalars by name, which are logged."""
 
+LossMode = Literal["auto", "native", "liger"]
 # The library's names for what a class computes (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = (
@@ -88,7 +90,7 @@ class Loss:
 def make_loss(
     model: nn.Module,
     *,
-    mode: Literal["auto", "native"] = "auto",
+    mode: LossMode = "auto",
     compute_loss: ComputeLoss | None = None,
     smoothing: float = 0.0,
 ) -> Loss:
@@ -154,7 +156,7 @@ def _task_loss(model: Any) -> Loss | None:
     return None
 
 
-def _language_loss(model: Any, mode: Literal["auto", "native"]) -> Loss:
+def _language_loss(model: Any, mode: LossMode) -> Loss:
     """The loss of a language model, with as few logits at once as a trial has shown to be possible."""
     whose = f"the loss of {type(model).__name__}"
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
@@ -169,10 +171,14 @@ def _language_loss(model: Any, mode: Literal["auto", "native"]) -> Loss:
         return _example_loss(f"{whose} ({verdict.reason})")
     notes = []
     head = None
-    if mode == "auto" and verdict.route is not None:
-        head = ChunkedHead(model, route=verdict.route, change=verdict.change)
+    if mode == "liger" and verdict.route is None:
+        raise ConfigError(f"liger cannot stand for {whose}, because {verdict.reason}; take auto", where="model.loss")
+    if mode != "native" and verdict.route is not None:
+        kernel = LigerLoss() if mode == "liger" else chunked_cross_entropy
+        head = ChunkedHead(model, route=verdict.route, change=verdict.change, kernel=kernel)
         changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
-        notes.append(f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial")
+        by = " by liger-kernel" if mode == "liger" else ""
+        notes.append(f"loss: cross entropy in chunks of tokens{by}{changed}, equal to the model's own in a trial")
     elif mode == "auto":
         notes.append(f"loss: the model's own, with all logits in memory, because {verdict.reason}")
     if verdict.auxiliary:

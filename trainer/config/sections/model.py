@@ -85,9 +85,9 @@ class ModelSection(Section):
     """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
-    loss: Literal["auto", "native"] = "auto"
+    loss: Literal["auto", "native", "liger"] = "auto"
     """auto: cross entropy in chunks of tokens where a start-up check finds it equal to the model's own; native: always the model's
-    own."""
+    own; liger: in chunks by liger-kernel's fused kernels, on GPUs, where a trial finds the same."""
 
     @model_validator(mode="before")
     @classmethod

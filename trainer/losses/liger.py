@@ -1,0 +1,102 @@
+"""The loss of a language model's head by liger-kernel, whose kernels pass over logits once (Hsu et al. 2024, arXiv:2410.10989)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeromesh.errors import ConfigError
+from zeromesh.kernels.chunked_cross_entropy import LogitChange, chunked_cross_entropy
+from zeromesh.offload.accelerator import found
+
+_ROWS = 256
+"""Tokens of the first microbatch that the trial computes in both ways."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""By compute dtype: the largest difference of two right results, a part of their norm."""
+_WHERE = "model.loss"
+
+
+class LigerLoss:
+    """Stands for `chunked_cross_entropy` where the whole head is on one accelerator; the first microbatch is a trial of it.
+
+    The host waits for the device twice a microbatch, because liger-kernel counts targets and looks at the seed there.
+    """
+
+    def __init__(self) -> None:
+        """Raises `ConfigError` where the package is not installed, or there is no accelerator for its kernels."""
+        if found() is None:
+            raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_WHERE)
+        try:
+            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+        except ImportError as error:
+            raise ConfigError("liger needs the package liger-kernel: pip install liger-kernel", where=_WHERE) from error
+        self._fused: Callable[..., torch.Tensor] = liger_fused_linear_cross_entropy
+        self._tried = False
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        *,
+        change: LogitChange,
+        **settings: Any,
+    ) -> torch.Tensor:
+        """Return the sum of the losses; shapes and dtypes are those of `chunked_cross_entropy`, whose `settings` it has.
+
+        Raises:
+            ConfigError: for a head that liger's kernels have no way for, or where the trial finds another result.
+        """
+        if "exchange" in settings or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
+            raise ConfigError(
+                f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
+                "after a bias); take auto",
+                where=_WHERE,
+            )
+        if not self._tried:
+            self._try(hidden, weight, bias, targets, change)
+            self._tried = True
+        return self._compute(hidden, weight, bias, targets, change)
+
+    def _compute(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        change: LogitChange,
+    ) -> torch.Tensor:
+        scaled = hidden if change.scale == 1 else hidden * change.scale
+        cap = change.cap or None
+        # Sums of several chunks need more bits than 16.
+        return self._fused(scaled, weight, targets, bias, reduction="sum", softcap=cap, accum_dtype=torch.float32)
+
+    def _try(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        change: LogitChange,
+    ) -> None:
+        """Compare the loss and the gradient of hidden states with those of the package's own head."""
+        results = []
+        fixed, labels = (weight.detach(), None if bias is None else bias.detach()), targets[:_ROWS]
+        for own in (True, False):
+            rows = hidden[:_ROWS].detach().clone().requires_grad_()
+            with torch.enable_grad():
+                if own:
+                    loss = chunked_cross_entropy(rows, *fixed, labels, seed=1.0, chunk_tokens=_ROWS, change=change)
+                else:
+                    loss = self._compute(rows, *fixed, labels, change)
+            (gradient,) = torch.autograd.grad(loss, rows)
+            results.append((loss.detach().float(), gradient.float()))
+        for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
+            apart = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6))
+            if not apart <= _TOLERANCES[hidden.dtype]:
+                raise ConfigError(
+                    f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
+                    f"{_TOLERANCES[hidden.dtype]:g}); take auto",
+                    where=_WHERE,
+                )
