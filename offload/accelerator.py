@@ -282,6 +282,14 @@ def architecture(device: torch.device) -> str:
     return "sm_{}{}".format(*_module(device).get_device_capability(device))
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of 8-bit floats: NVIDIA's do from compute capability 8.9 on, of AMD's some do."""
+    kind = architecture(device)
+    if kind.startswith("sm_"):
+        return int(kind.removeprefix("sm_")) >= 89
+    return kind.startswith(("gfx942", "gfx95", "gfx120"))
+
+
 def collectives_library() -> str:
     """The library of collectives between devices and its version, such as `NCCL 2.27.3`; empty where torch names none."""
     library = getattr(_module(found() or torch.device("cpu")), "nccl", None)

@@ -38,6 +38,7 @@ from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.generation import check_arguments, generate
+from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
 from zeromesh.trainer.setup.model import share_weights
@@ -133,6 +134,8 @@ def shard(
         parallel = resolved.parallel
         cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
         divided = divide(model, mesh, cuts)
+        if resolved.precision.linear is not None:
+            use_float8_linear(model, mesh.device)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
     vars(model)["zero_grad"] = MethodType(_zero_grad, model)

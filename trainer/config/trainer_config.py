@@ -196,6 +196,15 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.precision.reduce == "bfloat16"
         and (c.precision.master != "float32" or c.precision.compute not in ("bfloat16", "float32"))
     ),
+    "precision.linear: float8 is for precision.compute bfloat16, not {c.precision.compute}; set one of them": lambda c: (
+        c.precision.linear is not None and c.precision.compute != "bfloat16"
+    ),
+    "precision.linear: float8 is for whole layers, and parallel.tensor {c.parallel.tensor} divides them; set it to 1, or leave "
+    "precision.linear out": lambda c: c.precision.linear is not None and c.parallel.tensor > 1,
+    "precision.linear: float8 does not go with parallel.schedule zero_bubble, which computes gradients of linear layers itself; "
+    "take another schedule": lambda c: (
+        c.precision.linear is not None and c.parallel.pipeline > 1 and c.parallel.schedule == "zero_bubble"
+    ),
     "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by skipping "
     "steps that overflow; set it to skip, or precision.compute to bfloat16": lambda c: (
         c.precision.compute == "float16" and c.run.on_nonfinite == "stop"

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
 from zeromesh.offload import Tiers, allocate_lasting
+from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import HostState
@@ -251,6 +252,45 @@ _FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
     nn.Linear: lambda layer, input: linear(input, layer.weight, layer.bias),
     Conv1D: lambda layer, x: linear(x, layer.weight.t(), layer.bias),
 }
+
+
+def use_float8_linear(model: nn.Module, device: torch.device) -> str:
+    """Have the linear layers of `model` multiply in float8 as torchao's training layers do; returns a line about it.
+
+    Layers with a size that is no multiple of 16, a language model's head, and subclasses of `torch.nn.Linear` stay as they are.
+    Each layer computes by the `forward` of torchao's, which has the same parameters: modules and names are those of before.
+
+    Raises:
+        ConfigError: where torchao is missing, the device does not multiply float8, or the model has no such layer.
+    """
+    where = "precision.linear"
+    if not multiplies_float8(device):
+        name = f"a {device_name(device)}" if is_accelerator(device) else "the CPU"
+        raise ConfigError(
+            "float8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), or an MI300, and this run computes on "
+            f"{name}; leave it out",
+            where=where,
+        )
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ConfigError("float8 needs the package torchao: pip install torchao", where=where) from error
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
+    layers = [
+        each for each in linear_layers if each is not head and not (each.in_features % 16 or each.out_features % 16)
+    ]
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",
+            where=where,
+        )
+    # Tokens, over which gradients of weights are summed, come in any number: torchao fills them up to what a product takes.
+    for layer in layers:
+        (twin,) = convert_to_float8_training(nn.ModuleList([layer]), config=Float8LinearConfig(pad_inner_dim=True))
+        twin._parameters = layer._parameters  # What the engine puts there is what the twin computes with.
+        vars(layer)["forward"] = twin.forward
+    return f"products: {len(layers)} of {len(linear_layers)} linear layers multiply in float8, by torchao"
 
 
 def prepare_model(

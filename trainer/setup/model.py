@@ -34,7 +34,7 @@ from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
-from zeromesh.trainer.models.prepare import keep_attributes, prepare_model
+from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
@@ -115,6 +115,8 @@ def build_trained_model(
             balance=parallel.balance,
         )
         divided = divide(model, mesh, cuts)
+        if config.precision.linear is not None:
+            console.note(use_float8_linear(model, mesh.device))
         away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
         feeds = Feeds(
             data=data,

@@ -140,6 +140,9 @@ class PrecisionSection(Section):
     bytes between accelerators."""
     tf32: bool = False
     """Products and convolutions of float32 in TF32, on GPUs that have it: much faster, with 10 bits of fraction."""
+    linear: Literal["float8"] | None = None
+    """Linear layers, but the model's head, multiply in float8 with a scale for each tensor, by torchao, on GPUs that can; weights
+    and gradients stay in `compute`, which is bfloat16. null: in `compute`."""
     loss_scale: LossScaleSection = LossScaleSection()
     """The dynamic loss scale of float16."""
 
