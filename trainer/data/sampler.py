@@ -124,8 +124,8 @@ class BatchPlan:
         return self.epochs_after(step + 1) > self.epochs_after(step)
 
     def next_epoch(self, step: int) -> int:
-        """The first step from `step` on that begins in a new epoch."""
-        while step and not self.ends_epoch(step - 1):
+        """The first step from `step` on that begins in a new epoch; of a stream, whose epochs have no end, `step` itself."""
+        while step and self.epoch_size is not None and not self.ends_epoch(step - 1):
             step += 1
         return step
 

@@ -197,6 +197,11 @@ def test_epochs_without_a_step_are_refused() -> None:
         BatchPlan(global_size=4, micro_size=1, data_ranks=1).steps_of(2)
 
 
+def test_a_stream_has_no_next_epoch_to_wait_for() -> None:
+    plan = BatchPlan(global_size=8, micro_size=2, data_ranks=2)
+    assert [plan.next_epoch(step) for step in (0, 1, 7)] == [0, 1, 7]
+
+
 def test_epochs_are_counted_in_integers() -> None:
     """15 epochs of 25 samples in threes are 125 steps: in floating point they were 126."""
     plan = BatchPlan(global_size=3, micro_size=1, data_ranks=1, epoch_size=25)

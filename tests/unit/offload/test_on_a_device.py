@@ -19,15 +19,15 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device
     ],
 )
 def test_a_rule(workers: Workers, case: str) -> None:
-    workers.run(1, f"device_cases:{case}", device="sim")
+    workers.run(1, f"device_memory_cases:{case}", device="sim")
 
 
 def test_a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory(workers: Workers, tmp_path: Path) -> None:
-    case = "device_cases:a_save_waits_for_the_last_update_alone"
+    case = "device_memory_cases:a_save_waits_for_the_last_update_alone"
     ((*waited,),) = workers.run(1, case, device="sim", folder=str(tmp_path))
     assert waited
     assert set(waited) == {"an event"}
 
 
 def test_helper_threads_sleep_and_know_their_device(workers: Workers, tmp_path: Path) -> None:
-    workers.run(1, "device_cases:helper_threads_sleep_and_know_their_device", device="sim", folder=str(tmp_path))
+    workers.run(1, "device_memory_cases:helper_threads_sleep_and_know_their_device", device="sim", folder=str(tmp_path))
