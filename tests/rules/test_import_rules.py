@@ -377,3 +377,10 @@ def test_the_rules_see_no_more() -> None:
     code = "import torch\nfrom transformers import printer\nmodel.print()\ntorch.distributions.x\nlisten.environ"
     source = Source(path="x.py", module="x", tree=ast.parse(code))
     assert not offenders([source], "torch.distributed", "print", "os.environ", "pickle")
+
+
+def test_what_tests_share_has_names_of_its_own() -> None:
+    """Such modules are found by their names alone, on one path: of two, the first would be taken for the other."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    names = [path.stem for path in paths if not path.stem.startswith("test_")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -44,6 +44,8 @@ _AHEAD = 128
 """Microbatches that are made ahead at most: each field of each holds a file descriptor until it is used."""
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
+_ASK = signal.SIGRTMAX
+"""Asks a worker where it is, and is a signal that no scheduler sends."""
 _PR_SET_PDEATHSIG = 1
 
 Batch = dict[str, Any]
@@ -234,11 +236,8 @@ class _Maker(Dataset[_Made]):
         self.feed = feed
         self._state = state
         self._fresh = True
-        self.timeout_seconds = 0.0
-        self.report = -1
 
     def __getitem__(self, task: _Task) -> _Made:
-        faulthandler.dump_traceback_later(self.timeout_seconds, exit=True, file=self.report)
         try:
             made = self.make(task)
             if made.batch is not None:
@@ -250,8 +249,6 @@ class _Maker(Dataset[_Made]):
             where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
             shown = "".join(traceback.format_exception(error)).rstrip()
             return _Made(failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def make(self, task: _Task) -> _Made:
         """The batch of a task, then the state of the stream: what a batch needs is read with its own random numbers."""
@@ -295,8 +292,7 @@ class _WorkerGroup:
     def __init__(self, tasks: Iterator[_Task], work: _Maker, workers: Workers) -> None:
         self._timeout = workers.timeout_seconds
         self._report = os.memfd_create("zeromesh-data-workers")
-        """Where a worker that takes too long writes what it was doing."""
-        work.timeout_seconds, work.report = workers.timeout_seconds, self._report
+        """Where a worker writes its stack when it is asked."""
         ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
@@ -314,7 +310,7 @@ class _WorkerGroup:
                 prefetch_factor=-(-ahead // workers.count),
                 pin_memory=workers.pinned,
                 timeout=_POLL_SECONDS,
-                worker_init_fn=_Begin(os.getpid()),
+                worker_init_fn=_Begin(os.getpid(), self._report),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # else a number would be drawn from the user's
             )
@@ -333,8 +329,7 @@ class _WorkerGroup:
                     raise DataError("the data workers have ended; start again")
                 return next(self._iterator)
             except RuntimeError as error:
-                waited = time.monotonic() - began
-                late = waited > self._timeout + _GRACE_SECONDS + _POLL_SECONDS
+                late = time.monotonic() - began > self._timeout
                 if late or self._gone() or "timed out" not in str(error):
                     failure = self._failure(error)
                     self.close(at_once=True)
@@ -346,22 +341,35 @@ class _WorkerGroup:
 
     def _failure(self, error: RuntimeError) -> DataError:
         """The error that says why no batch comes."""
-        size = os.fstat(self._report).st_size
-        if size:
-            stack = os.pread(self._report, min(size, 1 << 14), 0).decode(errors="replace").partition("\n")[2].rstrip()
+        if gone := self._gone():
+            ends = ", ".join(f"process {each.pid} {_ending(each.exitcode or 0)}" for each in gone)
             return DataError(
-                f"a data worker took more than {self._timeout:g} seconds for one microbatch (data.timeout_seconds), and was ended "
-                f"while it was here:\n{stack}"
+                f"a data worker is gone: {ends}. A dataset or a library under it ended the process, or the system did; "
+                "data.workers: 0 reads in the training process"
             )
-        if not (gone := self._gone()):
+        limit = f"{self._timeout:g} seconds"
+        if stacks := [stack for each in self._processes if (stack := self._stack(each))]:
             return DataError(
-                f"data workers gave nothing for {self._timeout:g} seconds (data.timeout_seconds): {summary(error)}"
+                f"a data worker took more than {limit} for one microbatch (data.timeout_seconds), and was ended while it was "
+                "here:\n" + "\n".join(stacks)
             )
-        ends = ", ".join(f"process {each.pid} {_ending(each.exitcode or 0)}" for each in gone)
-        return DataError(
-            f"a data worker is gone: {ends}. A dataset or a library under it ended the process, or the system did; data.workers: 0 "
-            "reads in the training process"
-        )
+        return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
+
+    def _stack(self, process: BaseProcess) -> str:
+        """Where a worker is that makes a batch, its newest call first; empty for one that waits for a task or does not answer.
+
+        The worker is asked by a signal, and not by a timer of its own: where the process that forks has such a timer of
+        `faulthandler`, a child waits for ever for a thread that it does not have.
+        """
+        os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
+        os.kill(process.pid or 0, _ASK)
+        until, text, before = time.monotonic() + 1.0, "", None
+        while time.monotonic() < until and (not text or text != before):
+            time.sleep(0.05)
+            before, text = text, os.pread(self._report, 1 << 14, 0).decode(errors="replace")
+        making, mark, _ = text.partition(f" in {_Maker.__getitem__.__name__}\n")
+        waiting = not mark and " in _worker_loop\n" in text
+        return "" if waiting else (making + mark).partition("\n")[2].rstrip()
 
     def close(self, *, at_once: bool = False) -> None:
         """End the workers, after what they are doing where that takes no longer than the grace."""
@@ -402,10 +410,12 @@ def _as_it_is(made: _Made) -> _Made:
 class _Begin:
     """What a worker does first. It ends when its parent does, and not by signals that are sent to all processes of a run."""
 
-    def __init__(self, parent: int) -> None:
+    def __init__(self, parent: int, report: int) -> None:
         self._parent = parent
+        self._report = report
 
     def __call__(self, worker: int) -> None:
+        faulthandler.register(_ASK, self._report, all_threads=False)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._parent:
             os._exit(1)

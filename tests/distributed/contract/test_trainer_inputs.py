@@ -33,8 +33,14 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     "budget": ("zero.gathered_budget=-5", ["zero.gathered_budget: got -5", "such as 268435456 or 256MiB"]),
     "warm-up": ("schedule.warmup_steps=9", ["schedule.warmup_steps: 9 is more than run.max_steps 2"]),
     "in backward": ("optimizer.in_backward=true", ["run.clip_norm: 1.0 does not go with optimizer.in_backward"]),
-    "transport": ("parallel.transport=nccl", ["parallel.transport is nccl, but no accelerator is here; use auto, shared or gloo"]),
-    "missing data": ("data.train=/nowhere.txt", ["data.train: '/nowhere.txt' does not exist; give stdlib, files and directories of this machine"]),
+    "transport": (
+        "parallel.transport=nccl",
+        ["parallel.transport is nccl, but no accelerator is here; use auto, shared or gloo"],
+    ),
+    "missing data": (
+        "data.train=/nowhere.txt",
+        ["data.train: '/nowhere.txt' does not exist; give stdlib, files and directories of this machine"],
+    ),
     "missing tokenizer": (
         "data.tokenizer=/nowhere",
         ["data.tokenizer: '/nowhere' does not exist; give bytes, a local directory"],
