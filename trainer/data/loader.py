@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -296,11 +296,8 @@ class _WorkerGroup:
         ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
-        with (
-            warnings.catch_warnings(),
-            without_states(),
-        ):  # warnings of more workers than cores, which may wait for disks
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(), without_states(), _blocked(signal.SIGTERM):
+            warnings.simplefilter("ignore")  # of more workers than cores, which may wait for disks
             loader: DataLoader[_Made] = DataLoader(
                 work,
                 sampler=tasks,
@@ -403,6 +400,16 @@ def _ending(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{advice.get(signal.Signals(-code), '')}"
 
 
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes forked in this block have a signal blocked in all their threads, those too that torch starts before `_Begin` runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _as_it_is(made: _Made) -> _Made:
     return made
 
@@ -420,7 +427,6 @@ class _Begin:
         if os.getppid() != self._parent:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=self._end_when_asked, name="end of the worker", daemon=True).start()
         for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
             file = getattr(sys, name)
@@ -428,7 +434,10 @@ class _Begin:
         _reopen_files()
 
     def _end_when_asked(self) -> None:
-        """End by SIGTERM from the parent alone: a scheduler sends it to every process of a job, whose step is to end in order."""
+        """End by SIGTERM from the parent alone: a scheduler sends it to every process of a job, whose step is to end in order.
+
+        The signal is blocked since the fork.
+        """
         while signal.sigwaitinfo([signal.SIGTERM]).si_pid != self._parent:
             continue
         os._exit(0)
