@@ -402,7 +402,7 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Block a signal in all threads of processes that are forked in this block, those too that torch starts before `_Begin` runs."""
+    """Block a signal in all threads of processes that this block forks, those too that torch starts before `_Begin` runs."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
