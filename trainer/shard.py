@@ -390,7 +390,11 @@ def load(
         for group, values in zip(
             optimizer.param_groups if optimizer is not None else (), kept.get("groups", ()), strict=False
         ):
-            group.update(values)
+            for name, value in values.items():
+                if isinstance(group.get(name), torch.Tensor):  # A class may insist on them.
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
         return dict(kept.get("state", {}))
     if problems:
         raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")

@@ -62,12 +62,14 @@ Megatron-FSDP's experimental rewrite.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlan:
-    """What an optimizer class keeps of a parameter, by the names of the class, as a trial on a small one has shown."""
+    """What an optimizer class keeps of a parameter, by the names of the class, as a step on one has shown."""
 
-    tensors: dict[str, tuple[int, ...]]
-    """Shapes of tensors in the trial."""
+    tensors: dict[str, torch.Tensor]
+    """Examples of tensors, on the meta device. They may be subclasses, with plain tensors inside."""
     scalars: dict[str, Any]
     """Examples of numbers, which may be tensors without dimensions."""
+    by_size: bool = False
+    """Whether tensors of larger parameters are subclasses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

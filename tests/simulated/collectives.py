@@ -123,7 +123,9 @@ class SimulatedGroup(dist.ProcessGroup):
             raise dist.DistBackendError("simccl: the communicator was aborted")
         stream = self._connect()
         message = name in ("send", "recv")
-        launched.append((self._ranks, "message" if message else name, sum(each.nbytes for each in reads or writes)))
+        # Of an exchange each rank has lengths of its own.
+        nbytes = 0 if name == "exchange" else sum(each.nbytes for each in reads or writes)
+        launched.append((self._ranks, "message" if message else name, nbytes))
         with torch.no_grad():
             stream.wait_stream(torch.accelerator.current_stream())
             with stream:
@@ -188,7 +190,7 @@ class SimulatedGroup(dist.ProcessGroup):
         def start(ins: list[torch.Tensor], outs: list[torch.Tensor]) -> Any:
             return self._gloo.alltoall_base(outs[0], ins[0], out_splits, in_splits)
 
-        return self._launch("all_to_all", [sent], [output], start)
+        return self._launch("exchange" if out_splits else "all_to_all", [sent], [output], start)
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> Any:
         return self._launch("send", tensors, [], lambda ins, _outs: self._gloo.send(ins, target, tag))

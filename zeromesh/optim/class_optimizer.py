@@ -8,18 +8,25 @@ whole tensors         each parameter has one owner, on which its states lie whol
 A trial runs the class on small tensors in float64. Its update is element by element where a tensor that is cut into pieces, each
 of them flat, becomes what it becomes whole, states included: any shard can then be updated on its own. Muon and Adafactor, say,
 need whole tensors.
+
+States may be tensor subclasses, such as the 8-bit codes and the scales of blocks in which torchao keeps those of larger tensors.
+What is kept is the plain tensors inside. Which these are depends on a parameter's size: a step on the meta device, on its own
+shape, says that. Blocks are those of whole tensors, so these are updated whole too.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, summary
+from zeromesh.flat.layout import ParameterSpec
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, KeptState
@@ -33,6 +40,7 @@ _SIZES = (7, 11, 5, 3, 2)
 _STEPS = 24
 _LARGE = 1 << 13
 """Elements of a tensor whose states optimizers of 8 bits keep in blocks; those of smaller tensors they keep as others do."""
+_LARGE_STEPS = 3
 _LEAST_RATE = 0.01
 """A schedule may begin at a rate of 0, at which no update shows anything."""
 _OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -109,20 +117,22 @@ class PieceOptimizer(BucketOptimizer):
         states: Mapping[str, torch.Tensor],
     ) -> None:
         plan, state = self._plans[slot], dict[str, Any]()
+        kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
         if self.steps[slot] > 1:  # Before its first update the class makes them.
-            state |= {name: states[name] for name in plan.tensors}
+            state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
             state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
-        (after,) = self._driver.step(group, [master], [grad], [state])
+        (state,) = self._driver.step(group, [master], [grad], [state])
+        after = {part: value for name, each in state.items() for part, value in _parts(name, each).items()}
         found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
-        expected = {name: tuple(states[name].shape) for name in plan.tensors} | dict.fromkeys(plan.scalars, ())
+        expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if found != expected:
             raise PhaseError(
                 f"optimizer {type(self._class.optimizer).__name__} keeps {found} of {self._bucket.layout.slots[slot].spec.fqn}, "
                 f"and {expected} by its trial: what it keeps must not depend on sizes, nor on what is changed after shard()"
             )
-        for name in plan.tensors:
-            if after[name] is not states[name]:
-                states[name].copy_(after[name])
+        for name, each in kept.items():
+            if after[name].data_ptr() != each.data_ptr():
+                each.copy_(after[name])
         for name in plan.scalars:
             self._scalars[name][slot] = float(after[name])
 
@@ -142,17 +152,39 @@ class WholeOptimizer(PieceOptimizer):
         """`owners` has the position in `group` of the owner of each parameter, by the parameter's number."""
         super().__init__(bucket, options, tiers, own_class)
         self._group, self._owners, self._ledger = group, owners, tiers.ledger
-        self._shapes = {
-            (number, name): shape_of(pattern, bucket.layout.slots[number].spec.shape)
-            for number in owners
-            for name, pattern in self._plans[number].tensors.items()
-        }
+        self._examples: dict[int, dict[str, torch.Tensor]] = {}
+        """What is kept of each parameter, by its number and names, as tensors on the meta device."""
         self._states: dict[tuple[int, str], TieredTensor] = {}
-        for (number, name), shape in self._shapes.items():
-            if owners[number] == group.index:
-                what, at = f"{name} of {bucket.layout.slots[number].spec.fqn}", options.offload.optimizer
-                made = tiers.allocate(prod(shape), bucket.master.dtype, at, Purpose.MOMENTS, what)
-                self._states[number, name] = made
+        for number in owners:
+            spec = bucket.layout.slots[number].spec
+            plan = self._plans[number] = self._plan_of(spec, self._plans[number], bucket.master.dtype)
+            self._examples[number] = {
+                kept: part for name, state in plan.tensors.items() for kept, part in _parts(name, state).items()
+            }
+            for name, each in self._examples[number].items() if owners[number] == group.index else ():
+                what, at = f"{name} of {spec.fqn}", options.offload.optimizer
+                self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
+
+    def _plan_of(self, spec: ParameterSpec, tried: StatePlan, dtype: torch.dtype) -> StatePlan:
+        """What the class keeps of a parameter. Raises `ConfigError` where that cannot be found out without its elements."""
+        shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
+        if not tried.by_size:
+            sizes = dict(zip(_SIZES, shape, strict=False))
+            real = {name: [sizes.get(size, size) for size in each.shape] for name, each in tried.tensors.items()}
+            return replace(
+                tried, tensors={name: torch.empty(each, dtype=dtype, device="meta") for name, each in real.items()}
+            )
+        value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+        optimizer = self._class.optimizer
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                (state,) = self._driver.step(optimizer.param_groups[spec.group], [value], [gradient], [{}])
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: a "
+                f"step on the meta device failed: {summary(error)}"
+            ) from error
+        return _plan(type(optimizer).__name__, state, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -162,9 +194,8 @@ class WholeOptimizer(PieceOptimizer):
         mine = self._owners.get(number) == self._group.index
         for name, dtype, shape, values in super().kept(number):
             yield name, dtype, shape, values if mine else None
-        for (each, name), shape in self._shapes.items():
-            if each == number:
-                yield name, self._bucket.master.dtype, shape, self._states.get((number, name))
+        for name, each in self._examples.get(number, {}).items():
+            yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
     def update(self, master: torch.Tensor, grad: torch.Tensor, groups: Sequence[Hyperparameters]) -> None:
         """Update `master`, the weights that this rank has of the bucket, in place with their gradients `grad`, `[length]` both."""
@@ -199,15 +230,15 @@ class WholeOptimizer(PieceOptimizer):
             else:
                 self._group.exchange(of_holders(flat), of_owners(whole), flat, _WHAT)
         for number in own:
-            spec, names = layout.slots[number].spec, [name for each, name in self._shapes if each == number]
+            spec, examples = layout.slots[number].spec, self._examples[number]
             shape = spec.shape or (1,)
             states = {
-                name: self._states[number, name].load(master.device).view(self._shapes[number, name]) for name in names
+                name: self._states[number, name].load(master.device).view(each.shape) for name, each in examples.items()
             }
             parts = values[number].view(shape), gradients[number].view(shape)
             self._update_part(number, groups[spec.group], *parts, states)
-            for name in names:
-                self._states[number, name].write(0, states[name].view(-1)).wait()
+            for name, each in states.items():
+                self._states[number, name].write(0, each.view(-1)).wait()
         self._group.exchange(of_owners(values), of_holders(master), master, _WHAT)
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, -nbytes)
 
@@ -215,6 +246,25 @@ class WholeOptimizer(PieceOptimizer):
 def _like(example: Any, number: float) -> Any:
     """A number as a class keeps it, which keeps `example`."""
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
+
+
+def _parts(name: str, state: Any) -> dict[str, Any]:
+    """The plain tensors inside of a state, by the names under which they are kept; floats of one byte as their bits."""
+    if hasattr(state, "__tensor_flatten__"):
+        inner = [(f"{name}.{each}", getattr(state, each)) for each in state.__tensor_flatten__()[0]]
+        return {part: value for each in inner for part, value in _parts(*each).items()}
+    bits = isinstance(state, torch.Tensor) and state.is_floating_point() and state.dtype.itemsize == 1
+    return {name: state.view(torch.uint8) if bits else state}
+
+
+def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
+    """A state like `example` that is made of `parts`, as `_parts` names them."""
+    if not hasattr(example, "__tensor_flatten__"):
+        return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
+    names, context = example.__tensor_flatten__()
+    inner = {each: _of_parts(f"{name}.{each}", getattr(example, each), parts) for each in names}
+    unflatten: Any = type(example)
+    return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
 
 
 class OptimizerDriver:
@@ -247,15 +297,13 @@ class OptimizerDriver:
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, for a step on any device by the kernels that are there for all."""
-    found = {name: value.item() if _is_scalar(value) else value for name, value in group.items() if name != "params"}
+    """The hyperparameters of a group, for a step on any device by the kernels that are there for all.
+
+    Those that are tensors stay tensors, for a class may insist on that, and are copies, so that a change by it is found.
+    """
+    found = {name: value for name, value in group.items() if name != "params"}
+    found |= {name: value.to("cpu", copy=True) for name, value in found.items() if _is_scalar(value)}
     return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
-
-
-def shape_of(pattern: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape that a state has for a parameter of `shape`, where `pattern` is what it had in the trial."""
-    real = dict(zip(_SIZES, shape or (1,), strict=False))  # A scalar is updated as a vector of one.
-    return tuple(real.get(size, size) for size in pattern)
 
 
 def try_class(optimizer: Optimizer) -> OptimizerClass:
@@ -264,70 +312,73 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
     Raises:
         ConfigError: for one that cannot be run so, with the reason.
     """
-    _require_plain_states(optimizer)
-    trials = {
-        (number, dims): _Trial(optimizer, group, dims)
-        for number, group in enumerate(optimizer.param_groups)
-        for dims in sorted({max(1, each.dim()) for each in group["params"]})
-    }
-    whole = not all(each.element_wise for each in trials.values())
-    return OptimizerClass(optimizer=optimizer, whole=whole, plans={key: each.plan for key, each in trials.items()})
-
-
-def _require_plain_states(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that keeps states of large tensors in blocks of fewer bits, which shards would cut."""
-    twin, value = OptimizerDriver(optimizer).twin, nn.Parameter(torch.zeros(_LARGE))
-    value.grad = torch.ones(_LARGE)
-    twin.param_groups, twin.state = [{**optimizer.param_groups[0], "params": [value]}], defaultdict(dict)
-    try:
-        twin.step()
-    except Exception:  # noqa: BLE001 - the trial will say what is wrong
-        return
-    for name, state in twin.state[value].items():
-        if isinstance(state, torch.Tensor) and (type(state) is not torch.Tensor or state.dtype.itemsize == 1):
-            raise ConfigError(_not_kept(type(optimizer).__name__, name, state))
+    plans, whole = dict[tuple[int, int], StatePlan](), False
+    for number, group in enumerate(optimizer.param_groups):
+        for dims in sorted({max(1, each.dim()) for each in group["params"]}):
+            if dims > len(_SIZES):
+                raise ConfigError(
+                    f"optimizer {type(optimizer).__name__} has a parameter of {dims} dimensions; allowed are {len(_SIZES)}"
+                )
+            trial = _Trial(optimizer, group, _SIZES[:dims], _STEPS)
+            shape = (_LARGE,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE >> (dims + 4))
+            larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
+            by_size = any(type(each) is not torch.Tensor for each in larger.plan.tensors.values())
+            scalars = trial.plan.scalars | larger.plan.scalars
+            plans[number, dims] = replace(trial.plan, scalars=scalars, by_size=by_size)
+            whole = whole or by_size or not trial.element_wise
+    return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
 
 
 def _not_kept(optimizer: str, name: str, state: Any) -> str:
     kind = state.dtype if type(state) is torch.Tensor else type(state).__name__
     return (
-        f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, and numbers. "
+        f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, subclasses of them made of "
+        "plain tensors, and numbers. "
         'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
     )
 
 
 class _Trial:
-    """The trial of a group's hyperparameters on two tensors of `dims` dimensions: `plan`, and whether it is `element_wise`."""
+    """The trial of a group's hyperparameters on two tensors, the first of `shape`: `plan`, and whether it is `element_wise`."""
 
-    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], dims: int) -> None:
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], steps: int) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._group = plain_group(group)
-        if isinstance(rate := self._group.get("lr"), float | int):
-            self._group["lr"] = max(float(rate), _LEAST_RATE)
-        shape = _SIZES[:dims]
-        if len(shape) < dims:
-            raise ConfigError(f"optimizer {self._name} has a parameter of {dims} dimensions; allowed are {len(_SIZES)}")
-        random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if dims > 1 else _SIZES[1:2])
+        if isinstance(rate := self._group.get("lr"), float | int | torch.Tensor):
+            self._group["lr"] = _like(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
+        random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _SIZES[1:2])
         self._values, *self._gradients = [
             [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
-            for step in range(1, _STEPS + 2)
+            for step in range(1, steps + 2)
         ]
         try:
-            with torch.random.fork_rng(devices=[]):
+            # A class may compile its step for each shape, which takes longer than the trial.
+            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 values, states = self._run([0, 1])
                 alone = [self._run([number]) for number in (0, 1)]
         except Exception as error:
             raise ConfigError(
-                f"optimizer {self._name}: a trial of its step on tensors of {dims} dimensions failed: {summary(error)}"
+                f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
-        self.plan = self._plan(states[0])
+        self.plan = _plan(self._name, states[0], torch.float64)
         if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
                 "on their own; use one that updates each tensor by itself"
             )
-        self.element_wise = all(each == shape for each in self.plan.tensors.values()) and self._takes_pieces(alone[0])
+        self._whole = alone[0]
+
+    @property
+    def element_wise(self) -> bool:
+        """Whether flat pieces of the first tensor become what it has become whole."""
+        if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
+            return False
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return self._equal(self._run([0], cut=True), self._whole)
+        except Exception:  # noqa: BLE001 - whatever it is, the class does not take pieces
+            return False
 
     def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
         """Values and states after all steps, of tensors by their numbers; with `cut`, of flat pieces of them."""
@@ -352,39 +403,39 @@ class _Trial:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
 
-    def _takes_pieces(self, whole: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
-        """Whether pieces of the first tensor become what it has become whole."""
-        try:
-            return self._equal(self._run([0], cut=True), whole)
-        except Exception:  # noqa: BLE001 - whatever it is, the class does not take pieces
-            return False
-
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
         """Whether two runs have brought equal values and states, but for rounding, however they are cut."""
         flat, scalars = [], []
         for values, states in runs:
-            tensors = [*values, *(state[name] for name in self.plan.tensors for state in states)]
-            flat.append(torch.cat([each.flatten() for each in tensors]))
+            kept = [_parts(name, state[name]).values() for name in self.plan.tensors for state in states]
+            flat.append(torch.cat([each.flatten().double() for each in chain(values, *kept)]))
             rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
         same = flat[0].shape == flat[1].shape and torch.allclose(flat[0], flat[1], rtol=1e-9, atol=1e-12)
         return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
 
-    def _plan(self, state: Mapping[str, Any]) -> StatePlan:
-        """What the class keeps. Raises `ConfigError` for what no checkpoint could have."""
-        plan = StatePlan(tensors={}, scalars={})
-        for name, value in state.items():
-            if not str(name).isidentifier() or name in _RESERVED:
-                raise ConfigError(
-                    f"optimizer {self._name} has a state {name!r}, which is no name for a checkpoint's files"
-                )
-            if isinstance(value, torch.Tensor) and value.dim() and value.dtype == torch.float64:
-                plan.tensors[name] = tuple(value.shape)
-            elif type(value) in (int, float) or _is_scalar(value):
-                plan.scalars[name] = value
-            else:
-                raise ConfigError(_not_kept(self._name, name, value))
-        return plan
+
+def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
+    """What a class keeps, as its states after a step on a parameter of `dtype` show. Raises `ConfigError` for what no checkpoint
+    could have."""
+    plan = StatePlan(tensors={}, scalars={})
+    for name, value in state.items():
+        if not str(name).isidentifier() or name in _RESERVED:
+            raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
+        parts = _parts(name, value)
+        if isinstance(value, torch.Tensor) and value.dim() and value.dtype == dtype and _storable(parts.values()):
+            empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
+            plan.tensors[name] = _of_parts(name, value, empty)
+        elif type(value) in (int, float) or _is_scalar(value):
+            plan.scalars[name] = value
+        else:
+            raise ConfigError(_not_kept(optimizer, name, value))
+    return plan
+
+
+def _storable(parts: Iterable[torch.Tensor]) -> bool:
+    """Whether a checkpoint can have these tensors."""
+    return all(each.dtype in DTYPE_NAMES and each.dim() for each in parts)
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:

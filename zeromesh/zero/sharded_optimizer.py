@@ -192,6 +192,13 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
             f"optimizer {type(optimizer).__name__} has train() and eval(), which change parameters outside of its steps; take "
             "another, and for averaged weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
         )
+    if any(
+        getattr(each, "bf16_stochastic_round", False) for each in (optimizer, *getattr(optimizer, "optimizers", ()))
+    ):
+        raise ConfigError(
+            "optimizer has bf16_stochastic_round=True, which rounds weights to bfloat16 at random, and those that are updated "
+            "here are in float32; leave it out"
+        )
     used = [
         state for state in optimizer.state.values() if type(optimizer) is not torch.optim.Adagrad or state["step"] > 0
     ]
