@@ -81,6 +81,8 @@ class OptimizerClass:
     """Whether its update needs whole tensors; else any elements can be updated on their own."""
     plans: Mapping[tuple[int, int], StatePlan]
     """What it keeps of a parameter, by the number of its group and of its dimensions."""
+    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict, compare=False)
+    """What it keeps by the number of the group and the shape, where that depends on sizes, as far as it has been asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

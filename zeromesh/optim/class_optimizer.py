@@ -174,17 +174,19 @@ class WholeOptimizer(PieceOptimizer):
             return replace(
                 tried, tensors={name: torch.empty(each, dtype=dtype, device="meta") for name, each in real.items()}
             )
-        value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
-        optimizer = self._class.optimizer
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                (state,) = self._driver.step(optimizer.param_groups[spec.group], [value], [gradient], [{}])
-        except Exception as error:
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: a "
-                f"step on the meta device failed: {summary(error)}"
-            ) from error
-        return _plan(type(optimizer).__name__, state, dtype)
+        key, optimizer = (spec.group, shape), self._class.optimizer
+        if key not in self._class.sized:
+            value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+            try:
+                with torch.compiler.set_stance("force_eager"):
+                    (state,) = self._driver.step(optimizer.param_groups[spec.group], [value], [gradient], [{}])
+            except Exception as error:
+                raise ConfigError(
+                    f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: "
+                    f"a step on the meta device failed: {summary(error)}"
+                ) from error
+            self._class.sized[key] = _plan(type(optimizer).__name__, state, dtype)
+        return self._class.sized[key]
 
     @property
     def nbytes(self) -> int:
