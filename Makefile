@@ -37,12 +37,12 @@ lint: setup
 	$(BIN)/mypy
 
 # What runs once more on the simulated device (tests/simulated), with races, launches and waits looked after.
-SIMULATED := tests/unit/offload tests/conformance tests/distributed/parallel
+SIMULATED := tests/unit/offload tests/conformance tests/distributed/checkpoint tests/distributed/parallel
 
 # Most tests wait: for disks, for timeouts, for each other's ranks. Two processes share the files out.
 test: lint
 	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
-	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --max-worker-restart 1 --device sim --share 6 $(SIMULATED)
+	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --max-worker-restart 1 --device sim --share 7 $(SIMULATED)
 
 test-all: lint
 	$(BIN)/python -m pytest --device sim --steps 4 -m 'not full' $(SIMULATED)

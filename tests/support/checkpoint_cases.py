@@ -190,10 +190,10 @@ def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
     torch.manual_seed(7)
     precision = {"compute": compute, "master": "float32", "reduce": "float32"}
     checkpoint = Path(folder) / "run" / "checkpoints" / "step-00000005"
-    ids = torch.arange(12).reshape(1, 12)
+    ids = torch.arange(12, device=mesh.device).reshape(1, 12)
     with Trainer(llama(), configured(folder, 5, {"precision": precision}), sentences()) as trainer:
         trainer.fit()
-        theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval().to(mesh.device)
         dtype = theirs.dtype
         ours = trainer.model.eval()
         for parameter in ours.parameters():

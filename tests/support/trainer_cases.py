@@ -531,11 +531,11 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
     if mesh.rank == 0:
         model.save_pretrained(root / "theirs")
     mesh.world.barrier("saving")
-    ids = data[3]["input_ids"][None]
+    ids = data[3]["input_ids"][None].to(mesh.device)
     with torch.no_grad():
         wanted = model.eval()(input_ids=ids).logits
         for name in ("after", "theirs"):
-            loaded = tf.AutoModelForCausalLM.from_pretrained(root / name)
+            loaded = tf.AutoModelForCausalLM.from_pretrained(root / name).to(mesh.device)
             found[name] = digest({"": loaded(input_ids=ids).logits}) == digest({"": wanted})
             found[f"{name} dtype"] = str(loaded.dtype)
     found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
