@@ -273,6 +273,17 @@ def device_name(device: torch.device) -> str:
     return str(_module(device).get_device_name(device))
 
 
+def identity(device: torch.device) -> str:
+    """What tells a device from all others, whichever of them a process is shown and by which number; empty where that is not known.
+
+    Not for AMD's: parts of one GPU, each of which is a device, may say the same.
+    """
+    if not is_accelerator(device) or torch.version.hip:
+        return ""
+    properties = getattr(_module(device), "get_device_properties", None)
+    return "" if properties is None else str(getattr(properties(device), "uuid", ""))
+
+
 def architecture(device: torch.device) -> str:
     """What kernels are compiled for, such as `sm_90` or `gfx942`; empty where a device has no name for it."""
     if device.type != "cuda":

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,8 @@ from bench.options import list_of
 from bench.processes import python_path
 
 _SECONDS = 520.0
+_SIMULATED = int(os.environ.get("SIM_DEVICES", "8"))
+"""How many simulated devices there are."""
 _NAMES = tuple(dict.fromkeys(part.name for part in (*ALONE, *TOGETHER)))
 
 
@@ -51,9 +54,25 @@ def main() -> int:
     if ranks > machine["devices"]:
         print(f"{ranks} ranks were asked for, and there are {machine['devices']} devices", file=sys.stderr)
         return 2
+    if device == "sim" and ranks > _SIMULATED:
+        print(f"{ranks} ranks were asked for, and the simulated device has {_SIMULATED}", file=sys.stderr)
+        return 2
     settings = Settings(device=device, ranks=ranks, dry=options.dry_run, folder=str(options.folder or ""))
     parts = [part for part in (TOGETHER if ranks > 1 else ALONE) if part.name in options.parts]
-    return _run(parts, settings, options, {"machine": machine, "ranks": ranks, "dry_run": options.dry_run})
+    if not parts:
+        print(f"{', '.join(options.parts)}: not for {ranks} device{'s' * (ranks > 1)}", file=sys.stderr)
+        return 2
+    # Ended by a scheduler or a timeout, it ends its processes and takes its files away as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(parts, settings, options, {"machine": machine, "ranks": ranks, "dry_run": options.dry_run})
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the parts that were done are in {options.json}, if there were any", file=sys.stderr)
+        return 130
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"the check cannot write its files{where}: {error.strerror}; see --folder and --json", file=sys.stderr)
+        return 2
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,6 +95,10 @@ def _arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.device != "auto" and not options.dry_run:
         parser.error("--device is for a dry run: give --dry-run too")
+    if options.ranks < 0:
+        parser.error(f"--ranks {options.ranks}: give a number of devices")
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds:g}: give a number above 0")
     return options
 
 

@@ -116,6 +116,9 @@ def _module() -> ModuleType:
         set_rng_state=lambda state, *_a: ops.set_generator_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         get_device_name=lambda *_a: "simulated device",
+        get_device_properties=lambda where=None: SimpleNamespace(
+            uuid=f"simulated-{torch.device(where or 'sim').index or 0}"
+        ),
         get_device_capability=lambda *_a: (8, 0),
         can_device_access_peer=lambda *_a: True,
         Stream=torch.Stream,

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choose_transport
+from zeromesh.errors import ConfigError
 from zeromesh.intervals import Interval
-from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_mesh import Mesh, exchange_locations
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.memory.allocation import PAGE
 
@@ -31,6 +33,19 @@ def _open(
     empty = BufferRequest(name="none", padded=0, dtype=dtype, persistent=persistent)
     ring = RingRequest(slots=slots, nbytes=_LENGTH * 8)
     return open_transport(name, mesh.shard, mesh.device, [request, empty], ring)
+
+
+def two_on_one_device(mesh: Mesh) -> list[str]:
+    """What ranks that would compute on one accelerator are told; by its second number it would be another one."""
+    told = []
+    for index in (mesh.device.index or 0, 0):
+        store = dist.PrefixStore(f"devices {len(told)}", dist.distributed_c10d._get_default_store())
+        try:
+            exchange_locations(store, mesh.rank, mesh.world_size, torch.device(mesh.device.type, index), {})
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+    return told
 
 
 def gathers(mesh: Mesh, name: str, dtype: str, persistent: bool) -> list[bool]:

@@ -327,15 +327,26 @@ def exchange_locations(
     """The places of all processes, in the order of the launch. Each of them calls this; it waits for the last.
 
     Raises:
-        ConfigError: when processes have asked for different meshes, with which of them has `asked` for what.
+        ConfigError: when processes have asked for different meshes, with which of them has `asked` for what, or compute on one
+            accelerator, which libraries of collectives refuse later and in words of their own.
     """
     place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
-    store.set(f"place/{process}", json.dumps([place, {name: str(value) for name, value in asked.items()}]))
+    wanted = {name: str(value) for name, value in asked.items()}
+    store.set(f"place/{process}", json.dumps([place, wanted, accelerator.identity(device)]))
     found = [json.loads(store.get(f"place/{each}")) for each in range(processes)]
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(
             f"ranks ask for different meshes: {'; '.join(different)}. Give all of them the same configuration"
+        )
+    users: dict[tuple[str, str], list[int]] = {}
+    for each, (where, _, identity) in enumerate(found):
+        users.setdefault((where["host"], identity), []).append(each)
+    shared = next((ranks for (_, identity), ranks in users.items() if identity and len(ranks) > 1), None)
+    if shared is not None:
+        raise ConfigError(
+            f"ranks {', '.join(map(str, shared))} on {found[shared[0]][0]['name']} would compute on the same {device.type.upper()} "
+            "device, and each needs one of its own; start as many ranks on a host as it has devices, or show each rank another one"
         )
     return [ProcessLocation(**each[0]) for each in found]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -125,7 +126,8 @@ def _variables(settings: Settings) -> dict[str, str]:
     if settings.device != "auto":  # The processor stands in for the device.
         return {**ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
     threads = str(max(1, available_cores() // settings.ranks))
-    return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads, "PYTORCH_ALLOC_CONF": allocator}
 
 
 def _last(lines: Sequence[Sequence[str]]) -> str:

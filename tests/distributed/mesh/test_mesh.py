@@ -434,3 +434,12 @@ class TestTransports:
     def test_a_mesh_that_is_over_keeps_no_threads(self, workers: Workers, end: str) -> None:
         for counts in workers.run(2, "mesh_cases:threads_of_meshes", end=end):
             assert counts == counts[:1] * 4
+
+
+@pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
+def test_two_ranks_on_one_device_are_refused(workers: Workers) -> None:
+    """NCCL would refuse them too, when all have been connected, and as a library that names no rank."""
+    for apart, shared in workers.run(2, "mesh_cases:two_on_one_device", device="sim"):
+        assert apart == ""
+        assert "ranks 0, 1 on" in shared
+        assert "would compute on the same SIM device" in shared

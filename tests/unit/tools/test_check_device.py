@@ -1,5 +1,6 @@
 """The logic of `scripts/check_device.py`: verdicts, what a log tells, shares of the budget, and depths that fit."""
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -133,3 +134,27 @@ def test_a_device_is_chosen_in_a_dry_run_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["check_device.py", "--device", "cpu"])
     with pytest.raises(SystemExit):
         check_device.main()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ranks", "-1"], "--ranks -1: give a number of devices"),
+        (["--seconds", "nan"], "--seconds nan: give a number above 0"),
+        (["--dry-run", "--device", "sim", "--ranks", "99"], "99 ranks were asked for, and the simulated device has"),
+        (["--dry-run", "--parts", "copies", "--ranks", "2"], "copies: not for 2 devices"),
+        (["--dry-run", "--parts", "tests", "--json", "/dev/null/rows.json"], "cannot write its files (/dev/null)"),
+    ],
+)
+def test_a_command_that_cannot_be_meant(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["check_device.py", *words])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # The tests keep their own.
+    try:
+        code = check_device.main()
+    except SystemExit as error:
+        code = error.code  # type: ignore[assignment]
+    assert code == 2
+    assert told in capsys.readouterr().err
