@@ -29,6 +29,9 @@ from bench.device.budget import ALONE, TOGETHER, Budget, Part, Settings, allowan
 from bench.options import list_of
 from bench.processes import python_path
 
+from zeromesh.environment import read_environment
+from zeromesh.errors import ConfigError
+
 _SECONDS = 520.0
 _SIMULATED = int(os.environ.get("SIM_DEVICES", "8"))
 """How many simulated devices there are."""
@@ -38,12 +41,17 @@ _NAMES = tuple(dict.fromkeys(part.name for part in (*ALONE, *TOGETHER)))
 def main() -> int:
     """Run what the command line asks for."""
     options = _arguments()
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        launch = read_environment()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    launched = launch.world_size
     if launched > 1:
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
-            print("this check is for the devices of one host; torchrun was told of several", file=sys.stderr)
+        if launch.local_world_size != launched:
+            print("this check is for the devices of one host, and it was started on several", file=sys.stderr)
             return 2
-        if os.environ["RANK"] != "0":  # Rank 0 starts a process per device itself, part after part.
+        if launch.rank:  # Rank 0 starts a process per device itself, part after part.
             return 0
     device = options.device if options.device != "auto" else "cpu" if options.dry_run else "auto"
     ranks = options.ranks or (launched if launched > 1 else 1)

@@ -158,3 +158,21 @@ def test_a_command_that_cannot_be_meant(
         code = error.code  # type: ignore[assignment]
     assert code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "tasks", "code"), [("1", "2", 0), ("1", "1,1", 2)])
+def test_tasks_of_slurm_are_devices_of_one_check(
+    rank: str, tasks: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each task would else check one device, and all of them would write one file."""
+    monkeypatch.setattr(sys, "argv", ["check_device.py", "--dry-run"])
+    monkeypatch.setattr(check_device, "_run", lambda *_: pytest.fail("another task runs the check"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    for name, value in {"PROCID": rank, "LOCALID": "0", "NTASKS": "2", "NODEID": rank if "," in tasks else "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    if "," not in tasks:
+        monkeypatch.setenv("SLURM_LOCALID", rank)
+    assert check_device.main() == code
+    assert ("several" in capsys.readouterr().err) == (code == 2)
