@@ -37,7 +37,7 @@ lint: setup
 	$(BIN)/mypy
 
 # What runs once more on the simulated device (tests/simulated), with races, launches and waits looked after.
-SIMULATED := tests/unit/offload tests/conformance tests/distributed/checkpoint tests/distributed/parallel
+SIMULATED := tests/unit/offload tests/conformance tests/distributed/checkpoint tests/distributed/parallel tests/distributed/trainer/test_footprint.py
 
 # Most tests wait: for disks, for timeouts, for each other's ranks. Two processes share the files out.
 test: lint

@@ -14,6 +14,7 @@ from mesh_cases import resident
 from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose
+from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
 from zeromesh.units.plan import plan_model
@@ -23,8 +24,6 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition
 from zeromesh.zero.memory_model import predict_memory
 
-CPU = torch.device("cpu")
-
 
 def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     """Predict, then train three steps: bytes by purpose as predicted, in the ledger before the first step and after the last, and
@@ -33,7 +32,9 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
     transport = choose_transport(options.transport, mesh.shard, mesh.device)
-    predicted = predict_memory(plan, options, parts=mesh.shard.size, transport=transport, budget=how.budget)
+    predicted = predict_memory(
+        plan, options, parts=mesh.shard.size, transport=transport, budget=how.budget, device=mesh.device
+    )
     run = Run.start(mesh, task, how)
     ledger = run.engine.ledger
     built = _named(ledger.by_purpose())
@@ -44,7 +45,7 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict
             unit.buckets[0].buffer.wait()
     result = {
         "predicted": _named(predicted.terms),
-        "stay": options.gradients_stay(CPU),
+        "stay": options.gradients_stay(mesh.device),
         "predicted_peak": predicted.total,
         "built": built,
         "ledger": _named(ledger.by_purpose()),
@@ -108,7 +109,7 @@ def _tensors(run: Run) -> dict[str, int]:
     for unit in run.engine.units:
         for bucket in unit.buckets:
             buffer = bucket.buffer
-            inside = buffer.persistent and bucket.master.load(CPU).data_ptr() == buffer.own().data_ptr()
+            inside = buffer.persistent and bucket.master.load(buffer.full.device).data_ptr() == buffer.own().data_ptr()
             found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.transport.name == "shared")
             found[Purpose.MASTER] += 0 if inside else bucket.master.nbytes
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
@@ -125,7 +126,8 @@ def _gathered_bytes(bucket: Bucket, *, shared: bool) -> int:
     if shared:
         return _bytes(bucket.buffer.own()) if bucket.buffer.persistent else 0
     full = bucket.buffer.full
-    return full.untyped_storage().nbytes() if bucket.buffer.persistent else resident(full)
+    on_device = on_accelerator(full)
+    return full.untyped_storage().nbytes() if bucket.buffer.persistent or on_device else resident(full)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
