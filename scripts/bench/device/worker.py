@@ -1,6 +1,7 @@
 """One process of a part: `python -m bench.device.worker PART SETTINGS`, started by `budget.py` with torchrun's variables."""
 
 import importlib
+import os
 import sys
 
 from bench.device.budget import Settings
@@ -30,6 +31,10 @@ def main() -> None:
     place = Place(part, settings)
     module.run(place)
     place.leave()
+    # All is said. Threads of other systems' process groups abort some processes that end in order.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
