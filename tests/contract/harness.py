@@ -173,7 +173,7 @@ def cases() -> dict[str, Case]:
 
 def short(number: int) -> tuple[Layout, ...]:
     """The layouts in which `make test` runs case `number`."""
-    others = (_OTHERS[number // 6 % len(_OTHERS)],) if number % 6 == 0 else ()
+    others = (_OTHERS[number // 12 % len(_OTHERS)],) if number % 12 == 0 else ()
     return _RELEASED[number % len(_RELEASED)], *others
 
 

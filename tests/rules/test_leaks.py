@@ -4,7 +4,9 @@ import pytest
 from workers import Workers
 
 
-@pytest.mark.parametrize(("stage", "transport"), [(3, "shared"), (2, "gloo"), (0, "shared")])
+@pytest.mark.parametrize(
+    ("stage", "transport"), [(3, "shared"), (2, "gloo"), pytest.param(0, "shared", marks=pytest.mark.full)]
+)
 def test_engines_leave_nothing_behind(workers: Workers, stage: int, transport: str) -> None:
     """Neither files nor mappings nor memory, after several engines on one mesh."""
     for found in workers.run(2, "conformance.scenes:leaks", stage=stage, transport=transport, runs=12):

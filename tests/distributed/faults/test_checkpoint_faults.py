@@ -67,7 +67,7 @@ SITES = ("before-tmp", "mid-write", "before-manifest", "before-rename", "after-r
         pytest.param("before-tmp", marks=FULL),
         "mid-write",
         pytest.param("before-manifest", marks=FULL),
-        "before-rename",
+        pytest.param("before-rename", marks=FULL),
         pytest.param("after-rename", marks=FULL),
         "during-retention",
         pytest.param("forward", marks=FULL),
