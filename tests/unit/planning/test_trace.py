@@ -1,0 +1,124 @@
+"""What a trace says of a microbatch, beside what PyTorch's allocator and its counter of operations see of the same one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from bench.activations import forget, running
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.models import prepare
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing
+from zeromesh.trainer.planning.trace import AFTER, BEFORE, TraceOptions, trace_microbatch
+from zeromesh.units.plan import block_modules
+
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    values = {**_LLAMA, **changes}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+
+
+def _tokens(rows: int = 2, length: int = 64) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 500, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _allocated(model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes that PyTorch's allocator gives a forward and backward of a model with values."""
+    monkeypatch.setattr(prepare, "allocate_lasting", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    model = copy.deepcopy(model).train()
+    loss = make_loss(model)
+    enable_activation_checkpointing(model, mode, blocks=block_modules(model))
+    for parameter in (each for each in model.parameters() if each.requires_grad):
+        parameter.register_post_accumulate_grad_hook(forget)
+
+    def step() -> None:
+        loss(model, batch, seed=1.0).backward()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    return max(running(profiled))
+
+
+@pytest.mark.parametrize("mode", ["none", "block", "selective"])
+def test_bytes_are_those_of_the_allocator(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = _llama(), _tokens()
+    found = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32, recompute=mode))
+    assert found.peak == pytest.approx(_allocated(model, batch, mode, monkeypatch), rel=0.03)
+    assert [each.name for each in found.segments] == [BEFORE, *(f"model.layers.{n}" for n in range(6)), AFTER]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bytes_of_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    samples = architecture.samples(4)
+    batch = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+    batch = {key: value.float() if value.is_floating_point() else value for key, value in batch.items()}
+    found = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32))
+    # Experts get as many tokens each here, and others there.
+    assert found.peak == pytest.approx(_allocated(model, batch, "none", monkeypatch), rel=0.15)
+
+
+def test_operations_are_those_that_pytorch_counts() -> None:
+    # The counter does not know the CPU's fused attention.
+    model, batch = _llama(attn_implementation="eager"), _tokens()
+    loss = make_loss(model, mode="native")
+    with FlopCounterMode(display=False) as counter:
+        loss(model, batch, seed=1.0).backward()
+    found = trace_microbatch(model, batch, loss, TraceOptions(compute=torch.float32))
+    assert found.work.flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_a_deep_model_is_its_blocks_many_times() -> None:
+    short, deep = _llama(num_hidden_layers=4), _llama(num_hidden_layers=9)
+    options = TraceOptions(compute=torch.float32)
+    few, many = (trace_microbatch(each, _tokens(), make_loss(each), options) for each in (short, deep))
+    assert many.segments[1:4] == few.segments[1:4]
+    assert (
+        sum(each.kept for each in many.segments) - sum(each.kept for each in few.segments) == 5 * few.segments[2].kept
+    )
+    assert deep.config.num_hidden_layers == len(deep.model.layers) == 9
+    assert not any(each.is_meta for each in deep.parameters())
+
+
+def test_tensor_ranks_exchange_what_they_divide() -> None:
+    model, batch = _llama(), _tokens()
+    whole = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32))
+    part = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32, tensor=2))
+    block = part.segments[2]
+    assert sum(block.forward.exchanges.values()) == 2
+    assert block.forward.flops == pytest.approx(whole.segments[2].forward.flops / 2, rel=1e-6)
+    assert block.kept < whole.segments[2].kept
+
+
+def test_a_model_that_needs_values_is_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum() + float(self.layer(x).detach().numpy().sum())
+
+    model = Odd()
+    with pytest.raises(ConfigError, match="Odd cannot be run without values"):
+        trace_microbatch(model, {"x": torch.zeros(2, 4)}, make_loss(model), TraceOptions())
