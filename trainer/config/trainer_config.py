@@ -94,10 +94,10 @@ class TrainerConfig(Section):
 
     def to_yaml(self, change: Callable[[dict[str, Any]], Any] = lambda values: values) -> str:
         """Every key with its value, as YAML that `load_config` reads back to an equal configuration, unless `change` says more."""
-        return yaml.dump(change(self.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return yaml.dump(change(self.model_dump(mode="json")), Dumper=CoreDumper, sort_keys=False, allow_unicode=True)
 
 
-class _Dumper(yaml.SafeDumper):
+class CoreDumper(yaml.SafeDumper):
     """Quotes every text that would be read as something else."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
@@ -106,7 +106,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _Dumper.represent_text)
+CoreDumper.add_representer(str, CoreDumper.represent_text)
 
 
 _LONG = 1 << 50

@@ -1,0 +1,209 @@
+"""What a machine file says is what is predicted from it, and nonsense in one is an error that names it."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.planning.machine import Machine, find_machine, read_machine, shipped, write_machine
+from zeromesh.trainer.planning.work import Product, Work
+
+SMALL = {
+    "name": "two",
+    "sources": ["made up"],
+    "device": {
+        "kind": "cpu",
+        "memory_bytes": 1 << 34,
+        "memory_bandwidth": 1e10,
+        "launch_seconds": 1e-5,
+        "products": {"float32": {"peak": 1e11, "measured": [[1, 64, 64, 64, 2e10], [1, 512, 512, 512, 8e10]]}},
+        "elementwise": {"float32": [[4096, 4e10], [1 << 24, 5e9]]},
+    },
+    "host": {
+        "devices": 2,
+        "cores": 2,
+        "memory_bytes": 1 << 34,
+        "memory_bandwidth": 1.5e10,
+        "crowding": [[1, 1.0, 1.0], [2, 1.1, 1.5]],
+    },
+    "links": {
+        "inside": {
+            "shared": {
+                "latency_seconds": 1e-5,
+                "bandwidth": 4e9,
+                "measured": [
+                    ["all-gather", 2, 1 << 10, 3e-5],
+                    ["all-gather", 2, 1 << 20, 2e-4],
+                    ["all-gather", 4, 1 << 20, 9e-4],
+                ],
+            }
+        },
+        "between": {"gloo": {"latency_seconds": 5e-5, "bandwidth": 1e9}},
+    },
+    "disk": {"read": 1e9, "written": 5e8, "latency_seconds": 1e-4},
+}
+MACHINE = Machine.model_validate(SMALL)
+EVERY = [MACHINE, *map(find_machine, shipped())]
+
+
+def test_a_measured_point_is_its_own_prediction() -> None:
+    for machine in EVERY:
+        for dtype, rates in machine.device.products.items():
+            for *shape, rate in rates.measured:
+                product = Product(dtype, *shape)
+                assert machine.product_seconds(product) == pytest.approx(product.flops / rate)
+        for hosts, links in ((1, machine.links.inside), (2, machine.links.between)):
+            for name in type(links).model_fields:
+                for kind, ranks, nbytes, seconds in getattr(getattr(links, name), "measured", None) or ():
+                    found = machine.collective_seconds(kind, nbytes, ranks=ranks, hosts=hosts, transport=name)
+                    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("machine", EVERY, ids=lambda machine: machine.name)
+@given(data=st.data())
+def test_more_takes_longer(machine: Machine, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(sorted(machine.device.products)))
+    shape = [
+        data.draw(st.sampled_from([1, 2, 8, 32, 128])),
+        *[data.draw(st.sampled_from([2**n for n in range(6, 14)])) for _ in range(3)],
+    ]
+    place = data.draw(st.integers(0, 3))
+    larger = [4 * size if number == place else size for number, size in enumerate(shape)]
+    assert machine.product_seconds(Product(dtype, *larger)) > machine.product_seconds(Product(dtype, *shape))
+    kind = data.draw(st.sampled_from(["all-gather", "reduce-scatter", "all-reduce", "point to point"]))
+    ranks, hosts = data.draw(st.sampled_from([(2, 1), (4, 1), (8, 1), (8, 2), (64, 8), (512, 64)]))
+    seconds = [
+        machine.collective_seconds(kind, 1 << n, ranks=ranks, hosts=hosts)
+        for n in range(10, 31, 2)
+        if hosts == 1 or not machine.is_cpu or kind == "point to point" or ranks == hosts
+    ]
+    assert all(less < more for less, more in pairwise(seconds))
+    moved = [machine.moved_seconds(1 << n, dtype=dtype) for n in range(10, 31)]
+    assert all(less < more for less, more in pairwise(moved))
+
+
+def test_a_ring_sends_its_bytes_once_or_twice() -> None:
+    slow = Machine.model_validate({**SMALL, "links": {"inside": {"shared": {"latency_seconds": 0, "bandwidth": 1e9}}}})
+    assert slow.collective_seconds("all-gather", 1e9, ranks=4) == pytest.approx(0.75)
+    assert slow.collective_seconds("all-reduce", 1e9, ranks=4) == pytest.approx(1.5)
+    assert slow.collective_seconds("point to point", 1e9, ranks=2) == pytest.approx(1.0)
+    assert slow.collective_seconds("all-reduce", 1e9, ranks=1) == 0.0
+    gpus = find_machine("a100")
+    one_each, all_of_them = (gpus.collective_seconds("all-gather", 1e9, ranks=n, hosts=8) for n in (8, 64))
+    assert all_of_them < one_each / 4, "the ranks of a host each have a network of their own"
+
+
+def test_work_on_a_cpu_follows_and_on_an_accelerator_overlaps_its_launches() -> None:
+    product = Product("float32", 1, 512, 512, 512)
+    work = Work(products={product: 2}, moved=1 << 24, operations=3)
+    parts = 2 * MACHINE.product_seconds(product), MACHINE.moved_seconds(1 << 24), 3e-5
+    assert MACHINE.work_seconds(work) == pytest.approx(sum(parts))
+    assert MACHINE.work_seconds(work, ranks_on_host=2) == pytest.approx(1.1 * parts[0] + 1.5 * (parts[1] + parts[2]))
+    assert MACHINE.work_seconds(work, ranks_on_host=4) == pytest.approx(2 * MACHINE.work_seconds(work, ranks_on_host=2))
+    gpu = find_machine("a100")
+    many = Work(products={product: 1}, operations=1000)
+    assert gpu.work_seconds(many, ranks_on_host=8) == pytest.approx(1000 * gpu.device.launch_seconds)
+    assert MACHINE.work_seconds(Work()) == 0.0
+
+
+def test_updates_copies_and_disks_move_their_bytes() -> None:
+    assert MACHINE.update_seconds(1e6) == pytest.approx(28e6 / 1e10)
+    assert MACHINE.update_seconds(1e6, moments=0, on="host") == pytest.approx(12e6 / (1.5e10 / 2))
+    measured = Machine.model_validate({**SMALL, "update": {"device": 1e-9}})
+    assert measured.update_seconds(1e6, ranks_on_host=1) == pytest.approx(1e-3)
+    assert measured.update_seconds(1e6, moments=1, ranks_on_host=2) == pytest.approx(1.5e-3 * 20 / 28)
+    assert MACHINE.disk_seconds(1e9, 0.0) == pytest.approx(1.0001)
+    assert MACHINE.disk_seconds(1e9, 5e8, ranks_on_host=2) == pytest.approx(4.0002)
+    assert MACHINE.copy_seconds(5e9) == pytest.approx(1.0)
+    assert find_machine("h100").copy_seconds(5e9, to="device") > 0.05
+
+
+def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
+    for machine in EVERY:
+        write_machine(machine, tmp_path / "below" / "m.yaml")
+        assert read_machine(tmp_path / "below" / "m.yaml") == machine
+    odd = MACHINE.model_copy(update={"name": "1e3", "sources": ("no", "a: b\n#c")})
+    write_machine(odd, tmp_path / "m.yaml")
+    assert find_machine(str(tmp_path / "m.yaml")) == odd
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("name: two", "nme: two", "nme: unknown key; did you mean name?"),
+        ("kind: cpu", "kind: 3", "device.kind: got 3; allowed is text"),
+        ("devices: 2", "devices: 0", "host.devices: got 0; allowed is an integer >= 1"),
+        ("disk: {read: 1000000000.0", "disk: {read: -1", "disk.read: got -1; allowed is a number > 0"),
+        (
+            "bandwidth: 4000000000.0",
+            "bandwidth: fast",
+            "links.inside.shared.bandwidth: got 'fast'; allowed is a number > 0",
+        ),
+        ("memory_bytes: 17179869184", "memory_bytes: .nan", "memory_bytes: got nan; allowed is a number of bytes"),
+        ("peak: 100000000000.0", "peek: 1.0", "device.products.float32.peek: unknown key; allowed are peak, measured"),
+        (
+            "all-gather, 4,",
+            "al-gather, 4,",
+            "links.inside.shared.measured.2.0: got 'al-gather'; allowed is at least one row [kind,",
+        ),
+        (
+            "[1, 64, 64, 64, 20000000000.0]",
+            "[1, 64, 64]",
+            "measured.0: got [1, 64, 64]; allowed is at least one row [batch, rows,",
+        ),
+        ("kind: cpu", "kind: [", "line "),
+        ("host:", "hosts:", "hosts: unknown key; did you mean host?"),
+    ],
+)
+def test_nonsense_is_one_error_that_says_where(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "m.yaml"
+    text = MACHINE.to_yaml()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        read_machine(path)
+    assert str(path) in str(error.value)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "- a", "3", "{}", "\x00", "a: !!python/object b"])
+def test_no_machine_at_all_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"m\.yaml"):
+        read_machine(tmp_path / "m.yaml")
+
+
+def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no rates of bfloat16 products, only of float32; add device\.products\.bfloat16"
+    ):
+        MACHINE.product_seconds(Product("bfloat16", 1, 2, 2, 2))
+    with pytest.raises(ConfigError, match=r"no figures of nccl inside a host; add links\.inside\.nccl"):
+        MACHINE.collective_seconds("all-gather", 10, ranks=2, transport="nccl")
+    with pytest.raises(ConfigError, match="add disk with read and written"):
+        MACHINE.model_copy(update={"disk": None}).disk_seconds(1, 0)
+    with pytest.raises(
+        ConfigError, match=r"no machine is called 'h1000'; allowed are a100, b200, h100, h200, or the path"
+    ):
+        find_machine("h1000")
+    with pytest.raises(ConfigError, match="no such machine file"):
+        find_machine(str(tmp_path / "gone.yaml"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no machine was measured here .* run zeromesh plan --measure"):
+        find_machine()
+    write_machine(MACHINE, tmp_path / "zeromesh" / "machine.yaml")
+    assert find_machine() == MACHINE
+
+
+def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
+    assert shipped() == ("a100", "b200", "h100", "h200")
+    for name in shipped():
+        machine = find_machine(name)
+        assert len(machine.sources) >= 1
+        assert all(math.isfinite(rate) for *_, rate in machine.device.products["bfloat16"].measured)
+        large = Product("bfloat16", 1, 8192, 8192, 8192)
+        assert 0.55 < large.flops / machine.product_seconds(large) / machine.device.products["bfloat16"].peak < 0.9
