@@ -19,6 +19,7 @@ from zeromesh.checkpoint.format import manifest
 from zeromesh.launch.ssh import read_hosts
 from zeromesh.trainer.cli.train import check_mesh
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.planning.machine import read_machine
 
 TRAINED = {"README.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
@@ -175,6 +176,9 @@ class Page:
 
     def _yaml(self, block: Block) -> None:
         values = yaml.safe_load(block.text)
+        if block.name == "machine.yaml":
+            read_machine(Path(block.name))
+            return
         backends = values.get("tracking", {}).get("backends", [])
         if "tensorboard" in backends and find_spec("tensorboard") is None:
             backends.remove("tensorboard")
@@ -229,7 +233,8 @@ class Page:
 
     def _filled(self, words: tuple[str, ...]) -> list[str] | None:
         """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""
-        if words[0] != "zeromesh" or words[1] == "doctor" or words[1:3] == ("checkpoint", "merge"):
+        slow = words[1] == "doctor" or "--measure" in words
+        if words[0] != "zeromesh" or slow or words[1:3] == ("checkpoint", "merge"):
             return None
         if words[1] in ("train", "evaluate") and self.name not in TRAINED:
             return None

@@ -18,6 +18,7 @@ from typing import Any
 from zeromesh import __version__
 from zeromesh.errors import ZeromeshError, printable
 from zeromesh.trainer.cli import train
+from zeromesh.trainer.cli.plan import run_plan
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report, run_status
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
@@ -113,6 +114,15 @@ def make_parser() -> argparse.ArgumentParser:
     ranks = "ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)"
     _value(command, "--nproc", "N", _positive, ranks)
     _configured(command, "CONFIG", config)
+
+    command = commands.add_parser("plan", help="measure this machine, for plans of what fits and what is fastest")
+    _flag(command, "--measure", "measure the machine on its ranks, for about a minute, and write a machine file")
+    _value(command, "--ranks", "N", _positive, "ranks of this host (default: its devices, or else its cores)")
+    where = "the machine file to write (default: machine.yaml in the user's cache directory, where plans look)"
+    _value(command, "--out", "FILE", Path, where)
+    _value(command, "--directory", "DIR", Path, "where offload would write, for the rates of the disk (default: runs)")
+    _flag(command, "--tiny", argparse.SUPPRESS)
+    _flag(command, "--worker", argparse.SUPPRESS)
 
     command = commands.add_parser("status", help="show what each rank of a running job is doing")
     _value(command, "run", "RUN", Path, "the run's directory")
@@ -312,6 +322,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "launch": train.run_launch,
     "evaluate": train.run_train,
     "config": train.print_config,
+    "plan": run_plan,
     "status": run_status,
     "init": run_init,
     "checkpoint": _checkpoint,

@@ -12,7 +12,11 @@ from zeromesh.trainer.cli.main import SHELLS, config_keys, main
 from zeromesh.trainer.config.messages import known_paths
 
 _COMPLETED = [
-    ("", {"train", "launch", "evaluate", "config", "init", "status", "checkpoint", "report", "doctor", "completion"}),
+    (
+        "",
+        {"train", "launch", "evaluate", "config", "init", "plan"}
+        | {"status", "checkpoint", "report", "doctor", "completion"},
+    ),
     ("che", {"checkpoint"}),
     ("init quick", {"quickstart"}),
     ("evaluate c.yaml zero.st", {"zero.stage="}),

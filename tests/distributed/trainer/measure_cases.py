@@ -1,0 +1,19 @@
+"""Measures the workers' machine with tiny sizes."""
+
+from pathlib import Path
+from typing import Any
+
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.planning.measure import TINY_SIZES, MachineMeter
+
+
+def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
+    told: list[str] = []
+    meter = MachineMeter(mesh, TINY_SIZES, Path(folder), told.append)
+    machine = meter.machine()
+    return {
+        "machine": machine.to_yaml(),
+        "told": told,
+        "spreads": len(meter.clock.spreads),
+        "left": [name for name in mesh.process_sets if name.startswith(("shared", "gloo"))],
+    }

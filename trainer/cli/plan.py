@@ -1,0 +1,146 @@
+"""`zeromesh plan`: measures the machine, so that plans know it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.cli import train
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.planning.machine import Machine
+    from zeromesh.trainer.planning.measure import Clock
+
+_WAIT_SECONDS = 300.0
+"""How long ranks wait for one that measures."""
+_DIRECTORY = Path("runs")
+"""The default of run.output_dir, below which offload.directory lies by default."""
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Measure the machine, with `--measure`; returns the exit code.
+
+    Raises:
+        ConfigError: without `--measure`, or for ranks that cannot be.
+        StorageError: when the machine file or the disk cannot be written.
+    """
+    if options.measure:
+        return _measure(options)
+    raise ConfigError("give --measure; nothing is planned yet")
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Start the ranks that measure, or be one of them."""
+    from zeromesh.launch.rank_processes import become_worker
+    from zeromesh.launch.rendezvous import launch_workers
+
+    if options.worker:
+        die_with_launcher()
+        become_worker(train.exit_code_of)
+    environment = read_environment()
+    launched = environment.launcher == "torchrun" or environment.world_size > 1
+    if launched and options.ranks not in (None, environment.world_size):
+        raise ConfigError(
+            f"--ranks {options.ranks}: {environment.launcher} has started {environment.world_size} ranks, which measure; "
+            "leave --ranks out"
+        )
+    ranks = environment.world_size if launched else options.ranks or _ranks_here()
+    if options.worker or launched or ranks == 1:
+        _measure_here(options)
+        return 0
+    words = [
+        "plan",
+        "--measure",
+        *(["--tiny"] if options.tiny else []),
+        "--worker",
+        "--directory",
+        str(options.directory or _DIRECTORY),
+    ]
+    words += ["--out", str(options.out)] if options.out is not None else []
+    return train.report(launch_workers(python_arguments("zeromesh", words), processes=ranks))
+
+
+def _ranks_here() -> int:
+    """As many as there are devices, or else cores."""
+    from zeromesh.offload import accelerator
+
+    return len(accelerator.begin()) if accelerator.found() is not None else available_cores()
+
+
+def _measure_here(options: argparse.Namespace) -> None:
+    """The part of one rank; rank 0 writes the machine file."""
+    import zeromesh.trainer.trainer  # noqa: F401  # What a run has in memory is measured too.
+    from zeromesh.mesh.mesh_shape import MeshShape
+    from zeromesh.mesh.process_mesh import ProcessMesh
+    from zeromesh.offload import reuse_freed_memory
+    from zeromesh.offload.accelerator import pick_device
+    from zeromesh.trainer.planning.machine import machine_file, write_machine
+    from zeromesh.trainer.planning.measure import MachineMeter, sizes_for
+
+    reuse_freed_memory()
+    environment = read_environment()
+    device = pick_device(environment.local_rank)
+    mesh = ProcessMesh(
+        MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
+    )
+    try:
+        meter = MachineMeter(mesh, sizes_for(device, tiny=options.tiny), options.directory or _DIRECTORY, train.say)
+        machine = meter.machine()
+        if mesh.rank == 0:
+            path = options.out or machine_file()
+            write_machine(machine, path)
+            sys.stdout.writelines(f"{line}\n" for line in (*_lines(machine), *_spread(meter.clock), f"written: {path}"))
+    finally:
+        mesh.close()
+
+
+def _lines(machine: Machine) -> list[str]:
+    """What was found, for a person."""
+    from zeromesh.trainer.formatting import table_lines
+
+    rows = [
+        (f"products in {name}", f"{rates.peak / 1e9:,.0f} Gop/s at most")
+        for name, rates in machine.device.products.items()
+    ]
+    rows.append(
+        (
+            "memory",
+            f"{machine.device.memory_bandwidth / 1e9:,.1f} GB/s of one rank, {machine.host.memory_bandwidth / 1e9:,.1f} of all",
+        )
+    )
+    rows.append(("an operation's launch", f"{machine.device.launch_seconds * 1e6:.1f} us"))
+    for ranks, products, others in machine.host.crowding or ():
+        rows.append((f"{ranks} ranks at once", f"products {products:.2f} times as long, all else {others:.2f}"))
+    for where, links in (("inside a host", machine.links.inside), ("between hosts", machine.links.between)):
+        for name in type(links).model_fields:
+            link = getattr(links, name)
+            if link is not None:
+                rows.append(
+                    (f"{name} {where}", f"{link.latency_seconds * 1e6:.1f} us, {link.bandwidth / 1e9:.2f} GB/s")
+                )
+    if machine.device.copies is not None:
+        rows.append(
+            (
+                "copies to the device",
+                f"{machine.device.copies.to_device / 1e9:.1f} GB/s, back {machine.device.copies.to_host / 1e9:.1f}",
+            )
+        )
+    if machine.update.device is not None:
+        rows.append(("AdamW", f"{1e-6 / machine.update.device:,.0f} million elements/s"))
+    if machine.disk is not None:
+        rows.append(
+            ("disk", f"{machine.disk.read / 1e6:,.0f} MB/s read, {machine.disk.written / 1e6:,.0f} MB/s written")
+        )
+    return table_lines(("measured", machine.name), rows)
+
+
+def _spread(clock: Clock) -> list[str]:
+    if not clock.spreads:
+        return []
+    found = sorted(clock.spreads)
+    middle = found[len(found) // 2]
+    return [f"the middle half of the rounds is {middle:.1%} apart for half of the figures, and {found[-1]:.0%} at most"]
