@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -200,25 +201,25 @@ class Machine(Section):
     def product_seconds(self, product: Product) -> float:
         """Seconds of one product, alone on its host.
 
-        The formula is the roofline of Williams, Waterman and Patterson (2009): operations over the peak rate, or bytes over the
-        memory's, whichever is longer. Measured shapes say how far from it a product of nearly that shape is (inverse-distance
-        weighting by Shepard (1968), in logarithms of batch, rows, inner and columns).
+        The formula is the roofline of Williams, Waterman and Patterson (2009), operations over the peak rate or bytes over the
+        memory's, whichever is longer, as far as the best measured shape reaches it, after the seconds of the shortest product.
+        Measured shapes say how far from that a product of nearly that shape is (inverse-distance weighting by Shepard (1968), in
+        logarithms of batch, rows, inner and columns).
 
         Raises `ConfigError` for a dtype that the machine file has no rates of.
         """
         rates = self._rates(product.dtype)
-        roof = self._roof(product, rates)
+        first, reached, known = _fitted(self.device.memory_bandwidth, product.dtype, rates.peak, rates.measured)
+        formula = first + _roof(product, rates.peak, self.device.memory_bandwidth) / reached
         sought = _logarithms(product[1:])
         weights = total = 0.0
-        for batch, rows, inner, columns, rate in rates.measured:
-            here = Product(product.dtype, batch, rows, inner, columns)
-            ratio = math.log(here.flops / rate / self._roof(here, rates))
-            distance = sum((a - b) ** 2 for a, b in zip(sought, _logarithms(here[1:]), strict=True))
+        for place, ratio in known:
+            distance = sum((a - b) ** 2 for a, b in zip(sought, place, strict=True))
             if distance == 0.0:
-                return here.flops / rate
+                return formula * math.exp(ratio)
             weight = distance**-2
             weights, total = weights + weight, total + weight * ratio
-        return max(roof * math.exp(total / weights), product.flops / rates.peak)
+        return max(formula * math.exp(total / weights), product.flops / rates.peak)
 
     def _rates(self, dtype: str) -> ProductRates:
         rates = self.device.products.get(dtype)
@@ -229,12 +230,6 @@ class Machine(Section):
                 "file, or measure them (zeromesh plan --measure)"
             )
         return rates
-
-    def _roof(self, product: Product, rates: ProductRates) -> float:
-        _, batch, rows, inner, columns = product
-        elements = batch * (rows * inner + inner * columns + rows * columns)
-        moved = elements * torch_dtype(product.dtype).itemsize
-        return max(product.flops / rates.peak, moved / self.device.memory_bandwidth)
 
     def moved_seconds(self, nbytes: float, *, operations: int = 1, dtype: str = "float32") -> float:
         """Seconds in which `operations` that are no products read and write `nbytes` altogether, without their launches."""
@@ -393,8 +388,31 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _logarithms(sizes: Sequence[int]) -> list[float]:
-    return [math.log2(max(1, size)) for size in sizes]
+def _roof(product: Product, peak: float, bandwidth: float) -> float:
+    """The least seconds of a product: of its operations, or of its bytes."""
+    _, batch, rows, inner, columns = product
+    elements = batch * (rows * inner + inner * columns + rows * columns)
+    return max(product.flops / peak, elements * torch_dtype(product.dtype).itemsize / bandwidth)
+
+
+@lru_cache(maxsize=64)
+def _fitted(
+    bandwidth: float, dtype: str, peak: float, measured: Sequence[tuple[int, int, int, int, float]]
+) -> tuple[float, float, list[tuple[tuple[float, ...], float]]]:
+    """What measured products say: seconds of the shortest beyond its roof, the part of the roof that the best one reaches, and for
+    each shape, in logarithms, the logarithm of its seconds over those by formula."""
+    found = []
+    for *shape, rate in measured:
+        product = Product(dtype, *shape)
+        found.append((_logarithms(shape), _roof(product, peak, bandwidth), product.flops / rate))
+    reached = max(roof / seconds for _, roof, seconds in found)
+    _, roof, least = min(found, key=lambda each: each[2])
+    first = max(0.0, least - roof / reached)
+    return first, reached, [(place, math.log(seconds / (first + roof / reached))) for place, roof, seconds in found]
+
+
+def _logarithms(sizes: Sequence[int]) -> tuple[float, ...]:
+    return tuple(math.log2(max(1, size)) for size in sizes)
 
 
 def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
