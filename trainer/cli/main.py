@@ -19,7 +19,8 @@ from zeromesh import __version__
 from zeromesh.errors import ZeromeshError, printable
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.plan import run_plan
-from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report, run_status
+from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
+from zeromesh.trainer.cli.status import run_status, run_trace
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
@@ -126,6 +127,20 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("status", help="show what each rank of a running job is doing")
     _value(command, "run", "RUN", Path, "the run's directory")
+    _flag(command, "--watch", "show it again and again until the run ends")
+    _value(command, "--interval", "SECONDS", _interval, "between two looks with --watch (default 1)", default=1.0)
+    _flag(command, "--json", "print JSON, a line for each look")
+
+    command = commands.add_parser("trace", help="write a timeline of the latest steps of all ranks, for Perfetto")
+    _value(command, "run", "RUN", Path, "the run's directory; one that goes on is asked for its ranks' events")
+    _value(command, "--out", "FILE", Path, "packed where it ends with .gz (default: trace/trace.json.gz in RUN)")
+    _value(
+        command,
+        "--steps",
+        "A:B",
+        _steps,
+        "the first and the last step to show, counted from 1 (default: all there are)",
+    )
 
     command = commands.add_parser("init", help="write an example configuration here; without a name, list them")
     _value(command, "name", "NAME", str, "the name of an example", nargs="?", choices=sorted(examples()))
@@ -213,7 +228,15 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
 
 
 _natural, _positive = _number(int, "is an integer >= 0", 0), _number(int, "is an integer >= 1", 1)
+_interval = _number(float, "are seconds from 0.1 to 86400", 0.1, 86400)
 _distance, _silence = _number(float, "is a number >= 0", 0), _number(float, "are seconds from 1 to 86400", 1, 86400)
+
+
+def _steps(text: str) -> range:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are the first and the last step, as 10:12")
+    return range(int(first), int(last) + 1)
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -324,6 +347,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "config": train.print_config,
     "plan": run_plan,
     "status": run_status,
+    "trace": run_trace,
     "init": run_init,
     "checkpoint": _checkpoint,
     "report": run_report,

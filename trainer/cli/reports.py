@@ -1,14 +1,10 @@
-"""Commands that look at runs and at this machine: `zeromesh status`, `report` and `doctor`; and `init`, which writes examples."""
+"""Commands that look at runs and at this machine: `zeromesh report` and `doctor`; and `init`, which writes examples."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import socket
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -16,72 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.errors import StorageError, printable
-from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.formatting import table_lines
-from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics
+from zeromesh.files import write_whole
 
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.doctor.software import Finding
 
 REPORT = "report.html"
-_STALE_SECONDS = 10.0
 _RUNS = Path("runs")
 """The default of run.output_dir."""
 _EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
-
-
-def run_status(options: argparse.Namespace) -> int:
-    """Show whether a run goes on and what each of its ranks does, from the files that it writes.
-
-    Returns 0 for a run that goes on or has ended in order, 1 for one that has failed, was killed or is silent.
-
-    Raises:
-        StorageError: where there is no run, or its files cannot be read.
-    """
-    metrics, path, lock = options.run / METRICS, options.run / RANKS, options.run / LOCK
-    if not metrics.exists():
-        raise StorageError(f"{str(options.run)!r} holds no run: there is no metrics.jsonl")
-    last = (read_metrics(metrics) or [{}])[-1]
-    _print(f"{options.run}: step {last.get('step', 0)}, loss {last.get('loss', 'not yet known')}")
-    if path.exists():
-        _print(*_ranks(path))
-    try:
-        note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
-    except OSError as error:
-        raise StorageError(f"{str(lock)!r} cannot be read: {error.strerror or error}") from error
-    written = path if path.exists() else metrics
-    code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
-    if verdict:
-        _print(verdict)
-    return code
-
-
-def _ranks(path: Path) -> list[str]:
-    try:
-        rows = []
-        for row in json.loads(read_whole(path))["ranks"]:
-            doing, silent = row["failure"] or row["doing"], f"{row['seconds_without_progress']:.1f}"
-            rows.append((row["rank"], row["pid"], row["step"], doing, silent))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise StorageError(f"{str(path)!r} cannot be read: {error}") from error
-    return table_lines(("rank", "pid", "step", "doing", "seconds without progress"), rows)
-
-
-def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
-    """Judge a run whose lock says `note`, and which has written last `silent` seconds ago: the exit code, and a sentence."""
-    if note == ENDED:
-        return 0, "the run has ended"
-    if note.startswith(ENDED):
-        return 1, f"the run has {note}"
-    process = re.fullmatch(r"pid (\d{1,9}) on (.*)", note)
-    here = process is not None and process[2] == socket.gethostname()
-    if process is not None and here and not os.path.exists(f"/proc/{process[1]}"):
-        return 1, f"the run was killed: its process ({note}) is gone"
-    if silent <= _STALE_SECONDS:
-        return 0, ""
-    if here and not monitored:
-        return 0, f"its last line is {silent:,.0f} seconds old, and its process ({note}) is there"
-    return 1, f"not heard of for {silent:,.0f} seconds: the run was killed, or its host is lost or hangs"
 
 
 def run_report(options: argparse.Namespace) -> int:

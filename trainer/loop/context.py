@@ -12,8 +12,8 @@ from torch import nn
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import NonFiniteError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
-from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER

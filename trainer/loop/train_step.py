@@ -23,6 +23,7 @@ from zeromesh.offload.accelerator import is_accelerator, numbers
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
 from zeromesh.rng import Streams
+from zeromesh.telemetry.event_ring import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.data.loader import BatchLoader
@@ -100,12 +101,14 @@ class Stepper:
         began, waited = time.perf_counter(), mesh.watch.waited
         mesh.recorder.take_traffic()  # What was sent since the last step is no part of this one.
         mesh.recorder.begin_step(engine.waits)
+        mesh.post(Activity.DATA, step=step)
 
         # The batches of all microbatches, and how many targets all ranks have in them.
         plan = loader.feed.plan
         microbatches, rounds = plan.microbatches(data_step, mesh.data_index), plan.rounds_of(data_step)
         with mesh.recorder.span(StepPhase.DATA):
             batches = loader.step(data_step)
+        mesh.post(Activity.AGREE)
         require_same_batches(batches, mesh)
         counts = [self._loss.count(batch) for batch in batches]
         count, shares = self._count_targets(plan, microbatches, counts)
@@ -131,6 +134,7 @@ class Stepper:
         if self._pipeline is None:
             moved = self._to_device(batches, counts)
             for number, (own_seed, position) in enumerate(zip(seeds, positions, strict=True)):
+                mesh.watch.begin_microbatch(number)
                 with engine.microbatch(position) as backward:
                     backward(self._loss_of(next(moved), own_seed * engine.loss_scale), own_seed)
                 end(number)
@@ -155,6 +159,7 @@ class Stepper:
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
         mesh.world.sum_(sums, "sums of the step")
+        mesh.watch.ring.add(MEETING | (step + 1))
         loss_sum, targets, inputs, terminated, interrupted, had, squares = sums.tolist()
 
         # The update.
@@ -164,6 +169,9 @@ class Stepper:
             before_update()
         outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite)
         bubble = self._pipeline.bubble() if self._pipeline is not None else None
+        phases = mesh.recorder.take_seconds()
+        mesh.watch.count_step(phases)
+        mesh.post(Activity.IDLE)
         return StepResult(
             loss=loss_sum / targets if targets else float("nan"),
             targets=int(targets),
@@ -175,7 +183,7 @@ class Stepper:
             cause=outcome.cause,
             waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
             communication=mesh.recorder.take_traffic(),
-            phases=mesh.recorder.take_seconds(),
+            phases=phases,
             bubble={} if bubble is None else {"predicted": bubble.predicted, "measured": bubble.measured},
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,

@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.errors import ConfigError, summary
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig

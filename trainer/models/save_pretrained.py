@@ -20,7 +20,7 @@ from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, saved_buffers

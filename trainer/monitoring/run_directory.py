@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from zeromesh import __version__
 from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
+from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_name, is_accelerator
 from zeromesh.offload.memory.ledger import cpu_name
-from zeromesh.telemetry.watchdog import StateMonitor
+from zeromesh.telemetry.event_ring import FOLDER
+from zeromesh.telemetry.state_monitor import StateMonitor
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import ENDED, EVALUATIONS, LOCK, METRICS, RANKS, STARTS, MetricsWriter
@@ -90,11 +92,39 @@ class RunDirectory:
     ) -> Iterator[MetricsWriter | None]:
         """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`.
 
-        `facts` about the model and the machine go into the line of this start. Inside the block a file says where every rank is.
+        `facts` about the model and the machine go into the line of this start. Inside the block a file says where every rank is,
+        and at its end, however that comes, each rank writes its latest events.
         """
-        if not self._writes:
-            yield None
-            return
+        with self._traced(mesh):
+            if not self._writes:
+                yield None
+                return
+            with self._opened(config, step, facts, mesh) as writer:
+                yield writer
+
+    @contextmanager
+    def _traced(self, mesh: Mesh) -> Iterator[None]:
+        """Write this rank's latest events whenever they are asked for inside the block, and at its end."""
+        axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
+        facts = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
+        facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names(mesh.rank)]
+
+        def write() -> None:
+            with contextlib.suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
+                mesh.watch.ring.write(self.path / FOLDER / f"rank-{mesh.rank}.ring", facts)
+
+        mesh.watch.on_request = write
+        try:
+            yield
+        finally:
+            mesh.watch.on_request = lambda: None
+            write()
+
+    @contextmanager
+    def _opened(
+        self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
+    ) -> Iterator[MetricsWriter]:
+        """What rank 0 does in `open`."""
         redaction = Redaction(secret_values())
         try:
             text = config.to_yaml(redaction.values)
@@ -105,9 +135,7 @@ class RunDirectory:
             starts.write({"step": step, "host": socket.gethostname(), **facts})
         if os.path.lexists(self.path / EVALUATIONS):
             MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
-        monitor: AbstractContextManager[Any] = contextlib.nullcontext()
-        if mesh.world_size > 1:
-            monitor = StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text)
+        monitor = StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text)
         with MetricsWriter(self.path / METRICS, keep_through=step) as writer, monitor:
             yield writer
 

@@ -25,7 +25,7 @@ from zeromesh.offload.accelerator import (
     pick_device,
     round_float32_products,
 )
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import MapDataset, check_dataset

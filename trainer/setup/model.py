@@ -18,7 +18,7 @@ from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import ParallelOptions, divide
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData

@@ -13,7 +13,7 @@ from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
 """What equals the parameters is stored once, as parameters: master weights of their dtype, averages of what was never trained."""

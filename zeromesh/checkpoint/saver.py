@@ -31,7 +31,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,9 @@ class Counters:
         if self.reached(value):
             return
         words = self._words
-        behind = [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
+
+        def behind() -> list[int]:
+            return [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
 
         def pause(seconds: float) -> None:
             for place, futex in zip(self._places, self._futexes, strict=True):
@@ -114,7 +116,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        self._watch.wait(lambda: self.reached(value), behind, what, pause)
+        self._watch.wait(lambda: self.reached(value), behind(), what, pause, behind)
 
 
 class SharedBuffer(GatherBuffer):

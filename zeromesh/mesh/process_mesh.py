@@ -114,6 +114,7 @@ class ProcessMesh:
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
             ) from error
+        self.watch.ring = self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
         self.coordinate: Coordinate = shape.coordinate(self.rank)

@@ -46,8 +46,8 @@ from zeromesh.optim.class_optimizer import WholeOptimizer, make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, gradient_of
 from zeromesh.options import AverageSettings, Placement, UpdateOn, ZeroOptions
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 _HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"

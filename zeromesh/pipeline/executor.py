@@ -34,7 +34,7 @@ from zeromesh.pipeline.schedule import (
     simulate,
     validate,
 )
-from zeromesh.telemetry.watchdog import Activity
+from zeromesh.telemetry.event_ring import Activity
 
 
 class StageRunner:
@@ -242,6 +242,7 @@ class _Run:
         received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
         if self.order is None:
             self._post_ahead()
+        self.channels.group.watch.begin_microbatch(action.microbatch)
         self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
         made: Sequence[torch.Tensor] = ()

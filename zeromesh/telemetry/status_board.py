@@ -15,25 +15,28 @@ import base64
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 from zeromesh.offload.memory.allocation import SharedSegment
+from zeromesh.telemetry.event_ring import ACTIVITY_BITS, UNIT_BITS
 
 HISTORY = 256
 STREAMS = 3
 """Sequences of events that are each in one order on all ranks: gathers, reductions, and calls of methods."""
-_PID, PROGRESS, STATE, _PUBLISHED = range(4)
-_STAMPS_AT = 4
-_EVENTS_AT = 8
-_HISTORY_AT = 16
+_PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, ASKED, _CLOCK = range(8)
+"""`SINCE`: when `STATE` last changed, by the rank's own monotonic clock in nanoseconds, as `_CLOCK`, which says when it published
+this. `MICROBATCH`: its number in the step, from 1. `ASKED`: of rank 0 alone, the number of the latest request for traces."""
+_STAMPS_AT = 8
+_EVENTS_AT = 13
+_TOTALS_AT = 16
+_HISTORY_AT = 24
 _NOTES_AT = _HISTORY_AT + STREAMS * HISTORY
-UNIT_BITS, _ACTIVITY_BITS = 28, 8
-STEP_SHIFT = UNIT_BITS + _ACTIVITY_BITS
-"""What a rank is doing is one word: the step, below it the activity, and below that the unit plus 1, where 0 is no unit."""
+TOTALS = ("data", "compute", "offload", "communication", "between")
+"""To what the nanoseconds of whole steps went. `between`: those between steps."""
 
 
 class RankNote(IntEnum):
@@ -47,9 +50,11 @@ class RankNote(IntEnum):
     """The error with which it has left a call, whose number is the stamp."""
     DISK = 3
     """What it has been waiting for a disk to do."""
+    WAIT = 4
+    """For what it waits: numbers of the ranks that have not come, `|`, and what for. The stamp is since when, as `SINCE`."""
 
 
-_NOTE_BYTES = (1024, 256, 512, 512)
+_NOTE_BYTES = (1024, 256, 512, 512, 512)
 _NOTE_STARTS = tuple(_NOTES_AT * 8 + sum(_NOTE_BYTES[:note]) for note in RankNote)
 ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
@@ -65,6 +70,10 @@ class RankStatus:
     """Counted from 1; 0 before the first."""
     activity: int
     unit: int
+    microbatch: int
+    """Counted from 1; 0 before the first of a step."""
+    seconds: float
+    """For how long it has been doing that."""
     failure: str
     """Why it failed; empty while it has not."""
 
@@ -85,7 +94,7 @@ class StatusBoard:
 
     def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
         self.own = rows[rank]
-        """The row of this rank: in `STATE` what it does now, as one word (see `STEP_SHIFT`), in `PROGRESS` a counter."""
+        """The row of this rank: in `STATE` what it does now, as one word (see `event_ring`), in `PROGRESS` a counter."""
         self._rank = rank
         self._row: Callable[[int], memoryview] = rows.__getitem__
         self.own[_PID] = os.getpid()
@@ -94,11 +103,12 @@ class StatusBoard:
         """Move this rank's progress counter."""
         self.own[PROGRESS] += 1
 
-    def event(self, stream: int, code: int, state: int) -> int:
-        """Append an event to a stream that all ranks go through in one order, and post `state`; returns the event's number."""
+    def event(self, stream: int, code: int, state: int, at: int = 0) -> int:
+        """Append an event to a stream that all ranks go through in one order, and post `state`, since the moment `at`; returns the
+        event's number."""
         own = self.own
         number = own[_EVENTS_AT + stream]
-        own[STATE] = state
+        own[STATE], own[SINCE] = state, at
         own[_HISTORY_AT + stream * HISTORY + number % HISTORY] = code
         own[_EVENTS_AT + stream] = number + 1
         own[PROGRESS] += 1
@@ -121,11 +131,36 @@ class StatusBoard:
         """What a rank last said of itself."""
         row = self._row(rank)
         rest, unit = divmod(row[STATE], 1 << UNIT_BITS)
-        step, activity = divmod(rest, 1 << _ACTIVITY_BITS)
-        failure = self.read(rank, RankNote.FAILURE)[1]
+        step, activity = divmod(rest, 1 << ACTIVITY_BITS)
         return RankStatus(
-            pid=row[_PID], progress=row[PROGRESS], step=step, activity=activity, unit=unit - 1, failure=failure
+            pid=row[_PID],
+            progress=row[PROGRESS],
+            step=step,
+            activity=activity,
+            unit=unit - 1,
+            microbatch=row[MICROBATCH],
+            seconds=self.seconds_since(rank, row[SINCE]),
+            failure=self.read(rank, RankNote.FAILURE)[1],
         )
+
+    def seconds_since(self, rank: int, moment: int) -> float:
+        """How long ago a moment of a rank's own clock was; 0 where the moment is 0. Clocks of hosts are not compared."""
+        clock = self._row(rank)[_CLOCK]  # Ranks that share memory do not say, and have the same clock.
+        elapsed = (clock or time.monotonic_ns()) - moment
+        return (elapsed / 1e9 + (self.silent_seconds(rank) if clock else 0.0)) if moment else 0.0
+
+    def count_step(self, nanoseconds: Sequence[int]) -> None:
+        """Add a step, and what it took, in the order of `TOTALS`."""
+        for place, value in enumerate((1, *nanoseconds), start=_TOTALS_AT):
+            self.own[place] += value
+
+    def totals(self, rank: int) -> tuple[int, ...]:
+        """A rank's steps so far, and their nanoseconds in the order of `TOTALS`."""
+        return tuple(self._row(rank)[_TOTALS_AT : _TOTALS_AT + 1 + len(TOTALS)])
+
+    def asked(self) -> int:
+        """The number of the latest request for traces, as far as this rank knows without asking."""
+        return int(self._row(0)[ASKED])
 
     def progress(self, rank: int) -> int:
         """The progress counter of a rank."""
@@ -226,7 +261,13 @@ class StoreBoard(StatusBoard):
             self._last[rank] = self._store.get(f"zeromesh/board/{rank}")
         except RuntimeError:
             self._store_is_gone = True
+        return self._decoded(rank)
+
+    def _decoded(self, rank: int) -> memoryview:
         return memoryview(base64.b64decode(self._last.get(rank, b"")) or bytes(ROW_WORDS * 8)).cast("q")
+
+    def asked(self) -> int:
+        return int(self._decoded(0)[ASKED] if self._rank else self.own[ASKED])
 
     def alive(self, rank: int) -> bool:
         silent = self.silent_seconds(rank)
@@ -248,6 +289,7 @@ class StoreBoard(StatusBoard):
         """Make this rank's row visible to all now. Where the store cannot be reached nobody can be told."""
         with self._publishing:
             self.own[_PUBLISHED] += 1
+            self.own[_CLOCK] = time.monotonic_ns()
             # One copy, in which no other thread writes meanwhile.
             row = base64.b64encode(self.own.tobytes()).decode()
             try:

@@ -30,6 +30,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from zeromesh.offload import WaitTime
+from zeromesh.telemetry.event_ring import BEGIN, END, EventRing
 
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """By axis and collective: `calls`, `bytes` and `seconds`."""
@@ -81,6 +82,8 @@ class StepRecorder:
         """Whether seconds and traffic are measured. It may change between steps."""
         self.profiling = False
         """Whether ranges are recorded: inside `profiling_ranges`."""
+        self.ring = EventRing()
+        """What is measured is among the latest events of this rank too, by the host's clock."""
         self._mark = mark
         self._between = between
         self._waits = WaitTime()
@@ -191,12 +194,13 @@ class StepRecorder:
 class _Span:
     """A block of one phase. It has no state of its own, so that one object serves every block of its kind."""
 
-    __slots__ = ("_figures", "_name", "_phase", "_recorder")
+    __slots__ = ("_figures", "_name", "_number", "_phase", "_recorder")
 
     def __init__(self, recorder: StepRecorder, phase: StepPhase, name: str, figures: list[float] | None = None) -> None:
         self._recorder = recorder
         self._phase = phase
         self._name = name
+        self._number = recorder.ring.name(name)
         self._figures = figures
 
     @contextmanager
@@ -210,6 +214,7 @@ class _Span:
         if recorder._open:
             recorder._lap()
             recorder._open.append(self._phase)
+            recorder.ring.add(BEGIN | self._number)
         if self._figures is not None:
             self._figures[3] = time.perf_counter()
 
@@ -220,6 +225,7 @@ class _Span:
         if len(recorder._open) > 1:
             recorder._lap()
             recorder._open.pop()
+            recorder.ring.add(END | self._number)
 
 
 class CommAccount:

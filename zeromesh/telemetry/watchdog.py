@@ -1,59 +1,37 @@
-"""`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for.
-
-`StateMonitor` writes where every rank is to one file, so that a lost, hung or slow rank shows while the run goes on.
-"""
+"""`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from enum import IntEnum
-from pathlib import Path
-from typing import Any, Protocol, Self
+from functools import partial
+from itertools import chain, repeat
+from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
-from zeromesh.files import longest, write_whole
+from zeromesh.files import longest
+from zeromesh.telemetry import event_ring
+from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity, EventRing, phrase_of
 from zeromesh.telemetry.status_board import (
+    ASKED,
     HISTORY,
+    MICROBATCH,
     PROGRESS,
+    SINCE,
     STATE,
-    STEP_SHIFT,
-    UNIT_BITS,
     RankNote,
     RankStatus,
     StatusBoard,
 )
 
-
-class Activity(IntEnum):
-    """What a rank is doing, as its row on the board says it."""
-
-    IDLE = 0, "between steps"
-    FORWARD = 1, "in forward of"
-    BACKWARD = 2, "in backward of"
-    GATHER = 3, "gathering"
-    REDUCE = 4, "reducing gradients of"
-    OPTIMIZER = 5, "updating"
-    SAVE = 6, "saving the model"
-    LOAD = 7, "loading a checkpoint"
-    CALL = 8, "waiting for all ranks to make the same call"
-    DATA = 9, "waiting for data"
-
-    phrase: str
-    """What a message says of it; the name of a unit may follow."""
-
-    def __new__(cls, number: int, phrase: str = "") -> Self:
-        made = int.__new__(cls, number)
-        made._value_, made.phrase = number, phrase
-        return made
-
-
-_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL, Activity.DATA)
+_ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
+"""What a wait is for that ranks have begun, and announced as an event, before they wait: a rank that has is not waited for."""
+_TOTAL_OF = {"data": 0, "offload_wait": 2, "communication": 3}
+"""The place in `TOTALS` of a phase; all others are computation."""
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The streams of events. On a device reductions are events of the stream of gathers."""
 
@@ -126,6 +104,11 @@ class Watchdog:
         """Called by the thread of the heartbeat, a few times a second."""
         self.on_post: Callable[[], None] = lambda: None
         """Called whenever this rank says what it does."""
+        self.on_request: Callable[[], None] = lambda: None
+        """Called by that thread when somebody has asked for traces of all ranks."""
+        self.ring = EventRing()
+        """The latest events of this rank."""
+        self._step_ended = 0.0
         self._disk_patience = 600.0
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
@@ -141,9 +124,12 @@ class Watchdog:
         The thread stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits for stays on the
         board for as long as the call goes on, so that the error after the patience can name it.
         """
-        period, number = min(0.25, self.timeout_seconds / 4), 0
+        period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self._board.asked()
         while not self.closed.wait(period):
             self.on_beat()
+            if (asked := self._board.asked()) != answered:
+                answered = asked
+                self.on_request()
             call = longest()
             if call is None or call.in_all < period:
                 self._board.write(RankNote.DISK, 0)
@@ -175,14 +161,33 @@ class Watchdog:
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say what this rank does now; `step` counts from 0."""
+        own = self._board.own
         if step is not None:
-            self._step = step + 1
+            self._step, own[MICROBATCH] = step + 1, 0
         self.refuse()
         self._doing = (activity, unit)
-        own = self._board.own
-        own[STATE] = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
+        state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
+        if own[STATE] != state:  # A rank that says it again and again has been at it all the time.
+            own[STATE], own[SINCE] = state, (now := time.monotonic_ns())
+            self.ring.add(state, now)
         own[PROGRESS] += 1
         self.on_post()
+
+    def begin_microbatch(self, number: int) -> None:
+        """Say that this rank begins with a microbatch of the step, counted from 0."""
+        self._board.own[MICROBATCH] = number + 1
+        self.ring.add(event_ring.MICROBATCH | (number + 1))
+
+    def count_step(self, seconds: Mapping[str, float]) -> None:
+        """Say how long the phases of a step took, which is over. What is left of the time since the last such call was between
+        the two steps."""
+        found, now = [0.0] * 5, time.monotonic()
+        for phase, value in seconds.items():
+            found[_TOTAL_OF.get(phase, 1)] += value
+        found[4] = max(0.0, now - self._step_ended - sum(found)) if self._step_ended else 0.0
+        self._step_ended = now
+        if seconds:
+            self._board.count_step([int(1e9 * value) for value in found])
 
     def beat(self) -> None:
         """Say that this rank makes progress."""
@@ -209,7 +214,9 @@ class Watchdog:
             self.begun += len(peers) > 1
         digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
         word = (digest << _CODE_BITS) | code
-        number = self._board.event(stream, word, (self._step << STEP_SHIFT) | state)
+        now, state = time.monotonic_ns(), (self._step << STEP_SHIFT) | state
+        number = self._board.event(stream, word, state, now)
+        self.ring.add(state, now)
         self._events[stream] = (number, word)
         if self._compare_events:
             # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
@@ -217,7 +224,8 @@ class Watchdog:
         elif not settled:
             self._board.publish()
             what = f"agreement on {self._phrase(word)}"
-            self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
+            behind = partial(self._behind, peers, stream, number)
+            self.wait(lambda: not behind(), peers, what, behind=behind)
             self._compare(peers)
 
     @contextmanager
@@ -255,17 +263,15 @@ class Watchdog:
         self._board.publish()
 
         def not_called() -> CollectiveError:
-            missing = [peer for peer in peers if not self._board.reached(peer, _CALLS, number)]
+            missing = behind()
             return CollectiveError(
                 f"{name} must be called on all ranks: rank {self._rank} called it, and {ranks_text(missing)} did not within "
                 f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
             )
 
-        def all_called() -> bool:
-            return all(self._board.reached(peer, _CALLS, number) for peer in peers)
-
+        behind = partial(self._behind, peers, _CALLS, number)
         try:
-            self._wait(all_called, peers, f"the call of {name} by all ranks", late=not_called)
+            self._wait(lambda: not behind(), peers, f"the call of {name} by all ranks", late=not_called, behind=behind)
             self._compare(peers, _CALLS)
         except BaseException as error:
             self.fail(error)
@@ -306,16 +312,38 @@ class Watchdog:
                 return f"rank {peer} has left {inside[number]} with {why}"
         return ""
 
+    def _behind(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
+        """The peers that have not gone through event `number`."""
+        return [peer for peer in peers if not self._board.reached(peer, stream, number)]
+
+    def _missing(self, peers: Sequence[int], what: str) -> list[int]:
+        """The peers that have not come to a collective, as far as the board tells: they neither wait for the same thing nor, where
+        it was announced, have announced as much as this rank."""
+        announced = [(stream, at) for stream, (at, _) in self._events.items() if stream != _CALLS]
+        early = announced if what.startswith(_ANNOUNCED) else []
+        return [
+            peer
+            for peer in self._others(peers)
+            if self._board.read(peer, RankNote.WAIT)[1].partition("|")[2] != what
+            and not (early and all(self._board.reached(peer, *each) for each in early))
+        ]
+
     def wait(
-        self, done: Callable[[], bool], peers: Sequence[int], what: str, pause: Callable[[float], None] | None = None
+        self,
+        done: Callable[[], bool],
+        peers: Sequence[int],
+        what: str,
+        pause: Callable[[float], None] | None = None,
+        behind: Callable[[], list[int]] | None = None,
     ) -> None:
         """Wait until `done()`; for conditions that peers make true in shared memory. `pause` sleeps for so many seconds, or until
-        something has changed; None: nobody tells, and `done` is asked again and again."""
+        something has changed; None: nobody tells, and `done` is asked again and again. `behind` says who has not come; None: the
+        board has to."""
         self.begun += 1
         for _ in range(200):
             if done():
                 return
-        self._wait(done, peers, what, pause)
+        self._wait(done, peers, what, pause, behind=behind)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Wait for a collective that runs in the background.
@@ -324,9 +352,12 @@ class Watchdog:
             CollectiveError: also when the collective itself failed, with what the board knows of the peers.
         """
         self.begun += 1
-        piece = timedelta(seconds=self.SLICE_SECONDS)
+        # After the first, a short one, the board says that this rank waits.
+        first, piece = timedelta(seconds=self.SLICE_SECONDS / 5), timedelta(seconds=self.SLICE_SECONDS)
+        pieces = chain([first], repeat(piece))
 
         def arrived() -> bool:
+            piece = next(pieces)
             try:
                 work.wait(piece)
             except RuntimeError:
@@ -349,11 +380,15 @@ class Watchdog:
         what: str,
         pause: Callable[[float], None] | None = None,
         late: Callable[[], CollectiveError] | None = None,
+        behind: Callable[[], list[int]] | None = None,
     ) -> None:
         """Wait until `done()`; peers are looked at a few times a second."""
         self.refuse()
-        began, seconds, look_at = time.perf_counter(), 0.0, 0.0
+        since = time.monotonic_ns()
+        self.ring.add(event_ring.WAIT | self.ring.name(what), since)
+        began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
         patience = self.patience_with(peers, what, late)
+        missing = behind() if behind is not None else []
         try:
             while not done():
                 if pause is not None:
@@ -367,12 +402,20 @@ class Watchdog:
                 look_at = now + 0.05
                 self.refuse()
                 patience.look()
+                if now >= say_at:  # Looking at rows of other hosts asks the store.
+                    say_at = now + 0.5
+                    found = self._missing(peers, what) if behind is None else behind()
+                    missing = found or missing
+                    self._board.write(RankNote.WAIT, since, f"{' '.join(map(str, found[:32]))}|{what}")
         except BaseException:
             self.in_doubt = True
             self.told.set()
             raise
         finally:
             self.waited += time.perf_counter() - began
+            self.ring.add(event_ring.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
+            if say_at:
+                self._board.write(RankNote.WAIT, 0)
 
     def patience_with(
         self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
@@ -414,8 +457,29 @@ class Watchdog:
     def state(self, rank: int) -> tuple[RankStatus, str]:
         """What a rank last said of itself, and what it does in words."""
         row = self._board.row(rank)
-        where = "" if row.activity in _WITHOUT_UNIT else f" {self._unit_name(rank, row.unit)}"
-        return row, Activity(row.activity).phrase + where
+        return row, phrase_of(Activity(row.activity), row.unit, self.unit_names(rank))
+
+    def totals(self, rank: int) -> tuple[int, ...]:
+        """See `StatusBoard.totals`."""
+        return self._board.totals(rank)
+
+    def waits_for(self, rank: int) -> tuple[list[int], str, float] | None:
+        """The ranks that have not come to what a rank waits for, that, and for how many seconds; None where it does not wait."""
+        since, text = self._board.read(rank, RankNote.WAIT)
+        ranks, _, what = text.partition("|")
+        return ([int(each) for each in ranks.split()], what, self._board.seconds_since(rank, since)) if since else None
+
+    def disk_of(self, rank: int) -> str:
+        """The disk operation that a rank waits for, if any."""
+        return self._board.read(rank, RankNote.DISK)[1]
+
+    def unit_names(self, rank: int) -> Sequence[str]:
+        """Names of a rank's units, in their order."""
+        return self._names.get(rank, ())
+
+    def request_traces(self, number: int) -> None:
+        """Have all ranks call `on_request`; rank 0 alone may. `number`: another than that of the last request."""
+        self._board.own[ASKED] = number
 
     def describe(self, rank: int) -> str:
         """The same as a line."""
@@ -429,10 +493,6 @@ class Watchdog:
 
     def _others(self, peers: Sequence[int]) -> list[int]:
         return [peer for peer in peers if peer != self._rank]
-
-    def _unit_name(self, rank: int, unit: int) -> str:
-        names = self._names.get(rank, ())
-        return names[unit] if 0 <= unit < len(names) else "the run's counters"
 
     def broken_transport(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
         """A transport's own error, usually a closed connection: look for the rank that explains it."""
@@ -500,7 +560,7 @@ class Watchdog:
 
     def _phrase(self, word: int) -> str:
         activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
-        return f"{Activity(activity).phrase} {self._unit_name(self._rank, unit - 1)}"
+        return phrase_of(Activity(activity), unit - 1, self.unit_names(self._rank))
 
     def _late(self, peers: Sequence[int], what: str) -> CollectiveError:
         """The error for peers that showed no progress for the whole timeout."""
@@ -538,57 +598,3 @@ class Patience:
             self._seen, self._deadline = progress, now + watch.timeout_seconds
         elif now > self._deadline:
             raise self._late()
-
-
-class StateMonitor:
-    """Writes `path` every second, from a thread of its own, whole each time.
-
-        {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "doing": "in forward of unit layers.3",
-                                          "seconds_without_progress": 0.1, "failure": ""}, ...]}
-
-    `failure` is what `clean` leaves of the error. What it cannot write it does not write: nothing depends on it.
-    """
-
-    PERIOD_SECONDS = 1.0
-
-    def __init__(self, watch: Watchdog, ranks: Sequence[int], path: Path, *, clean: Callable[[str], str]) -> None:
-        self._watch = watch
-        self._path = path
-        self._clean = clean
-        self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def states(self) -> list[dict[str, Any]]:
-        """One mapping for each rank."""
-        now = time.monotonic()
-        found = []
-        for rank, (before, since) in self._progress.items():
-            row, doing = self._watch.state(rank)
-            if row.progress != before:
-                since = now
-                self._progress[rank] = (row.progress, now)
-            seconds, failure = round(now - since, 1), self._clean(row.failure)
-            found.append(
-                {"rank": rank, "pid": row.pid, "step": row.step, "doing": doing}
-                | {"seconds_without_progress": seconds, "failure": failure}
-            )
-        return found
-
-    def _run(self) -> None:
-        last = False
-        while True:
-            content = json.dumps({"time": time.time(), "ranks": self.states()})
-            with suppress(OSError):  # A full disk is reported by what matters.
-                write_whole(self._path, content.encode(), sync=False)
-            if last:
-                return
-            last = self._ended.wait(self.PERIOD_SECONDS)

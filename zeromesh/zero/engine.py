@@ -33,8 +33,8 @@ from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperpar
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome, UpdateDevice
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built, build_units, open_tiers
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge
 
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import Streams
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import NOTHING
-from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Phase, Unit
 
 

@@ -25,8 +25,8 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, own_randomness
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, Phase, Unit
 from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls

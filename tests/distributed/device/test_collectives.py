@@ -15,8 +15,9 @@ from zeromesh.errors import CollectiveError
 from zeromesh.mesh import device_works
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.pipeline.schedule import MessageOrder, make_schedule, received_by, sent_by
+from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.status_board import StatusBoard, new_row
-from zeromesh.telemetry.watchdog import Activity, Watchdog
+from zeromesh.telemetry.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler for the simulated device")
 

@@ -20,20 +20,19 @@ from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
+from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity
 from zeromesh.telemetry.status_board import (
     HISTORY,
     PROGRESS,
     ROW_WORDS,
     STATE,
-    STEP_SHIFT,
-    UNIT_BITS,
     RankNote,
     StatusBoard,
     StoreBoard,
     process_runs,
     shared_rows,
 )
-from zeromesh.telemetry.watchdog import Activity, Watchdog
+from zeromesh.telemetry.watchdog import Watchdog
 
 Boards = tuple[StatusBoard, StatusBoard]
 

@@ -1,0 +1,214 @@
+"""Commands that look at the ranks of a run, also while it goes on: `zeromesh status` and `zeromesh trace`.
+
+They read the files that the run writes; torch is not loaded.
+"""
+
+import argparse
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.text import Text
+
+from zeromesh.errors import StorageError, printable, ranks_text
+from zeromesh.files import read_whole, write_whole
+from zeromesh.telemetry.event_ring import FOLDER, REQUEST
+from zeromesh.trainer.formatting import table_lines
+from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, recent, sentences, verdicts
+from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
+from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
+
+_STALE_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0
+_ROWS = 64
+"""Ranks that a table shows: of more, those that are waited for and those that have been at something the longest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSnapshot:
+    """A run as its files show it at one moment."""
+
+    step: Any
+    loss: Any
+    ranks: list[dict[str, Any]]
+    traffic: Mapping[str, Any]
+    """What rank 0 has sent in the last step, by axis and collective."""
+    code: int
+    verdict: str
+    """How the run has ended, or that nothing is heard of it; empty while it goes on."""
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Show whether a run goes on, what each of its ranks does and whom they wait for, once or again and again.
+
+    Returns 0 for a run that goes on or has ended in order, 1 for one that has failed, was killed or is silent; 0 after Ctrl-C.
+
+    Raises:
+        StorageError: where there is no run, or its files cannot be read.
+    """
+    console = RichConsole(highlight=False, markup=False, emoji=False)
+    with ExitStack() as stack:
+        show: Callable[[list[str]], None] = _print_lines
+        if options.watch and not options.json and console.is_terminal and not console.is_dumb_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, vertical_overflow="ellipsis"))
+            show = lambda lines: live.update(Text("\n".join(map(printable, lines))), refresh=True)  # noqa: E731
+        try:
+            while True:
+                found = _snapshot(options.run)
+                show([_as_json(found)] if options.json else _lines(options.run, found))
+                if found.verdict or not options.watch:
+                    return found.code
+                time.sleep(options.interval)
+        except KeyboardInterrupt:
+            if not options.watch:
+                raise
+            return 0
+
+
+def _snapshot(run: Path) -> RunSnapshot:
+    metrics, path, lock = run / METRICS, run / RANKS, run / LOCK
+    if not metrics.exists():
+        raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl")
+    last = (read_metrics(metrics) or [{}])[-1]
+    ranks = _ranks(path) if path.exists() else []
+    try:
+        note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
+    except OSError as error:
+        raise StorageError(f"{str(lock)!r} cannot be read: {error.strerror or error}") from error
+    written = path if path.exists() else metrics
+    code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
+    step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
+    return RunSnapshot(
+        step=step,
+        loss=loss,
+        ranks=ranks,
+        traffic=traffic if isinstance(traffic, dict) else {},
+        code=code,
+        verdict=verdict,
+    )
+
+
+def _as_json(found: RunSnapshot) -> str:
+    blamed = [asdict(each) for each in blames(found.ranks)]
+    values = {"time": time.time(), "step": found.step, "loss": found.loss, "state": found.verdict or "goes on"}
+    slow = {"recent": recent(found.ranks), "verdicts": verdicts(found.ranks, found.traffic)}
+    return json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))
+
+
+def _lines(run: Path, found: RunSnapshot) -> list[str]:
+    """The tables and sentences of a snapshot."""
+    lines = [f"{run}: step {found.step}, loss {found.loss}"]
+    blamed = blames(found.ranks)
+    guilty = {each.rank for each in blamed}
+    order = sorted(found.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row.get("seconds", 0)))
+    rows = sorted(order[:_ROWS], key=lambda row: row["rank"])
+    if rows:
+        columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
+        lines += table_lines(columns, list(map(_cells, rows)), columns[4::2])
+    if len(rows) < len(order):
+        lines.append(f"and {len(order) - len(rows)} more ranks")
+    over = bool(found.verdict)
+    lines += [] if over else sentences(blamed)
+    parts = recent(rows)
+    if len(parts) > 1:
+        shown = (*BUSY, "waiting", "link")
+        cells = [(rank, *(f"{1e3 * each[part]:,.1f}" for part in shown)) for rank, each in parts.items()]
+        lines += ["milliseconds of a step, lately:", *table_lines(("rank", *shown), cells, shown)]
+        lines += verdicts(found.ranks, found.traffic)
+    return [*lines, found.verdict] if over else lines
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
+    step = f"{row['step']}, microbatch {row['microbatch']}" if row.get("microbatch") else row["step"]
+    waits, doing = row.get("waits"), row["failure"] or row["doing"] + (f", {row['disk']}" if row.get("disk") else "")
+    awaited = f"{waits['for']}: {ranks_text(waits['ranks']) if waits['ranks'] else 'the link'}" if waits else ""
+    silent = f"{row['seconds_without_progress']:.1f}"
+    return row["rank"], row["pid"], step, doing, f"{row.get('seconds', 0.0):.1f}", awaited, silent
+
+
+def _ranks(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = [dict(row) for row in json.loads(read_whole(path))["ranks"]]
+        list(map(_cells, rows))
+        blames(rows), verdicts(rows)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise StorageError(f"{str(path)!r} cannot be read: {error}") from error
+    return rows
+
+
+def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
+    """Judge a run whose lock says `note`, and which has written last `silent` seconds ago: the exit code, and a sentence."""
+    if note == ENDED:
+        return 0, "the run has ended"
+    if note.startswith(ENDED):
+        return 1, f"the run has {note}"
+    process = re.fullmatch(r"pid (\d{1,9}) on (.*)", note)
+    here = process is not None and process[2] == socket.gethostname()
+    if process is not None and here and not os.path.exists(f"/proc/{process[1]}"):
+        return 1, f"the run was killed: its process ({note}) is gone"
+    if silent <= _STALE_SECONDS:
+        return 0, ""
+    if here and not monitored:
+        return 0, f"its last line is {silent:,.0f} seconds old, and its process ({note}) is there"
+    return 1, f"not heard of for {silent:,.0f} seconds: the run was killed, or its host is lost or hangs"
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Write the latest steps of all ranks of a run as a file that Perfetto opens; a run that goes on is asked for them.
+
+    Raises:
+        StorageError: where there is no run, or no trace of it, and where files cannot be read or written.
+    """
+    if not _snapshot(options.run).verdict:
+        _ask(options.run)
+    rings, remarks = read_rings(options.run / FOLDER)
+    out = options.out or options.run / FOLDER / "trace.json.gz"
+    try:
+        memory = read_metrics(options.run / METRICS)
+        write_whole(out, trace_content(trace_of(rings, memory, options.steps), packed=out.suffix == ".gz"), sync=False)
+    except OSError as error:
+        raise StorageError(f"{str(out)!r} cannot be written: {error.strerror or error}; give --out FILE") from error
+    for remark in remarks:
+        sys.stderr.write(printable(f"zeromesh: {remark}") + "\n")
+    _print_lines([f"{out}: open it at https://ui.perfetto.dev"])
+    if profiled := sorted((options.run / "profile").glob("steps-*.json.gz")):
+        _print_lines([f"torch's profiler has recorded operators too: {', '.join(map(str, profiled))}"])
+    return 0
+
+
+def _ask(run: Path) -> None:
+    """Have the ranks of a run that goes on write their latest events, and wait for that."""
+    request = run / REQUEST
+    ranks = [row["rank"] for row in _ranks(run / RANKS)] if (run / RANKS).exists() else []
+    try:
+        request.parent.mkdir(exist_ok=True)
+        write_whole(request, b"", sync=False)
+        asked = request.stat().st_mtime_ns
+    except OSError as error:
+        sys.stderr.write(f"zeromesh: the ranks cannot be asked: {error.strerror or error}\n")
+        return
+    deadline, late = time.monotonic() + _ANSWER_SECONDS, ranks
+    while late and time.monotonic() < deadline:
+        time.sleep(0.1)
+        late = [rank for rank in late if not _newer(run / FOLDER / f"rank-{rank}.ring", asked)]
+    if late:
+        sys.stderr.write(f"zeromesh: {ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds\n")
+
+
+def _newer(path: Path, moment: int) -> bool:
+    return path.exists() and path.stat().st_mtime_ns >= moment
+
+
+def _print_lines(lines: list[str]) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stdout.flush()

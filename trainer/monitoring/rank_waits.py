@@ -1,0 +1,162 @@
+"""Who waits for whom, and why, from the rows of `ranks.json` (see `StateMonitor`).
+
+    blames(rows)       whom ranks wait for now, at the end of every chain of waits, and what that rank is doing
+    recent(rows)       seconds of a step by rank and what they went to, over the latest steps
+    verdicts(rows)     sentences: which rank the others wait for in these steps and why, or what of them is the link's
+
+A rank that comes last to what ranks do together waits there for nobody: what it spends there is the link's time. So the link has
+what the rank with the fewest seconds of communication has, and what others have more is waiting for ranks that are late.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+BUSY = ("data", "compute", "offload", "between")
+_PART, _LEAST_SECONDS = 0.15, 1e-3
+"""Of a step. Less is no news."""
+_WORDS = {
+    "data": "data",
+    "compute": "computation",
+    "offload": "waiting for bytes of another tier",
+    "between": "what is between steps (callbacks, evaluation, saving)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blame:
+    """A rank that is waited for, or the link where all have come: `rank` is None then."""
+
+    rank: int | None
+    cause: str
+    """`data`, `compute`, `disk`, `between steps`, `failed`, `link`, or `each other` where ranks wait in a circle."""
+    doing: str
+    seconds: float
+    """For how long it does that; of a link or a circle, for how long it was waited for."""
+    waiting: tuple[int, ...]
+    """Ranks that wait for it, at once or through others."""
+
+
+def blames(rows: Sequence[Row]) -> list[Blame]:
+    """Whom ranks wait for, those first for whom most do."""
+    by_rank = {row["rank"]: row for row in rows}
+    waiting: dict[int | str, list[int]] = {}
+    for row in rows:
+        if row.get("waits"):
+            for end in sorted(_ends(by_rank, row["rank"]), key=str):
+                waiting.setdefault(end, []).append(row["rank"])
+    found = []
+    for end, ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
+        if isinstance(end, int) and end in by_rank:
+            row = by_rank[end]
+            doing, seconds = row["failure"] or row["doing"], row.get("seconds", 0.0)
+            found.append(Blame(rank=end, cause=_cause(row), doing=doing, seconds=seconds, waiting=tuple(ranks)))
+        elif isinstance(end, str):
+            longest = max((by_rank[rank]["waits"] for rank in ranks), key=lambda each: each["seconds"])
+            found.append(
+                Blame(
+                    rank=None, cause=end, doing=longest["for"], seconds=longest["seconds"], waiting=tuple(sorted(ranks))
+                )
+            )
+    return found
+
+
+def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
+    """The ranks at the ends of the chains of waits that begin at a rank; `link` where all ranks have come."""
+    ends: set[int | str] = set()
+    seen, following = {rank}, [rank]
+    while following:
+        waits = by_rank.get(following.pop(), {}).get("waits") or {"ranks": ()}
+        if not waits["ranks"]:
+            ends.add("link")
+        for each in waits["ranks"]:
+            if by_rank.get(each, {}).get("waits"):
+                following += [] if each in seen else [each]
+                seen.add(each)
+            else:
+                ends.add(each)
+    # Where a late rank is at the end of some chain, what others transfer meanwhile is no news.
+    return {each for each in ends if each != "link"} or ends or {"each other"}
+
+
+def _cause(row: Row) -> str:
+    if row["failure"]:
+        return "failed"
+    if row.get("disk"):
+        return "disk"
+    return {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}.get(row["activity"], "compute")
+
+
+def sentences(found: Sequence[Blame]) -> list[str]:
+    """The same in words, a line each."""
+    lines = []
+    for each in found:
+        who = f"rank{'s' * (len(each.waiting) > 1)} {_listed(each.waiting)}"
+        if each.rank is not None:
+            lines.append(
+                f"{who} wait for rank {each.rank}: {each.cause} (rank {each.rank} is {each.doing}, for {each.seconds:.1f} s)"
+            )
+        elif each.cause == "link":
+            lines.append(f"{who}: link (all ranks have come to {each.doing}, for {each.seconds:.1f} s)")
+        else:
+            lines.append(f"{who} wait for each other (in {each.doing}, for {each.seconds:.1f} s)")
+    return lines
+
+
+def recent(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
+    """Seconds of a step of each rank that has made some, by what they went to; `communication` as `link` and `waiting`."""
+    known = {row["rank"]: row["recent"] for row in rows if row.get("recent")}
+    link = min((each["communication"] for each in known.values()), default=0.0)
+    return {
+        rank: {part: each[part] for part in BUSY} | {"waiting": each["communication"] - link, "link": link}
+        for rank, each in known.items()
+    }
+
+
+def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> list[str]:
+    """Sentences about the latest steps; none before there are some. `traffic`: by axis and collective, as in `metrics.jsonl`."""
+    parts = recent(rows)
+    if len(parts) < 2:
+        return []
+    step = max(sum(each.values()) for each in parts.values())
+    least = max(_PART * step, _LEAST_SECONDS)
+    busy = {rank: sum(each[part] for part in BUSY) for rank, each in parts.items()}
+    slow = max(busy, key=busy.__getitem__)
+
+    def of_others(part: str) -> float:
+        return statistics.median(each[part] for rank, each in parts.items() if rank != slow)
+
+    lines = []
+    excess = busy[slow] - statistics.median(value for rank, value in busy.items() if rank != slow)
+    if excess >= least:
+        cause = max(BUSY, key=lambda part: parts[slow][part] - of_others(part))
+        own, others = 1e3 * parts[slow][cause], 1e3 * of_others(cause)
+        lines.append(
+            f"the others wait for rank {slow} {1e3 * excess:,.0f} ms a step, because of {_WORDS[cause]}: {own:,.0f} ms there, "
+            f"{others:,.0f} ms elsewhere"
+        )
+    link = next(iter(parts.values()))["link"]
+    if link >= least:
+        text = (
+            f"the link takes {1e3 * link:,.0f} ms of a step of {1e3 * step:,.0f} ms: so long do all ranks communicate"
+        )
+        lines.append(text + _largest(traffic or {}))
+    return lines or [f"no rank is late: a step takes {1e3 * step:,.0f} ms, of which the link has {1e3 * link:,.0f} ms"]
+
+
+def _largest(traffic: Mapping[str, Any]) -> str:
+    """The collective that takes the longest, in words."""
+    rows = [
+        (row["seconds"], axis, name, row["bytes"]) for axis, found in traffic.items() for name, row in found.items()
+    ]
+    if not rows:
+        return ""
+    seconds, axis, name, nbytes = max(rows)
+    return f", on rank 0 most in {name} over {axis} ({1e3 * seconds:,.0f} ms, {nbytes / 2**20:,.1f} MiB)"
+
+
+def _listed(ranks: Sequence[int], shown: int = 8) -> str:
+    more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
+    return ", ".join(map(str, ranks[:shown])) + more

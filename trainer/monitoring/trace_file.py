@@ -1,0 +1,264 @@
+"""Rings of all ranks (see `EventRing`) as one trace in Chrome's JSON format, which https://ui.perfetto.dev opens.
+
+A rank is a process with rows: its steps; the phases of a step, and in them collectives and waits; what it does, to which unit; and
+when it starts to gather and to reduce. Slices say their step and microbatch; a wait says who came last, where that is known, and an
+arrow leads from there. In collectives in which ranks stand together (`_TOGETHER`), who came last is read from their beginnings.
+
+The clocks of hosts are aligned by the moments at which all ranks are at one place once a step: the median over these steps.
+"""
+
+import gzip
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import StorageError
+from zeromesh.telemetry import event_ring as codes
+from zeromesh.telemetry.event_ring import DETAIL, STEP_SHIFT, UNIT_BITS, Activity, read_ring
+
+STEPS, PHASES, DOING, LAUNCHES = range(1, 5)
+_ROWS = {STEPS: "steps", PHASES: "phases, collectives and waits", DOING: "what it does", LAUNCHES: "launches"}
+_TOGETHER = ("agreement over ", "all-reduce over ", "all-to-all over ", "broadcast over ")
+_ARROW_NS = 200_000
+"""Waits that are shorter get no arrow."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Slice:
+    """Something that a rank does from `begin` to `end`, nanoseconds of the clock of the first rank."""
+
+    row: int
+    name: str
+    begin: int
+    end: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRing:
+    """What one rank has written."""
+
+    rank: int
+    host: str
+    axes: Mapping[str, Sequence[int]]
+    units: Sequence[str]
+    names: Sequence[str]
+    clock: int
+    wall: int
+    """The wall's clock at the moment `clock`."""
+    events: Sequence[tuple[int, int]]
+
+    def meetings(self) -> dict[int, int]:
+        """When all ranks were at one place, by step."""
+        return {code & DETAIL: at for at, code in self.events if code & ~DETAIL == codes.MEETING}
+
+
+def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
+    """The rings in a folder, by rank, and remarks about those that are left out.
+
+    Raises:
+        StorageError: where there is none.
+    """
+    rings, remarks = [], []
+    for path in folder.glob("rank-*.ring"):
+        try:
+            header, events = read_ring(path)
+            host, axes, units, names = (header[name] for name in ("host", "axes", "units", "names"))
+            rank, clock, wall = (int(header[name]) for name in ("rank", "clock_ns", "wall_ns"))
+            rings.append(
+                RankRing(
+                    rank=rank, host=host, axes=axes, units=units, names=names, clock=clock, wall=wall, events=events
+                )
+            )
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            remarks.append(f"{path} cannot be read: {error}")
+    latest = max((ring.wall for ring in rings), default=0)
+    # What another process has left, of more ranks or of an earlier start, lies before all that the latest one knows.
+    began = min(
+        (ring.wall - ring.clock + ring.events[0][0] for ring in rings if ring.wall == latest and ring.events), default=0
+    )
+    old = [ring.rank for ring in rings if ring.wall < began]
+    remarks += [f"rank {rank} has written nothing in the time of the others, and is left out" for rank in sorted(old)]
+    kept = sorted((ring for ring in rings if ring.rank not in old and ring.events), key=lambda ring: ring.rank)
+    if not kept:
+        raise StorageError(
+            f"there is no trace in {str(folder)!r}: ranks write theirs when a run ends, or when this command asks"
+        )
+    return kept, remarks
+
+
+def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
+    """A trace as the bytes of a file."""
+    content = json.dumps(trace, separators=(",", ":")).encode()
+    return gzip.compress(content, 6, mtime=0) if packed else content
+
+
+def trace_of(
+    rings: Sequence[RankRing], metrics: Sequence[Mapping[str, Any]] = (), steps: range | None = None
+) -> dict[str, Any]:
+    """The trace of rings; of some `steps` alone where these are given. `metrics`: lines of `metrics.jsonl`, for rank 0's memory."""
+    sliced = {ring.rank: list(_slices(ring, _offset(ring, rings[0]))) for ring in rings}
+    arrows = [*_met_together(rings, sliced), *_late(sliced)]
+    kept = {
+        rank: [each for each in slices if steps is None or each.facts.get("step") in steps]
+        for rank, slices in sliced.items()
+    }
+    zero = min((each.begin for slices in kept.values() for each in slices), default=0)
+    events: list[dict[str, Any]] = []
+    for rank, slices in kept.items():
+        events += [_event(each, rank, zero) for each in slices]
+    shown = {id(each) for slices in kept.values() for each in slices}
+    for number, (rank, at, row, late) in enumerate(arrows, start=1):
+        waiter, waits = late
+        if id(waits) in shown and at >= zero:
+            common = {"cat": "waits", "name": "waits for", "id": number}
+            events.append({"ph": "s", "pid": rank, "tid": row, "ts": _micro(at, zero), **common})
+            end = max(waits.begin, waits.end - 1)
+            events.append({"ph": "f", "bp": "e", "pid": waiter, "tid": waits.row, "ts": _micro(end, zero), **common})
+    events += _memory(metrics, kept.get(0, []), zero)
+    events.sort(key=lambda event: event["ts"])
+    return {"traceEvents": [*_titles(rings), *events], "displayTimeUnit": "ms"}
+
+
+def _offset(ring: RankRing, base: RankRing) -> int:
+    """What has to be added to moments of a ring so that they are those of another one's clock."""
+    if ring.host == base.host:
+        return 0
+    own, others = ring.meetings(), base.meetings()
+    differences = [others[step] - own[step] for step in own.keys() & others.keys()]
+    # Without a meeting that both know, the walls' clocks have to do.
+    return int(statistics.median(differences)) if differences else (base.clock - base.wall) - (ring.clock - ring.wall)
+
+
+def _slices(ring: RankRing, offset: int) -> Iterator[Slice]:
+    """Everything that a rank has done, as slices that end; what has not ended yet does at the time of writing."""
+    facts: dict[str, Any] = {}
+    nested: list[Slice] = []
+    single: dict[int, Slice] = {}
+    """In each row but that of the phases: what goes on."""
+
+    def ended(row: int, at: int) -> Iterator[Slice]:
+        if row in single:
+            each = single.pop(row)
+            each.end = at
+            yield each
+
+    def popped(count: int, at: int) -> Iterator[Slice]:
+        for _ in range(count):
+            each = nested.pop()
+            each.end = at
+            yield each
+
+    for moment, code in ring.events:
+        at, kind, detail = moment + offset, Activity.IDLE, code & DETAIL
+        yield from ended(LAUNCHES, at)
+        if code >> UNIT_BITS & codes.NO_ACTIVITY:
+            mark, name = code & ~DETAIL, ring.names[detail] if detail < len(ring.names) else ""
+            if mark == codes.BEGIN or mark == codes.WAIT:
+                text = name if mark == codes.BEGIN else f"wait: {name}"
+                nested.append(Slice(row=PHASES, name=text or "?", begin=at, facts=dict(facts)))
+            elif mark == codes.END:
+                depth = next((back for back, each in enumerate(reversed(nested), 1) if each.name == name), 0)
+                yield from popped(depth, at)
+            elif mark == codes.WAITED:
+                if nested and nested[-1].name.startswith("wait: "):
+                    nested[-1].facts |= {"waited for rank": detail - 1} if detail else {}
+                    yield from popped(1, at)
+            elif mark == codes.MICROBATCH:
+                facts["microbatch"] = detail
+            continue
+        step, kind = code >> STEP_SHIFT, Activity(code >> UNIT_BITS & (1 << codes.ACTIVITY_BITS) - 1)
+        if step != facts.get("step", 0):
+            facts = {"step": step}
+            yield from ended(STEPS, at)
+            single[STEPS] = Slice(row=STEPS, name=f"step {step}", begin=at, facts=dict(facts))
+        row = LAUNCHES if kind in (Activity.GATHER, Activity.REDUCE) else DOING
+        yield from ended(row, at)
+        if kind is Activity.IDLE:
+            yield from ended(STEPS, at)
+        name = codes.phrase_of(kind, detail - 1, ring.units).removeprefix("in ")
+        single[row] = Slice(row=row, name=name, begin=at, facts=dict(facts))
+    for row in list(single):
+        yield from ended(row, ring.clock + offset)
+    yield from popped(len(nested), ring.clock + offset)
+
+
+Arrow = tuple[int, int, int, tuple[int, Slice]]
+"""From which rank, when and in which row; and to which rank's slice."""
+
+
+def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
+    """Say of each collective in which ranks stand together who came last and how long the rest took."""
+    axes = {ring.rank: ring.axes for ring in rings}
+    found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
+    for rank, slices in sliced.items():
+        counts: dict[tuple[Any, ...], int] = defaultdict(int)
+        first = min((each.facts.get("step", 0) for each in slices), default=0)
+        for each in sorted(slices, key=lambda each: each.begin):
+            step = each.facts.get("step", 0)
+            members = axes[rank].get(each.name.rpartition(" over ")[2], ()) if each.name.startswith(_TOGETHER) else ()
+            if len(members) > 1 and step > first:  # Of the first step some may have been overwritten.
+                place = (each.name, step, tuple(members))
+                counts[place] += 1
+                found[*place, counts[place]][rank] = each
+    for (_, _, members, _), slices_of in found.items():
+        if len(slices_of) < len(members):
+            continue
+        last = max(slices_of, key=lambda rank: slices_of[rank].begin)
+        came = slices_of[last].begin
+        for rank, each in slices_of.items():
+            waited = max(0, min(each.end, came) - each.begin)
+            link = max(0, each.end - max(came, each.begin))
+            each.facts |= {"last to come": last, "waited ms": waited / 1e6, "link ms": link / 1e6}
+            if rank != last and waited >= _ARROW_NS:
+                yield last, came, PHASES, (rank, each)
+
+
+def _late(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
+    """The arrows of waits that have seen themselves who came last."""
+    for rank, slices in sliced.items():
+        for each in slices:
+            late = each.facts.get("waited for rank", -1)
+            if late in sliced and each.end - each.begin >= _ARROW_NS:
+                yield late, each.end - 1, DOING, (rank, each)
+
+
+def _event(each: Slice, rank: int, zero: int) -> dict[str, Any]:
+    """A slice as an event; a launch is a moment."""
+    shape = {"ph": "X", "dur": max(0, each.end - each.begin) / 1e3}
+    return {
+        "name": each.name,
+        "pid": rank,
+        "tid": each.row,
+        "ts": _micro(each.begin, zero),
+        "args": each.facts,
+        **shape,
+    }
+
+
+def _memory(metrics: Sequence[Mapping[str, Any]], slices: Sequence[Slice], zero: int) -> Iterator[dict[str, Any]]:
+    """The most bytes of rank 0 in each step that was logged, by tier and purpose, at the end of the step."""
+    lines = {line.get("step"): line.get("memory") for line in metrics}
+    for each in slices:
+        memory = lines.get(each.facts.get("step")) if each.row == STEPS else None
+        for tier, purposes in memory.items() if isinstance(memory, Mapping) else ():
+            if isinstance(purposes, Mapping) and purposes:
+                ts = _micro(each.end, zero)
+                yield {"ph": "C", "name": f"peak bytes, {tier}", "pid": 0, "tid": 0, "ts": ts, "args": dict(purposes)}
+
+
+def _titles(rings: Sequence[RankRing]) -> Iterator[dict[str, Any]]:
+    for ring in rings:
+        common = {"ph": "M", "ts": 0.0, "pid": ring.rank}
+        yield {**common, "tid": 0, "name": "process_name", "args": {"name": f"rank {ring.rank} on {ring.host}"}}
+        yield {**common, "tid": 0, "name": "process_sort_index", "args": {"sort_index": ring.rank}}
+        for row, name in _ROWS.items():
+            yield {**common, "tid": row, "name": "thread_name", "args": {"name": name}}
+
+
+def _micro(at: int, zero: int) -> float:
+    return (at - zero) / 1e3

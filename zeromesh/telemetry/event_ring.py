@@ -1,0 +1,128 @@
+"""`EventRing`: the latest events of a rank in memory of a fixed size, of which `zeromesh trace` makes a timeline.
+
+    ring.add(code)                      # a moment and a word; a few hundred nanoseconds
+    ring.add(BEGIN | ring.name("data"))
+    ring.write(path, {"rank": 0, ...})  # the header, with all names, and the words
+
+A word is laid out like `STATE` of a row on the board (step, kind, detail). The kinds below `BEGIN` are the activities that a rank
+posts, with the step and the unit; the others have no step, and mostly a name as their detail. Moments are nanoseconds of the
+monotonic clock, which processes of a host share; a header has it beside the wall's, and `MEETING` events are of all ranks at
+once, so that rings of several hosts can be put beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Self
+
+from zeromesh.files import read_whole, write_whole
+
+UNIT_BITS, ACTIVITY_BITS = 28, 8
+STEP_SHIFT = UNIT_BITS + ACTIVITY_BITS
+"""What a rank is doing is one word: the step, below it the activity, and below that the unit plus 1, where 0 is no unit."""
+DETAIL = (1 << UNIT_BITS) - 1
+BEGIN, END, WAIT, WAITED, MEETING, MICROBATCH = (kind << UNIT_BITS for kind in range(16, 22))
+"""A span begins, or ends: the detail is its name. A wait begins (its name), or ends: the detail is the rank that came last plus
+1, where that is known. All ranks are at one place. A microbatch begins: its number, from 1."""
+FOLDER = "trace"
+"""Of a run's directory: a file `rank-N.ring` of each rank."""
+REQUEST = f"{FOLDER}/request"
+"""Whoever writes this file in a run's directory asks all ranks for theirs."""
+NO_ACTIVITY = 0xF0
+"""Bits of a kind that no activity has."""
+EVENTS = 1 << 15
+_PAIR = struct.Struct("<qq")
+_NAMES = 1 << 16
+_LONGEST = 1 << 25
+"""Bytes of a file of a ring, unpacked. More is none of ours."""
+
+
+class Activity(IntEnum):
+    """What a rank is doing, as its row on the board says it."""
+
+    IDLE = 0, "between steps"
+    FORWARD = 1, "in forward of"
+    BACKWARD = 2, "in backward of"
+    GATHER = 3, "gathering"
+    REDUCE = 4, "reducing gradients of"
+    OPTIMIZER = 5, "updating"
+    SAVE = 6, "saving the model"
+    LOAD = 7, "loading a checkpoint"
+    CALL = 8, "waiting for all ranks to make the same call"
+    DATA = 9, "waiting for data"
+    AGREE = 10, "agreeing with the other ranks on the step"
+
+    phrase: str
+    """What a message says of it; the name of a unit may follow."""
+
+    def __new__(cls, number: int, phrase: str = "") -> Self:
+        made = int.__new__(cls, number)
+        made._value_, made.phrase = number, phrase
+        return made
+
+
+WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL, Activity.DATA, Activity.AGREE)
+
+
+def phrase_of(activity: Activity, unit: int, names: Sequence[str]) -> str:
+    """What a rank does in words, with the unit's name of `names` where it is done to one."""
+    if activity in WITHOUT_UNIT:
+        return activity.phrase
+    name = names[unit] if 0 <= unit < len(names) else "the run's counters"
+    return f"{activity.phrase} {name}"
+
+
+class EventRing:
+    """The last `EVENTS` events of this rank."""
+
+    def __init__(self) -> None:
+        self._words = bytearray(EVENTS * _PAIR.size)  # Pages that were never written to cost nothing.
+        self._at = 0
+        self._names: dict[str, int] = {}
+
+    def add(self, code: int, at: int = 0) -> None:
+        """Append an event at a moment of `time.monotonic_ns`, by default now."""
+        place = self._at
+        _PAIR.pack_into(self._words, place, at or time.monotonic_ns(), code)
+        self._at = (place + _PAIR.size) % (EVENTS * _PAIR.size)
+
+    def name(self, text: str) -> int:
+        """The number that stands for a name in a word. Of too many different ones, later ones are 0, which has none."""
+        number = self._names.get(text, 0)
+        if not number and len(self._names) < _NAMES:
+            number = self._names[text] = len(self._names) + 1
+        return number
+
+    def write(self, path: Path, header: Mapping[str, Any]) -> None:
+        """Write the events, oldest first, below a header, which gets the names and both clocks. Raises `OSError`."""
+        words, at = bytes(self._words), self._at
+        events = (words[at:] if words[at : at + 8].strip(b"\0") else b"") + words[:at]
+        clocks = {"clock_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+        first = json.dumps({**header, **clocks, "names": ["", *self._names]})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, zlib.compress(first.encode() + b"\n" + events, 1), sync=False)
+
+
+def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """The header of a file that `write` made, and its events: moments in nanoseconds, which grow, and words.
+
+    Raises:
+        OSError: where it cannot be read.
+        ValueError: where it is no such file.
+    """
+    unpacking = zlib.decompressobj()
+    try:
+        content = unpacking.decompress(read_whole(path), _LONGEST)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    first, _, events = content.partition(b"\n")
+    header = json.loads(first)
+    if not isinstance(header, dict) or unpacking.unconsumed_tail or len(events) % _PAIR.size:
+        raise ValueError("it is not as zeromesh writes it")
+    return header, sorted(_PAIR.iter_unpack(events))

@@ -1,0 +1,110 @@
+"""`StateMonitor` writes where every rank is to one file, so that a lost, hung or slow rank shows while the run goes on.
+
+It also passes on requests for traces: those of whoever writes `trace/request` beside that file.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from zeromesh.files import write_whole
+from zeromesh.telemetry.event_ring import REQUEST, Activity
+from zeromesh.telemetry.status_board import TOTALS
+from zeromesh.telemetry.watchdog import Watchdog
+
+_WINDOW = 10
+"""The fewest steps whose seconds are averaged, where there were so many after the first, in which much is done once."""
+
+
+class StateMonitor:
+    """Writes `path` every second, from a thread of its own, whole each time.
+
+        {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "microbatch": 1, "activity": "forward",
+          "doing": "in forward of unit layers.3", "seconds": 0.2, "seconds_without_progress": 0.1, "failure": "", "disk": "",
+          "waits": {"for": "gather of layers.3/0", "ranks": [1], "seconds": 0.2},
+          "recent": {"steps": 10, "data": 0.01, "compute": 0.3, "offload": 0.0, "communication": 0.02, "between": 0.01}}, ...]}
+
+    `seconds`: for how long it has been doing that. `waits` is null where it waits for nobody; its `ranks` have not come. `recent`
+    has the seconds of a step by what they went to, the mean of the latest `steps`; null before the second. `failure` is what
+    `clean` leaves of the error. What the monitor cannot write it does not write: nothing depends on it.
+    """
+
+    PERIOD_SECONDS = 1.0
+
+    def __init__(self, watch: Watchdog, ranks: Sequence[int], path: Path, *, clean: Callable[[str], str]) -> None:
+        self._watch = watch
+        self._path = path
+        self._clean = clean
+        self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
+        self._totals = {rank: deque[tuple[int, ...]](maxlen=64) for rank in ranks}
+        self._asked = self._request()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def states(self) -> list[dict[str, Any]]:
+        """One mapping for each rank."""
+        now, watch = time.monotonic(), self._watch
+        found = []
+        for rank, (before, since) in self._progress.items():
+            row, doing = watch.state(rank)
+            if row.progress != before:
+                since = now
+                self._progress[rank] = (row.progress, now)
+            waits = watch.waits_for(rank)
+            found.append(
+                {"rank": rank, "pid": row.pid, "step": row.step, "microbatch": row.microbatch}
+                | {"activity": Activity(row.activity).name.lower(), "doing": doing, "seconds": round(row.seconds, 2)}
+                | {"seconds_without_progress": round(now - since, 1), "failure": self._clean(row.failure)}
+                | {"disk": self._clean(watch.disk_of(rank)), "recent": self._recent(rank)}
+                | {"waits": waits and {"for": waits[1], "ranks": waits[0], "seconds": round(waits[2], 2)}}
+            )
+        return found
+
+    def _recent(self, rank: int) -> dict[str, Any] | None:
+        """What a step of a rank takes by now, from its totals now and some steps ago."""
+        now, earlier = self._watch.totals(rank), self._totals[rank]
+        if now[0] and (not earlier or now[0] != earlier[-1][0]):
+            earlier.append(now)
+        early = next(
+            (each for each in reversed(earlier) if each[0] <= now[0] - _WINDOW), earlier[0] if earlier else now
+        )
+        steps = now[0] - early[0]
+        if steps <= 0:
+            return None
+        means = [round((end - begin) / steps / 1e9, 6) for begin, end in zip(early[1:], now[1:], strict=True)]
+        return {"steps": steps, **dict(zip(TOTALS, means, strict=True))}
+
+    def _request(self) -> int:
+        """When traces were last asked for; 0: never."""
+        try:
+            return (self._path.parent / REQUEST).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _run(self) -> None:
+        last = False
+        while True:
+            if (asked := self._request()) != self._asked:
+                self._asked = asked
+                self._watch.request_traces(asked)
+            content = json.dumps({"time": time.time(), "ranks": self.states()})
+            with suppress(OSError):  # A full disk is reported by what matters.
+                write_whole(self._path, content.encode(), sync=False)
+            if last:
+                return
+            last = self._ended.wait(self.PERIOD_SECONDS)
