@@ -183,7 +183,7 @@ class Precision:
         )
 
 
-_STAGING_SHARE = 64
+STAGING_SHARE = 64
 """Of an accelerator's memory this part is for buffers of the update stream: 1.25 GiB of 80 GiB."""
 
 
@@ -211,7 +211,7 @@ class OffloadOptions:
         """
         if self.staging_bytes is not None or not is_accelerator(device):
             return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
-        return max(STAGING_BYTES, device_memory(device).total // _STAGING_SHARE)
+        return max(STAGING_BYTES, device_memory(device).total // STAGING_SHARE)
 
     @property
     def gradients_at(self) -> TierChoice:

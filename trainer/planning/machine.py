@@ -247,12 +247,12 @@ class Machine(Section):
         launching and computing counts. `dtype` is that of all but products; by default that of most of the products' operations.
         """
         flops: dict[str, float] = {}
-        for product, count in work.products.items():
+        for product, count in work.products:
             flops[product.dtype] = flops.get(product.dtype, 0.0) + count * product.flops
         dtype = dtype or max(flops, key=lambda name: flops[name], default="float32")
         slower, moves_slower = self.crowding(ranks_on_host)
-        products = sum(count * self.product_seconds(product) for product, count in work.products.items())
-        others = max(1, work.operations - sum(work.products.values()))
+        products = sum(count * self.product_seconds(product) for product, count in work.products)
+        others = max(1, work.operations - sum(count for _, count in work.products))
         moves = self.moved_seconds(work.moved, operations=others, dtype=dtype)
         launches = work.operations * self.device.launch_seconds
         if self.is_cpu:

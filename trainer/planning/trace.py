@@ -18,10 +18,11 @@ import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,13 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.errors import ConfigError, ZeromeshError, summary
 from zeromesh.kernels import chunked_cross_entropy
+from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.options import ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
 from zeromesh.trainer.planning.work import Product, TensorExchange, Work
-from zeromesh.units.plan import block_modules
+from zeromesh.units.plan import ModelCuts, ModelPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before, on_gradient_of
 
 _ALIGNMENT = 64
@@ -101,38 +104,75 @@ class TraceOptions:
     recompute: Mode = "none"
 
 
-def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Trace:
-    """Run a microbatch of a whole model, which may have values or not and is afterwards as it was.
+class Tracer:
+    """Traces microbatches of one whole model, which may have values or not and is without them until `close`."""
 
-    `batch` holds real whole numbers; of its other tensors only shapes matter. `loss` is that of the whole model.
+    def __init__(self, model: nn.Module, loss: Loss, compute: torch.dtype) -> None:
+        """`loss` is that of the whole model; parameters stand in the dtype `compute`."""
+        self.model, self.loss = model, loss
+        self._undo = ExitStack()
+        self._undo.callback(keep_attributes(model))
+        self._undo.enter_context(_without_values(model, compute))
+        self._blocks = _shorten(model, self._undo)
 
-    Raises:
-        ConfigError: for a model that cannot be run without values, with the operator or the reason.
-        LayoutError: for a model that cannot be divided so.
-    """
-    with ExitStack() as undo:
-        undo.callback(keep_attributes(model))
-        undo.enter_context(_without_values(model, options.compute))
-        shortened = _shorten(model, undo)
+    def close(self) -> None:
+        """Give the model back what it had."""
+        self._undo.close()
+
+    def trace(self, batch: Mapping[str, Any], options: TraceOptions) -> Trace:
+        """Run a microbatch. `batch` holds real whole numbers; of its other tensors only shapes matter.
+
+        Raises:
+            ConfigError: for a model that cannot be run without values, with the operator or the reason.
+            LayoutError: for a model that cannot be divided so.
+        """
+        put_back = keep_attributes(self.model)
         try:
-            meter = _run(model, batch, loss, options)
+            meter = _run(self.model, batch, self.loss, options)
         except ZeromeshError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{type(model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
+                f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
                 f"{summary(error)}; give the layout yourself"
             ) from error
-    return Trace(segments=tuple(_expand(meter.segments(), shortened)))
+        finally:
+            put_back()
+        return Trace(segments=tuple(_expand(meter.segments(), self._blocks)))
+
+    def plan(self, zero: ZeroOptions, options: TraceOptions) -> ModelPlan:
+        """Cut the model of one tensor rank into units. Blocks that are alike have the same specs.
+
+        Raises:
+            LayoutError: for a model that cannot be divided so.
+        """
+        divided = _divide(self.model, _TracedExchange(options.tensor), options)
+        try:
+            # Chunks of a pipeline keep small blocks as units of their own, as it is wanted here.
+            cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
+            found = plan_model(self.model, options.compute, GroupRules(zero.optimizer).group_of, cuts)
+        finally:
+            if divided is not None:
+                divided.restore()
+        units = {unit.module: unit for unit in found.units}
+        stands = {stand for _, stand in self._blocks}
+        blocks = [replace(units[stand], module=name) for name, stand in self._blocks if stand in units]
+        return ModelPlan(units=(*(unit for name, unit in units.items() if name not in stands), *blocks))
+
+
+def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Trace:
+    """Trace one microbatch of a model, which is afterwards as it was. Raises as `Tracer.trace` does."""
+    tracer = Tracer(model, loss, options.compute)
+    try:
+        return tracer.trace(batch, options)
+    finally:
+        tracer.close()
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> _Meter:
     """Forward and backward of one microbatch."""
     exchange = _TracedExchange(options.tensor)
-    divided = None
-    if options.tensor > 1:
-        plan = plan_tensor(model, options.tensor, dict(options.rules) or None)
-        divided = Parallelized(model, exchange, plan, sequence=options.sequence)
+    divided = _divide(model, exchange, options)
     undo: list[Callable[[], object]] = []
     try:
         model.train()
@@ -163,6 +203,14 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceO
             divided.restore()
 
 
+def _divide(model: nn.Module, exchange: _TracedExchange, options: TraceOptions) -> Parallelized | None:
+    """Leave tensor rank 0's part of each layer."""
+    if options.tensor == 1:
+        return None
+    plan = plan_tensor(model, options.tensor, dict(options.rules) or None)
+    return Parallelized(model, exchange, plan, sequence=options.sequence)
+
+
 def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
@@ -180,14 +228,24 @@ class _Stretch:
     peak: int
     end: int = 0
     output: int = 0
-    products: Counter[Product]
-    exchanges: Counter[TensorExchange]
+    products: list[Product] = field(default_factory=list)
+    exchanges: list[TensorExchange] = field(default_factory=list)
     moved: int = 0
     operations: int = 0
 
     @property
     def work(self) -> Work:
-        return Work(products=self.products, exchanges=self.exchanges, moved=self.moved, operations=self.operations)
+        return Work(
+            products=_counted(self.products),
+            exchanges=_counted(self.exchanges),
+            moved=self.moved,
+            operations=self.operations,
+        )
+
+
+def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
+    """What follows itself, once and with how often."""
+    return tuple((each, sum(1 for _ in group)) for each, group in groupby(run))
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -241,16 +299,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self, name: str, *, backward: bool) -> None:
         if self._spans:
             self._spans[-1].end = self._live
-        self._spans.append(
-            _Stretch(
-                name=name,
-                backward=backward,
-                begin=self._live,
-                peak=self._live,
-                products=Counter(),
-                exchanges=Counter(),
-            )
-        )
+        self._spans.append(_Stretch(name=name, backward=backward, begin=self._live, peak=self._live))
 
     def segments(self) -> list[Segment]:
         """What was found, in the order of forward. What runs between two blocks belongs to the later one."""
@@ -323,13 +372,13 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         span.operations += 1
         if counted is not None:
             dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
-            span.products.update(Product(dtype, *shape) for shape in counted(args, made))
+            span.products.extend(Product(dtype, *shape) for shape in counted(args, made))
         else:
             span.moved += sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
 
     def exchanged(self, kind: ExchangeKind, nbytes: int) -> None:
         """Tensor ranks exchange a tensor of so many bytes."""
-        self._spans[-1].exchanges[TensorExchange(kind.collective.value, nbytes)] += 1
+        self._spans[-1].exchanges.append(TensorExchange(kind.collective.value, nbytes))
 
 
 def _bytes_moved(tensor: Tensor) -> int:

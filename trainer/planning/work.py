@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -37,30 +35,31 @@ class TensorExchange(NamedTuple):
 class Work:
     """Counts of one pass through a part of a model."""
 
-    products: Mapping[Product, int] = field(default_factory=dict)
+    products: tuple[tuple[Product, int], ...] = ()
+    """Each with how often it follows, in the order in which they run."""
     moved: int = 0
     """Bytes that all other operations read and write."""
     operations: int = 0
     """Operations that are launched, products among them."""
-    exchanges: Mapping[TensorExchange, int] = field(default_factory=dict)
+    exchanges: tuple[tuple[TensorExchange, int], ...] = ()
 
     @property
     def flops(self) -> float:
         """Floating-point operations of products."""
-        return sum(count * product.flops for product, count in self.products.items())
+        return sum(count * product.flops for product, count in self.products)
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            products=Counter(self.products) + Counter(other.products),
+            products=self.products + other.products,
             moved=self.moved + other.moved,
             operations=self.operations + other.operations,
-            exchanges=Counter(self.exchanges) + Counter(other.exchanges),
+            exchanges=self.exchanges + other.exchanges,
         )
 
     def __mul__(self, times: int) -> Work:
         return Work(
-            products={key: times * count for key, count in self.products.items()},
+            products=tuple((product, times * count) for product, count in self.products),
             moved=times * self.moved,
             operations=times * self.operations,
-            exchanges={key: times * count for key, count in self.exchanges.items()},
+            exchanges=tuple((exchange, times * count) for exchange, count in self.exchanges),
         )

@@ -78,7 +78,19 @@ def predict_memory(
     `transport` is what `choose_transport` gives for them: `local`, `shared`, `gloo` or `nccl`. `budget` is bytes of gathered
     parameters kept at stage 3; None: all of them where ranks share pages, none elsewhere. `device` is what ranks compute on.
     """
-    return _Formula(plan_layouts(plan, parts), options, parts, transport, budget, device).result()
+    return predict_layouts(plan_layouts(plan, parts), options, parts, transport, budget, device)
+
+
+def predict_layouts(
+    units: list[list[BucketLayout]],
+    options: ZeroOptions,
+    parts: int,
+    transport: str,
+    budget: int | None,
+    device: torch.device,
+) -> MemoryModel:
+    """The same, of the layouts of each unit's buckets for so many `parts`, the root's first."""
+    return _Formula(units, options, parts, transport, budget, device).result()
 
 
 class _Formula:

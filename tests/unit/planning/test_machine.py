@@ -101,13 +101,13 @@ def test_a_ring_sends_its_bytes_once_or_twice() -> None:
 
 def test_work_on_a_cpu_follows_and_on_an_accelerator_overlaps_its_launches() -> None:
     product = Product("float32", 1, 512, 512, 512)
-    work = Work(products={product: 2}, moved=1 << 24, operations=3)
+    work = Work(products=((product, 2),), moved=1 << 24, operations=3)
     parts = 2 * MACHINE.product_seconds(product), MACHINE.moved_seconds(1 << 24), 3e-5
     assert MACHINE.work_seconds(work) == pytest.approx(sum(parts))
     assert MACHINE.work_seconds(work, ranks_on_host=2) == pytest.approx(1.1 * parts[0] + 1.5 * (parts[1] + parts[2]))
     assert MACHINE.work_seconds(work, ranks_on_host=4) == pytest.approx(2 * MACHINE.work_seconds(work, ranks_on_host=2))
     gpu = find_machine("a100")
-    many = Work(products={product: 1}, operations=1000)
+    many = Work(products=((product, 1),), operations=1000)
     assert gpu.work_seconds(many, ranks_on_host=8) == pytest.approx(1000 * gpu.device.launch_seconds)
     assert MACHINE.work_seconds(Work()) == 0.0
 

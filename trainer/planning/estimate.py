@@ -1,0 +1,457 @@
+"""What a layout needs and how long a step of it takes: bytes by tier and purpose, seconds by phase, of the rank that has the most.
+
+    bytes      states by `zero/memory_model.py`, activations of the trace over the microbatches that the schedule has in flight,
+               and what libraries take
+    seconds    the work of each stage at the machine's rates, put together by the simulator of schedules; what crosses between data
+               ranks beside it, as far as it is not hidden; the update; tiers
+
+On an accelerator gathers and reductions run while it computes, and only what is longer than that counts. On CPUs the cores that
+compute also move, so both count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import lru_cache
+
+import torch
+
+from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
+from zeromesh.optim.fused_optimizer import moment_names
+from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, make_schedule, simulate
+from zeromesh.telemetry.step_recorder import Collective
+from zeromesh.trainer.planning.layouts import Layout
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.subject import StageUnits, Subject
+from zeromesh.trainer.planning.trace import Segment, Trace
+from zeromesh.trainer.planning.work import Work
+from zeromesh.zero.memory_model import MemoryModel, predict_layouts
+
+LIBRARY, GATHERED = "libraries", "parameters around their use"
+"""Names of bytes that have no purpose in the ledger."""
+
+
+class PlanPhase(StrEnum):
+    """What the seconds of a step go to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TENSOR = "tensor exchanges"
+    DATA = "gathers and reductions"
+    PIPELINE = "pipeline"
+    OPTIMIZER = "optimizer"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A layout, with what it needs and takes. Bytes are of the rank that needs most."""
+
+    layout: Layout
+    device: Mapping[str, int]
+    """Bytes by purpose in the memory where ranks compute."""
+    host: Mapping[str, int]
+    """Bytes by purpose in the host's memory beside an accelerator, for each rank."""
+    disk: int
+    """Bytes of swap files, for each rank."""
+    phases: Mapping[PlanPhase, float] = field(default_factory=dict)
+    """Seconds of a step."""
+    bubble: float = 0.0
+    """The part of the step in which stages wait for each other."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host for each rank, beside an accelerator."""
+        return sum(self.host.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SegmentSeconds:
+    """Seconds of a segment: what it computes, of that the gradients of weights, and what tensor ranks exchange."""
+
+    forward: float
+    backward: float
+    weights: float
+    forward_exchanges: float
+    backward_exchanges: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """A chunk of a pipeline rank for one microbatch."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    deferred: int
+    """Bytes that wait for gradients of weights, where these come later."""
+    received: int
+    """Bytes that come from the stage before."""
+    forward: float
+    backward: float
+    weights: float
+    exchanges: float
+    """Seconds of exchanges between tensor ranks, which are in `forward` and `backward` too."""
+
+
+_DISTINCT = 4
+"""Pipeline ranks whose memory is looked at: the first ones and the last one."""
+_ROUNDS = 4
+"""Rounds of microbatches after which memory has had its peak."""
+
+
+class Estimator:
+    """Estimates layouts of one subject on one machine."""
+
+    def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
+        """`host` is the ranks of a host."""
+        self._subject, self._machine, self._host = subject, machine, host
+        self._device = torch.device(machine.device.kind)
+        self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
+        self._memory: dict[object, MemoryModel] = {}
+        self._chunks: dict[tuple[int, int, int], Mapping[int, _Chunk]] = {}
+
+    def options(self, layout: Layout) -> ZeroOptions:
+        """The options of the engine for a layout."""
+        zero = self._subject.zero
+        offload = replace(
+            zero.offload,
+            optimizer=layout.optimizer,
+            gradients=None,
+            parameters=layout.parameters if layout.stage == 3 else TierChoice(),
+            activations=layout.activations,
+            staging_bytes=self._staging(zero),
+        )
+        return replace(zero, stage=layout.stage, accumulation=layout.accumulation, offload=offload)
+
+    def _staging(self, zero: ZeroOptions) -> int | None:
+        """Bytes of buffers on the way from tiers, as the machine's device would have them."""
+        given = zero.offload.staging_bytes
+        if given is not None or self._machine.is_cpu:
+            return given
+        return max(STAGING_BYTES, self._machine.device.memory_bytes // STAGING_SHARE)
+
+    def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
+        """Estimate a layout. Without `exact` a pipeline's time is a lower bound, which takes no simulation.
+
+        Raises:
+            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without figures of what it needs.
+        """
+        subject, options = self._subject, self.options(layout)
+        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
+        cut = subject.cut(layout.pipeline * layout.chunks)
+        ranks = layout.pipeline
+        looked_at = sorted({*range(min(ranks, _DISTINCT)), ranks - 1})
+        chunks = {stage: self._chunk(trace, subject.segments(trace, stage, cut), layout) for stage in range(len(cut))}
+        found: list[tuple[int, Counter[str], MemoryModel, StageUnits]] = []
+        # After a few rounds of microbatches a schedule repeats itself.
+        few = min(layout.accumulation, _ROUNDS * layout.pipeline * layout.chunks)
+        schedule = _schedule(layout.schedule, ranks, few, layout.chunks)
+        for rank in looked_at:
+            stages = range(rank, len(cut), ranks)
+            units = subject.stage_units(layout.tensor, tuple(stages), cut, layout.shard)
+            memory = self._states(layout, options, rank, units)
+            own = [chunks[stage] for stage in stages]
+            device = self._bytes(layout, options, memory, own, schedule, rank)
+            found.append((sum(device.values()), device, memory, units))
+        _, device, memory, _ = max(found, key=lambda each: each[0])
+        phases, bubble = self._phases(layout, options, chunks, found, exact=exact)
+        host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
+        away = self._activations_away(layout, chunks)
+        disk = memory.on_disk
+        if layout.activations.tier == "host" and not self._machine.is_cpu:
+            host[Purpose.ACTIVATIONS.value] = away
+        elif layout.activations.tier == "file":
+            disk += away
+        if not self._machine.is_cpu:
+            host[LIBRARY] = self._machine.library.host
+        return Estimate(layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble)
+
+    # Bytes
+
+    def _states(self, layout: Layout, options: ZeroOptions, rank: int, units: StageUnits) -> MemoryModel:
+        accumulates = layout.accumulation > 1
+        mesh = (layout.tensor, layout.pipeline, layout.chunks, layout.shard)
+        key = (mesh, layout.stage, accumulates, rank, layout.optimizer, layout.parameters)
+        if key not in self._memory:
+            transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
+            self._memory[key] = predict_layouts(units.layouts, options, layout.shard, transport, None, self._device)
+        return self._memory[key]
+
+    def _bytes(
+        self,
+        layout: Layout,
+        options: ZeroOptions,
+        memory: MemoryModel,
+        own: Sequence[_Chunk],
+        schedule: PipelineSchedule,
+        rank: int,
+    ) -> Counter[str]:
+        device = Counter({purpose.value: nbytes for purpose, nbytes in memory.terms.items()})
+        device[GATHERED] = memory.gathered
+        device[Purpose.GRADIENTS.value] += memory.passing
+        shards = 0
+        if not options.gradients_stay(self._device):
+            shards = device.pop(Purpose.GRADIENTS.value, 0)
+        activations = self._activations(layout, own, schedule, rank)
+        # Gradient shards come while activations go, in the blocks that an accelerator's allocator has just got back. The C
+        # library's heap on a CPU seldom finds them room there.
+        device[Purpose.ACTIVATIONS.value] = activations
+        device[Purpose.GRADIENTS.value] += shards if self._machine.is_cpu else max(0, shards - activations)
+        library = self._machine.library
+        device[LIBRARY] = library.host if self._machine.is_cpu else library.device
+        return Counter({name: nbytes for name, nbytes in device.items() if nbytes})
+
+    def _activations(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
+        """The most bytes of activations of a pipeline rank over its actions."""
+        kept = [self._kept(layout, chunk) for chunk in own]
+        live = most = 0
+        for action in schedule.actions[rank]:
+            chunk, stays = own[action.chunk], kept[action.chunk]
+            if action.kind is Kind.FORWARD:
+                most = max(most, live + chunk.forward_peak + chunk.received)
+                live += stays
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                live -= min(chunk.deferred, stays)
+            else:
+                live -= stays
+                most = max(most, live + max(stays, chunk.backward_peak + chunk.received))
+                live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
+        return most
+
+    def _kept(self, layout: Layout, chunk: _Chunk) -> int:
+        """Bytes that a microbatch leaves on the device from forward to backward."""
+        stays = chunk.kept + chunk.received
+        leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
+        return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
+
+    def _activations_away(self, layout: Layout, chunks: Mapping[int, _Chunk]) -> int:
+        """Bytes of the inputs of blocks that rest elsewhere, of one rank."""
+        if not layout.activations.leaves(self._device) or layout.recompute == "none":
+            return 0
+        most = max(chunk.kept for chunk in chunks.values()) * layout.chunks
+        return int(layout.activations.fraction * most) * min(layout.accumulation, layout.pipeline)
+
+    def _chunks_of(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Mapping[int, _Chunk]:
+        """The chunks of all stages, by stage."""
+        key = (id(trace), len(cut), min(self._host, layout.ranks))
+        if key not in self._chunks:
+            self._chunks[key] = {
+                stage: self._chunk(trace, self._subject.segments(trace, stage, cut), layout)
+                for stage in range(len(cut))
+            }
+        return self._chunks[key]
+
+    def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> _Chunk:
+        base = forward_peak = backward_peak = deferred = 0
+        times = [self._segment_seconds(segment, layout) for segment in segments]
+        for segment in segments:
+            forward_peak = max(forward_peak, base + segment.forward_peak)
+            backward_peak = max(backward_peak, base + segment.backward_peak)
+            base += segment.kept
+            deferred += _inputs_and_gradients(segment.forward)
+        first = segments[0] is not trace.segments[0]
+        exchanges = sum(each.forward_exchanges + each.backward_exchanges for each in times)
+        return _Chunk(
+            kept=base,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            deferred=deferred,
+            received=trace.segments[1].output if first else 0,
+            forward=sum(each.forward + each.forward_exchanges for each in times),
+            backward=sum(each.backward + each.backward_exchanges for each in times),
+            weights=sum(each.weights for each in times),
+            exchanges=exchanges,
+        )
+
+    # Seconds
+
+    def _segment_seconds(self, segment: Segment, layout: Layout) -> _SegmentSeconds:
+        busy = min(self._host, layout.ranks)
+        key = (id(segment.forward), id(segment.backward), busy)
+        if key not in self._seconds:
+            machine, forward, backward = self._machine, segment.forward, segment.backward
+            weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
+            computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
+            exchanges = [
+                sum(
+                    count * machine.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
+                    for each, count in work.exchanges
+                )
+                for work in (forward, backward)
+            ]
+            self._seconds[key] = _SegmentSeconds(
+                forward=computes[0],
+                backward=computes[1],
+                weights=computes[2],
+                forward_exchanges=exchanges[0],
+                backward_exchanges=exchanges[1],
+            )
+        return self._seconds[key]
+
+    def _phases(
+        self,
+        layout: Layout,
+        options: ZeroOptions,
+        chunks: Mapping[int, _Chunk],
+        found: Sequence[tuple[int, Counter[str], MemoryModel, StageUnits]],
+        *,
+        exact: bool,
+    ) -> tuple[dict[PlanPhase, float], float]:
+        """Seconds by phase, and the part of the step that is bubble."""
+        count = layout.accumulation
+        busiest = max(
+            range(layout.pipeline),
+            key=lambda rank: sum(
+                chunks[stage].forward + chunks[stage].backward for stage in range(rank, len(chunks), layout.pipeline)
+            ),
+        )
+        own = _of_rank(chunks, busiest, layout.pipeline)
+        forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
+        exchanges = count * sum(each.exchanges for each in own)
+        share = exchanges / (forward + backward) if forward + backward else 0.0
+        length = self._pipeline_seconds(layout, chunks, exact=exact) if layout.pipeline > 1 else forward + backward
+        compute = (forward + backward) - exchanges
+        data = [self._data_seconds(layout, options, memory, units, compute) for _, _, memory, units in found]
+        updates = [self._update_seconds(layout, options, units) for *_, units in found]
+        optimizer, offload = max(updates, key=sum)
+        phases = {
+            PlanPhase.FORWARD: forward * (1 - share),
+            PlanPhase.BACKWARD: backward * (1 - share),
+            PlanPhase.TENSOR: exchanges,
+            PlanPhase.DATA: max(data),
+            PlanPhase.PIPELINE: length - forward - backward,
+            PlanPhase.OPTIMIZER: optimizer,
+            PlanPhase.OFFLOAD: offload,
+        }
+        bubble = 1 - (forward + backward) / length if length else 0.0
+        return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
+
+    def _pipeline_seconds(self, layout: Layout, chunks: Mapping[int, _Chunk], *, exact: bool) -> float:
+        """Seconds of all forwards and backwards of a step."""
+        ranks, hidden = layout.pipeline, max(each.received for each in chunks.values())
+        across = layout.data * layout.tensor >= self._host
+        hosts = 2 if across and layout.ranks > self._host else 1
+        transfer = self._machine.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
+        if not exact:
+            return _bound(chunks, ranks, layout.accumulation, transfer)
+
+        def seconds(rank: int, action: Action) -> float:
+            chunk = chunks[action.chunk * ranks + rank]
+            if action.kind is Kind.FORWARD:
+                return chunk.forward
+            if action.kind is Kind.BACKWARD:
+                return chunk.backward
+            return chunk.weights if action.kind is Kind.BACKWARD_WEIGHT else chunk.backward - chunk.weights
+
+        schedule = _schedule(layout.schedule, ranks, layout.accumulation, layout.chunks)
+        return simulate(schedule, seconds, transfer=transfer).duration
+
+    def _hosts(self, layout: Layout) -> int:
+        """Hosts over which ranks with the same states are spread."""
+        return max(1, math.ceil(layout.tensor * layout.shard / self._host))
+
+    def _data_seconds(
+        self, layout: Layout, options: ZeroOptions, memory: MemoryModel, units: StageUnits, compute: float
+    ) -> float:
+        """Seconds of gathers and reductions between data ranks that are not hidden behind `compute` seconds."""
+        machine, shard, hosts = self._machine, layout.shard, self._hosts(layout)
+        total = 0.0
+        on_device = not machine.is_cpu
+        wire = sum(
+            whole * options.wire_dtype(dtype, on_device=on_device).itemsize
+            for dtype, (whole, _) in units.trained.items()
+        )
+
+        def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
+            # One exchange for each unit.
+            number = max(1, len(units.layouts))
+            return number * machine.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
+
+        each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation
+        if shard > 1:
+            kind = Collective.ALL_REDUCE if layout.stage == 0 else Collective.REDUCE_SCATTER
+            total += each * moved(kind, wire, shard, hosts)
+            if layout.stage == 3 and memory.gathered:
+                total += 2 * layout.accumulation * moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
+            elif layout.stage in (1, 2) and machine.transport(hosts) != "shared":
+                total += moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
+        if layout.replicate > 1:
+            spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._host))
+            total += moved(Collective.ALL_REDUCE, wire / (shard if layout.stage else 1), layout.replicate, spread)
+        if machine.is_cpu:
+            return total
+        # The first gather and the last reduction have nothing beside them.
+        least = total / max(1, len(units.layouts) * layout.accumulation)
+        return max(total - compute, min(total, least))
+
+    def _update_seconds(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> tuple[float, float]:
+        """Seconds of the update of what a rank owns, and those for which it waits for tiers besides."""
+        machine, busy = self._machine, min(self._host, layout.ranks)
+        whole = options.placements.optimizer is Placement.REPLICATED
+        own = sum(each[0 if whole else 1] for each in units.trained.values())
+        moments = len(moment_names(options.optimizer))
+        width = options.precision.master.itemsize
+        choice = options.offload.optimizer
+        away = choice.fraction * own if choice.leaves(self._device) else 0.0
+        here = machine.update_seconds(own - away, moments=moments, ranks_on_host=busy)
+        norm = machine.moved_seconds(own * width)
+        if not away:
+            return here + norm, 0.0
+        states = away * width * (1 + moments)
+        on_host = machine.update_seconds(away, moments=moments, on="host", ranks_on_host=busy)
+        if machine.is_cpu:
+            streamed = machine.disk_seconds(states, states, ranks_on_host=busy)
+            return here + norm + on_host, max(0.0, streamed - on_host)
+        through = machine.copy_seconds(away * width) + machine.copy_seconds(away * 2, to="device") + on_host
+        on_device = machine.copy_seconds(2 * states) + machine.update_seconds(away, moments=moments, ranks_on_host=busy)
+        moved = min(through, on_device)
+        if choice.tier == "file":
+            moved = max(moved, machine.disk_seconds(states, states, ranks_on_host=busy))
+        return here + norm, moved
+
+
+def _of_rank(chunks: Mapping[int, _Chunk], rank: int, ranks: int) -> list[_Chunk]:
+    return [chunks[stage] for stage in range(rank, len(chunks), ranks)]
+
+
+def _inputs_and_gradients(work: Work) -> int:
+    """Bytes of the inputs of linear layers and of the gradients of their outputs."""
+    width = {"float64": 8, "float32": 4}
+    return sum(
+        count * product.rows * (product.inner + product.columns) * width.get(product.dtype, 2)
+        for product, count in work.products
+        if product.batch == 1
+    )
+
+
+@lru_cache(256)
+def _schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+
+
+def _bound(chunks: Mapping[int, _Chunk], ranks: int, microbatches: int, transfer: float) -> float:
+    """A lower bound of a pipeline's seconds: what a rank computes, and what comes before its first and after its last action."""
+    stages = len(chunks)
+    times = [chunks[stage].forward + chunks[stage].backward for stage in range(stages)]
+    most = 0.0
+    for rank in range(ranks):
+        busy = microbatches * sum(times[stage] for stage in range(rank, stages, ranks))
+        ends = sum(chunks[stage].forward + chunks[stage].backward - chunks[stage].weights for stage in range(rank))
+        most = max(most, busy + ends + 2 * rank * transfer)
+    return most

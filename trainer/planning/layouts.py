@@ -1,0 +1,184 @@
+"""Layouts: how a run is spread over ranks and tiers, and which ones a number of ranks allows. Arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any
+
+from zeromesh.offload import TierChoice
+from zeromesh.pipeline.schedule import ScheduleName
+from zeromesh.trainer.models.prepare import Mode
+
+_HERE = TierChoice()
+MOST_MICRO = 64
+"""The largest microbatch that is looked at, in samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One way to run a configuration. `accumulation` follows: microbatches of a rank in a step."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence: bool = False
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    stage: int = 3
+    micro: int = 1
+    accumulation: int = 1
+    recompute: Mode = "none"
+    optimizer: TierChoice = _HERE
+    """Where master weights, moments and gradient shards rest."""
+    parameters: TierChoice = _HERE
+    activations: TierChoice = _HERE
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the mesh."""
+        return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks that take other samples."""
+        return self.replicate * self.shard
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of a configuration that say so, with their values."""
+        return {
+            **{f"parallel.{axis}": getattr(self, axis) for axis in ("pipeline", "replicate", "shard", "tensor")},
+            "parallel.sequence": self.sequence,
+            "parallel.schedule": self.schedule,
+            "parallel.chunks": self.chunks,
+            "zero.stage": self.stage,
+            "batch.micro_size": self.micro,
+            "model.activation_checkpointing": self.recompute,
+            **{f"offload.{name}": _key_of(getattr(self, name)) for name in ("optimizer", "parameters", "activations")},
+        }
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {getattr(self, axis)}" for axis in ("pipeline", "replicate", "shard", "tensor")]
+        parts = [" x ".join(each for each in axes if not each.endswith(" 1")) or "1 rank", f"stage {self.stage}"]
+        parts.append(f"micro {self.micro} x {self.accumulation}")
+        if self.pipeline > 1:
+            parts.append(self.schedule.replace("_", " ") + (f" {self.chunks}" if self.chunks > 1 else ""))
+        if self.sequence:
+            parts.append("sequence")
+        if self.recompute != "none":
+            parts.append("recomputed" if self.recompute == "block" else "partly recomputed")
+        for name in ("optimizer", "parameters", "activations"):
+            choice: TierChoice = getattr(self, name)
+            if choice.away:
+                share = "" if choice.fraction == 1 else f" {choice.fraction:.0%}"
+                parts.append(f"{name}{share} on {choice.tier}")
+        return ", ".join(parts)
+
+
+def _key_of(choice: TierChoice) -> Any:
+    return choice.tier if choice.fraction == 1 else {"tier": choice.tier, "fraction": choice.fraction}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What layouts are made of. `fixed` has fields of `Layout` that are given."""
+
+    ranks: int
+    host: int
+    """Ranks of a host."""
+    samples: int
+    """Samples of a global batch."""
+    blocks: int
+    """Blocks that can be cut into stages; 0: none can."""
+    tensors: Sequence[int]
+    """Numbers of tensor ranks that the model allows."""
+    sequence: bool = True
+    """Whether blocks can pass on shares of the sequence."""
+    recompute: bool = True
+    """Whether there are blocks to recompute."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Every layout without offload, those with fewer tensor ranks and stages first."""
+        for tensor, pipeline in product(self.tensors, self._pipelines()):
+            rest, odd = divmod(self.ranks, tensor * pipeline)
+            if odd or tensor > self.host:
+                continue
+            for replicate in self._replicas(rest, tensor):
+                yield from self._of_mesh(tensor, pipeline, replicate, rest // replicate)
+
+    def _of_mesh(self, tensor: int, pipeline: int, replicate: int, shard: int) -> Iterator[Layout]:
+        data = replicate * shard
+        modes = ("none", "selective", "block") if self.recompute else ("none",)
+        stages = (0, 1, 2, 3) if data > 1 and shard > 1 else (1,)
+        micros = [size for size in _powers(MOST_MICRO) if size * data <= self.samples] or [1]
+        for stage, micro, recompute in product(
+            self._given("stage", stages), self._given("micro", micros), self._given("recompute", modes)
+        ):
+            accumulation = -(-self.samples // (micro * data))
+            for schedule, chunks in self._schedules(pipeline, accumulation):
+                yield Layout(
+                    pipeline=pipeline,
+                    replicate=replicate,
+                    shard=shard,
+                    tensor=tensor,
+                    sequence=self.fixed.get("sequence", tensor > 1 and self.sequence),
+                    schedule=schedule,
+                    chunks=chunks,
+                    stage=stage,
+                    micro=micro,
+                    accumulation=accumulation,
+                    recompute=recompute,
+                    **{name: self.fixed[name] for name in _TIERS if name in self.fixed},
+                )
+
+    def _given(self, name: str, choices: Iterable[Any]) -> Iterable[Any]:
+        return (self.fixed[name],) if name in self.fixed else choices
+
+    def _pipelines(self) -> list[int]:
+        if "pipeline" in self.fixed:
+            return [self.fixed["pipeline"]]
+        return [size for size in divisors(self.ranks) if size == 1 or size <= self.blocks]
+
+    def _replicas(self, data: int, tensor: int) -> list[int]:
+        """Replicas that are worth a look: none, or one on each host, or on each group of 8 hosts."""
+        if "replicate" in self.fixed or isinstance(self.fixed.get("shard"), int):
+            wanted = self.fixed.get("replicate", 1)
+            shard = self.fixed.get("shard", "auto")
+            if shard != "auto" and "replicate" not in self.fixed:
+                wanted = data // shard if data % shard == 0 else 0
+            fits = wanted and data % wanted == 0 and shard in ("auto", data // wanted)
+            return [wanted] if fits else []
+        inside = max(1, self.host // tensor)
+        sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
+        return [1, *sorted(sizes - {1})]
+
+    def _schedules(self, pipeline: int, accumulation: int) -> Iterator[tuple[ScheduleName, int]]:
+        if pipeline == 1:
+            yield "1f1b", 1
+            return
+        chunks = [size for size in (2, 4, 8) if size * pipeline <= self.blocks and accumulation >= pipeline]
+        every: list[tuple[ScheduleName, int]] = [("1f1b", 1), ("zero_bubble", 1), *(("interleaved", n) for n in chunks)]
+        if "schedule" in self.fixed:
+            every = [(self.fixed["schedule"], self.fixed.get("chunks", 1))]
+        yield from every
+
+
+_TIERS = ("optimizer", "parameters", "activations")
+NAMES = frozenset(each.name for each in fields(Layout)) - {"accumulation"}
+"""Fields of a layout that can be given."""
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2

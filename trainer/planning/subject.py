@@ -1,0 +1,310 @@
+"""What is planned: a model, its loss and its data, with what traces and arithmetic say of it, each worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
+from zeromesh.options import ZeroOptions
+from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
+from zeromesh.pipeline.stages.model_anatomy import Anatomy, examine
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.tokenizer import load_tokenizer
+from zeromesh.trainer.losses.losses import Loss, make_loss
+from zeromesh.trainer.models.adapters import add_lora
+from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.models.prepare import Mode
+from zeromesh.trainer.planning.trace import Segment, Trace, TraceOptions, Tracer
+from zeromesh.trainer.planning.work import Product, TensorExchange, Work
+from zeromesh.trainer.setup.engine_options import engine_options, exempted
+from zeromesh.units.plan import ROOT, UnitPlan
+
+_TRACED = (1, 2)
+"""Samples of the microbatches that are traced; what others need and do follows from them, since both are straight lines."""
+Batches = Callable[[int], Mapping[str, Any]]
+"""Makes a microbatch of so many samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUnits:
+    """The units that one pipeline rank has, as layouts for so many data ranks."""
+
+    layouts: list[list[BucketLayout]]
+    """Of each unit's buckets, the root's first."""
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of all parameters, in the dtype that computes."""
+        return sum(layout.nbytes for unit in self.layouts for layout in unit)
+
+    @cached_property
+    def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
+        """Of parameters that are trained: elements of whole buckets, and of one rank's shards, by dtype."""
+        found: dict[torch.dtype, tuple[int, int]] = {}
+        for layout in (layout for unit in self.layouts for layout in unit if layout.first.requires_grad):
+            whole, shard = found.get(layout.first.dtype, (0, 0))
+            found[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
+        return found
+
+
+class Subject:
+    """A model that is planned. `close` gives it back as it was."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu"
+    ) -> None:
+        """`model` is whole, and may have values or not; `device` is the kind that will compute."""
+        self.config, self.device = config, device
+        self.model_name = type(model).__name__
+        self.parameters = sum(each.numel() for each in model.parameters())
+        self.zero = exempted(engine_options(config, accumulation=1), config, model)
+        self.pipeline_refusal = ""
+        """Why the model cannot be cut into stages; empty where it can."""
+        self._batches = batches
+        self._whole = model
+        self._anatomy = self._examine(model)
+        self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
+        self._tracer = Tracer(model, loss, self.zero.precision.compute)
+        self._exact: dict[tuple[TraceOptions, int], Trace] = {}
+        self._traces: dict[tuple[TraceOptions, int], Trace] = {}
+        self._units: dict[int, tuple[UnitPlan, ...]] = {}
+        self._cuts: dict[int, tuple[range, ...]] = {}
+        self._stage_units: dict[object, StageUnits] = {}
+        self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
+
+    @classmethod
+    def of(cls, config: TrainerConfig, *, device: str = "cpu") -> Subject:
+        """Build the model that a configuration names, without values, and tokens for it.
+
+        Raises:
+            ConfigError, DataError: for a model or a tokenizer that cannot be had, and a task whose data are no texts.
+        """
+        built = build_model(config.model, config.run.seed, load_tokenizer(config.data.tokenizer))
+        if config.model.lora is not None:
+            built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
+        loss = make_loss(built.model, mode=config.model.loss, smoothing=config.run.label_smoothing)
+        return cls(built.model, loss, config, _tokens(config, built.model), device=device)
+
+    def close(self) -> None:
+        """Give the model back what it had."""
+        self._tracer.close()
+
+    def _examine(self, model: nn.Module) -> Anatomy | None:
+        try:
+            return examine(model)
+        except LayoutError as error:
+            self.pipeline_refusal = str(error)
+            return None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that can be cut into stages."""
+        return 0 if self._anatomy is None else self._anatomy.count
+
+    def tensor_refusal(self, tensor: int) -> str:
+        """Why the layers cannot be divided among so many ranks; empty where they can."""
+        try:
+            self.units(tensor)
+        except (ConfigError, LayoutError) as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def can_share_sequence(self) -> bool:
+        """Whether blocks can pass on shares of the sequence."""
+        try:
+            self._options(2, sequence=True, recompute="none")
+            self._trace_exactly(self._options(2, sequence=True, recompute="none"), 1)
+        except (ConfigError, LayoutError):
+            return False
+        return True
+
+    @cached_property
+    def can_recompute(self) -> bool:
+        """Whether the model has blocks that can be recomputed."""
+        try:
+            self._trace_exactly(self._options(1, sequence=False, recompute="block"), 1)
+        except (ConfigError, LayoutError):
+            return False
+        return True
+
+    def _options(self, tensor: int, *, sequence: bool, recompute: Mode) -> TraceOptions:
+        return TraceOptions(
+            compute=self.zero.precision.compute,
+            device=self.device,
+            tensor=tensor,
+            rules=tuple((self.config.parallel.plan or {}).items()),
+            sequence=sequence,
+            recompute=recompute,
+        )
+
+    def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
+        """What a microbatch of `micro` samples needs and does on a tensor rank. Raises as `Tracer.trace` does."""
+        options = self._options(tensor, sequence=sequence, recompute=recompute)
+        if micro in _TRACED:
+            return self._trace_exactly(options, micro)
+        if (options, micro) not in self._traces:
+            one, other = (self._trace_exactly(options, size) for size in _TRACED)
+            self._traces[options, micro] = _on_the_line(one, other, micro)
+        return self._traces[options, micro]
+
+    def _trace_exactly(self, options: TraceOptions, micro: int) -> Trace:
+        if (options, micro) not in self._exact:
+            self._exact[options, micro] = self._tracer.trace(self._batches(micro), options)
+        return self._exact[options, micro]
+
+    def cut(self, stages: int) -> tuple[range, ...]:
+        """The blocks of each stage. Raises `LayoutError` for a model that cannot be cut so."""
+        if stages not in self._cuts:
+            self._cuts[stages] = tuple(
+                range(start, end) for start, end in pairwise(accumulate(self._counts(stages), initial=0))
+            )
+        return self._cuts[stages]
+
+    def _counts(self, stages: int) -> Sequence[int]:
+        if stages == 1:
+            return (len(self.trace(1, 1).segments) - 2,)
+        if self._costs is None:
+            raise LayoutError(self.pipeline_refusal)
+        given = self.config.parallel.stages
+        if given is not None and len(given) == stages:
+            return given
+        costs, first, last = self._costs
+        return cut_by_cost(costs, stages=stages, first=first, last=last)
+
+    def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
+        """The segments of one stage of a cut."""
+        before, *blocks, after = trace.segments
+        own = [blocks[index] for index in cut[stage]]
+        return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
+
+    def units(self, tensor: int) -> tuple[UnitPlan, ...]:
+        """All units of a tensor rank. Raises `LayoutError` for a model that cannot be divided so."""
+        if tensor not in self._units:
+            options = self._options(tensor, sequence=False, recompute="none")
+            self._units[tensor] = self._tracer.plan(self.zero, options).units
+        return self._units[tensor]
+
+    def stage_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
+        """The units of a rank that has these stages of a cut, for `parts` data ranks."""
+        key = (tensor, tuple(stages), len(cut), parts)
+        if key not in self._stage_units:
+            self._stage_units[key] = self._units_of_stages(tensor, stages, cut, parts)
+        return self._stage_units[key]
+
+    def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
+        units = self.units(tensor)
+        if len(cut) == 1 or self._anatomy is None:
+            return StageUnits(layouts=[self._layouts_of(unit, parts) for unit in units])
+        prefix = f"{self._anatomy.blocks}."
+        own = {f"{prefix}{index}" for stage in stages for index in cut[stage]}
+        ends = [
+            *(self._anatomy.before if 0 in stages else ()),
+            *(self._anatomy.after if len(cut) - 1 in stages else ()),
+        ]
+        found = []
+        for unit in units:
+            if unit.module in own:
+                found.append(self._layouts_of(unit, parts))
+            elif not unit.module.startswith(prefix):
+                specs = tuple(
+                    spec
+                    for spec in unit.specs
+                    if any(name.startswith(f"{end}.") for name in (spec.fqn, *spec.aliases) for end in ends)
+                )
+                if specs or unit.module == ROOT:
+                    found.append(self._layouts_of(UnitPlan(module=unit.module, specs=specs), parts))
+        return StageUnits(layouts=found)
+
+    def _layouts_of(self, unit: UnitPlan, parts: int) -> list[BucketLayout]:
+        """Layouts of a unit's buckets. Blocks that are alike have one tuple of specs, and so one list."""
+        key = (unit.specs, parts)
+        if key not in self._layouts:
+            self._layouts[key] = [
+                build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())
+            ]
+        return self._layouts[key]
+
+    def zero_options(self, **changes: Any) -> ZeroOptions:
+        """The options of the engine, with others in their place."""
+        return replace(self.zero, **changes)
+
+
+def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
+    """What lies on the straight line through traces of one and two samples."""
+
+    def line(first: int, second: int) -> int:
+        return first + (micro - 1) * (second - first)
+
+    def work(first: Work, second: Work) -> Work:
+        if [count for _, count in first.products] != [count for _, count in second.products]:
+            return second * (
+                micro // 2
+            )  # A loop over tokens, as that of the loss: twice as many go round twice as often.
+        products = tuple(
+            (Product(a.dtype, *map(line, a[1:], b[1:])), count)
+            for (a, count), (b, _) in zip(first.products, second.products, strict=True)
+        )
+        exchanges = tuple(
+            (TensorExchange(a.kind, line(a.nbytes, b.nbytes)), count)
+            for (a, count), (b, _) in zip(first.exchanges, second.exchanges, strict=True)
+        )
+        moved, operations = line(first.moved, second.moved), line(first.operations, second.operations)
+        return Work(products=products, exchanges=exchanges, moved=moved, operations=operations)
+
+    @cache
+    def of_kind(forward: int, backward: int) -> tuple[Work, Work]:
+        a, b = kinds[forward, backward]
+        return work(a.forward, b.forward), work(a.backward, b.backward)
+
+    # Blocks that are alike share their counts.
+    kinds = {(id(a.forward), id(a.backward)): (a, b) for a, b in zip(one.segments, other.segments, strict=True)}
+    segments = []
+    for a, b in zip(one.segments, other.segments, strict=True):
+        forward, backward = of_kind(id(a.forward), id(a.backward))
+        sizes = {name: line(getattr(a, name), getattr(b, name)) for name in _SIZES}
+        segments.append(Segment(name=a.name, forward=forward, backward=backward, **sizes))
+    return Trace(segments=tuple(segments))
+
+
+_SIZES = ("kept", "forward_peak", "backward_peak", "output")
+
+
+def _tokens(config: TrainerConfig, model: Any) -> Batches:
+    """Make microbatches of tokens for the task of a configuration. Raises `ConfigError` for a task whose data are no texts."""
+    head, length = config.model.head, config.data.sequence_length
+    ids = {"causal_lm": "labels", "masked_lm": "labels", "seq2seq_lm": "labels", "token_classification": "labels"}
+    single = {"sequence_classification": "labels", "question_answering": "start_positions"}
+    if head not in ids and head not in single:
+        raise ConfigError(
+            f"{head}: what its data look like is not known from the configuration alone; plan it through the trainer, which has "
+            "them: Trainer(..., train_dataset=...).plan()",
+            where="model.head",
+        )
+
+    def batches(micro: int) -> dict[str, Any]:
+        # Token 1, which no architecture takes for padding when a mask says otherwise.
+        tokens = torch.ones(micro, length, dtype=torch.long)
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if config.data.tokenizer == "bytes" and head == "causal_lm":
+            batch.pop("attention_mask")
+        places = torch.zeros(micro, dtype=torch.long) if head in single else torch.zeros_like(tokens)
+        batch["labels" if head != "question_answering" else "start_positions"] = places
+        if head == "question_answering":
+            batch["end_positions"] = places
+        separate = config.data.separate_documents
+        if separate or (
+            separate is None and config.data.packing and any(p.format != "text" for p in config.data.parts().values())
+        ):
+            batch["position_ids"] = torch.arange(length).expand(micro, length).contiguous()
+        return batch
+
+    return batches
