@@ -1,7 +1,7 @@
 """What a plan says beside what is measured: memory and seconds of layouts over 1 to 4 ranks, and published tables.
 
-    python scripts/bench_plan.py --machine FILE            about 20 minutes on two cores; prints the tables of docs/benchmarks/plan.md
-    python scripts/bench_plan.py --machine FILE --from docs/benchmarks/plan.json     only plans, beside what was measured then
+    python scripts/bench_plan.py --machine FILE        about 15 minutes on two cores; prints the tables of docs/benchmarks/plan.md
+    python scripts/bench_plan.py --machine FILE --from docs/benchmarks/plan.json    plans alone, beside what was measured then
 
 The machine file is that of `zeromesh plan --measure --ranks 4`. Ranks are fresh processes that train as a user does
 (`bench/planned.py`).
@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.launch import run_ranks
 from bench.planned import STEPS
+
 from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
@@ -130,13 +131,15 @@ class Case:
     model: str
     layout: Layout
     estimate: Estimate
+    base: int
+    """Bytes after imports."""
     peak: int
     seconds: float
 
     @property
     def predicted(self) -> int:
         """Bytes above imports."""
-        return self.estimate.device_bytes
+        return self.estimate.device_bytes - self.base
 
     @property
     def memory_error(self) -> float:
@@ -179,10 +182,14 @@ def cases(measured: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[C
             if line["model"] == model and line["layout"] in known:
                 layout = known[line["layout"]]
                 estimate = Estimator(subject, machine, layout.ranks).estimate(layout)
-                library = estimate.device.get("libraries", 0)
-                above = {**estimate.device, "libraries": library - machine.library.host}
-                estimate = replace(estimate, device=above)
-                yield Case(model=model, layout=layout, estimate=estimate, peak=line["peak"], seconds=line["seconds"])
+                yield Case(
+                    model=model,
+                    layout=layout,
+                    estimate=estimate,
+                    base=line["base"],
+                    peak=line["peak"],
+                    seconds=line["seconds"],
+                )
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:

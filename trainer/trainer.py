@@ -14,6 +14,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
 
+from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import RunState
@@ -28,9 +29,12 @@ from zeromesh.trainer.loop.evaluation import evaluate, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names
+from zeromesh.trainer.planning.auto import plan_inputs, settle
+from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
@@ -120,6 +124,7 @@ class Trainer:
         """The full name of the repository on the Hub, once it is known to be there."""
         self.start_times = StartTimes()
         """How the time before the end of the first step was spent."""
+        self._planned: PlanCheck | None = None
         self._mesh: Mesh | None = None
         self._run: RunContext | None = None
         self.events.call("on_init_end")
@@ -169,6 +174,17 @@ class Trainer:
             except (ConfigError, StorageError) as error:
                 run.console.note(f"WARNING: {error}")
         return report
+
+    def plan(self, ranks: int | None = None, *, device: str | None = None) -> Plan:
+        """What fits and what is fastest on so many ranks, by default those of this launch; nothing is trained or allocated.
+
+        `device` is the name of a machine or a machine file, as for `zeromesh plan`; None: what was measured or is found here. Keys
+        of the configuration that are `auto` are free, or all of the layout where none is.
+
+        Raises:
+            ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
+        """
+        return plan_inputs(self.config, self.inputs, ranks or read_environment().world_size, device=device)
 
     def evaluate(
         self,
@@ -388,6 +404,9 @@ class Trainer:
         """The mesh that the run is on, which is joined when it is first needed; all ranks ask for it."""
         if self._mesh is None:
             self.start_times.begin()
+            if self.config.parallel.auto:
+                self.config, planned = settle(self.config, self.inputs, read_environment())
+                self._planned = PlanCheck(prediction=planned.prediction())
             self._mesh = connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh
@@ -408,7 +427,8 @@ class Trainer:
                 quiet_library() if mesh.rank else nullcontext(),
                 mesh.call("the first method of the trainer that needs a run"),
             ):
-                self._run = build_run(self.config, mesh, self.inputs, self.events, self.start_times)
+                run = build_run(self.config, mesh, self.inputs, self.events, self.start_times)
+                self._run = replace(run, planned=self._planned)
         self._run.model.require_sound()
         return self._run
 

@@ -145,6 +145,11 @@ def resident_bytes() -> int:
     return _kib("/proc/self/smaps_rollup", "Rss")
 
 
+def mapped_file_bytes() -> int:
+    """Bytes of files, such as libraries, that this process has in memory together with all that map them."""
+    return _kib("/proc/self/status", "RssFile")
+
+
 def peak_bytes() -> int:
     """The most bytes of this process that were ever in memory; pages that processes share count in full."""
     return _kib("/proc/self/status", "VmHWM")

@@ -116,14 +116,26 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--nproc", "N", _positive, ranks)
     _configured(command, "CONFIG", config)
 
-    command = commands.add_parser("plan", help="measure this machine, for plans of what fits and what is fastest")
+    command = commands.add_parser("plan", help="tell what fits and what is fastest, before anything is trained")
+    _value(
+        command, "--ranks", "N", _positive, "ranks to plan for, or to measure on (default: devices or cores found here)"
+    )
+    _value(command, "--host", "N", _positive, "ranks of a host (default: as the machine file says)")
+    machine = "h100, h200, a100, b200, cpu, or a machine file (default: what was measured or is found here)"
+    _value(command, "--device", "NAME|FILE", str, machine)
+    _value(command, "--top", "N", _positive, "rows to print (default 12)", default=12)
+    _flag(command, "--json", "print every row as JSON")
+    _value(command, "--picture", "FILE", Path, "write charts of memory by purpose and time by phase, a page of HTML")
     _flag(command, "--measure", "measure the machine on its ranks, for about a minute, and write a machine file")
-    _value(command, "--ranks", "N", _positive, "ranks of this host (default: its devices, or else its cores)")
-    where = "the machine file to write (default: machine.yaml in the user's cache directory, where plans look)"
+    where = (
+        "the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)"
+    )
     _value(command, "--out", "FILE", Path, where)
     _value(command, "--directory", "DIR", Path, "where offload would write, for the rates of the disk (default: runs)")
     _flag(command, "--tiny", argparse.SUPPRESS)
     _flag(command, "--worker", argparse.SUPPRESS)
+    _value(command, "config", "CONFIG", str, config, nargs="?")
+    _value(command, "overrides", "section.key=value", str, "keys that layouts are to have, values in YAML", nargs="*")
 
     command = commands.add_parser("status", help="show what each rank of a running job is doing")
     _value(command, "run", "RUN", Path, "the run's directory")

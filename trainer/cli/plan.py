@@ -1,15 +1,18 @@
-"""`zeromesh plan`: measures the machine, so that plans know it."""
+"""`zeromesh plan`: what fits and what is fastest, and what the machine does that this is reckoned with."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
+from zeromesh.trainer.config.load import load_config
 
 if TYPE_CHECKING:
     from zeromesh.trainer.planning.machine import Machine
@@ -22,15 +25,41 @@ _DIRECTORY = Path("runs")
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Measure the machine, with `--measure`; returns the exit code.
+    """Plan a configuration, or measure the machine with `--measure`; returns the exit code: 1 where no layout fits.
 
     Raises:
-        ConfigError: without `--measure`, or for ranks that cannot be.
-        StorageError: when the machine file or the disk cannot be written.
+        ConfigError: for a configuration, a machine or ranks that cannot be.
+        StorageError: when the machine file, the disk or the picture cannot be written.
     """
     if options.measure:
+        if options.config is not None:
+            raise ConfigError(f"--measure plans nothing: leave {options.config} out, and plan it afterwards")
         return _measure(options)
-    raise ConfigError("give --measure; nothing is planned yet")
+    if options.config is None:
+        raise ConfigError("give the configuration that is to be planned, or --measure")
+    return _plan(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
+    from zeromesh.trainer.planning.auto import plan_config
+    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
+
+    config = load_config(options.config, options.overrides, ranks=options.ranks)
+    plan, more = plan_config(
+        config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
+    )
+    if options.picture is not None:
+        try:
+            write_whole(options.picture, plan_picture(plan).encode())
+        except OSError as error:
+            raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
+    if options.json:
+        json.dump(plan_json(plan), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in plan_lines(plan, shown=options.top, more=more))
+    return 0 if plan.best is not None else 1
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -113,8 +142,9 @@ def _lines(machine: Machine) -> list[str]:
         )
     )
     rows.append(("an operation's launch", f"{machine.device.launch_seconds * 1e6:.1f} us"))
-    for ranks, products, others in machine.host.crowding or ():
-        rows.append((f"{ranks} ranks at once", f"products {products:.2f} times as long, all else {others:.2f}"))
+    for ranks, factor, seconds in machine.host.crowding or ():
+        waits = f", {seconds * 1e3:.2f} ms of waiting at an exchange" if seconds else ""
+        rows.append((f"{ranks} ranks at once", f"{factor:.2f} times as long{waits}"))
     for where, links in (("inside a host", machine.links.inside), ("between hosts", machine.links.between)):
         for name in type(links).model_fields:
             link = getattr(links, name)

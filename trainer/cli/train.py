@@ -65,7 +65,9 @@ def run_launch(options: argparse.Namespace) -> int:
 
 
 def check_mesh(config: TrainerConfig, processes: int) -> None:
-    """A mesh that does not fit is an error here, before any process or group exists."""
+    """A mesh that does not fit is an error here, before any process or group exists. A plan finds one that fits."""
+    if "parallel" in config.parallel.auto:
+        return
     MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
 
 

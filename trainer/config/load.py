@@ -301,6 +301,9 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         path = path.strip()
         keys = path.split(".")
         name = f"the override {_override_shown(path, equals, text)}"
+        if path == "parallel" and text.strip() == "auto":
+            data[path] = "auto"
+            continue
         if not equals or len(keys) < 2 or not all(keys):
             problems.append(f"{name}: {_override_hint(path, equals, text)}")
             continue

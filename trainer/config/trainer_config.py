@@ -25,7 +25,13 @@ from zeromesh.trainer.config.sections.outputs import (
     RunSection,
     TrackingSection,
 )
-from zeromesh.trainer.config.sections.parallelism import OffloadSection, ParallelSection, PrecisionSection, ZeroSection
+from zeromesh.trainer.config.sections.parallelism import (
+    AUTOMATIC,
+    OffloadSection,
+    ParallelSection,
+    PrecisionSection,
+    ZeroSection,
+)
 from zeromesh.trainer.config.sections.training import (
     DEFAULT_WARMUP_STEPS,
     BatchSection,
@@ -69,6 +75,25 @@ class TrainerConfig(Section):
         config = self.model_copy()
         config._notes = notes
         return config
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_what_is_automatic(cls, data: Any) -> Any:
+        """`KEY: auto` is short for a place of the key in the list `parallel.auto`."""
+        if not isinstance(data, dict):
+            return data
+        parallel = data.get("parallel", {})
+        parallel = {"auto": ["parallel"]} if parallel == "auto" else parallel
+        if not isinstance(parallel, dict):
+            return data
+        found, changed = list(parallel.get("auto") or ()), dict(data)
+        for path in AUTOMATIC[1:]:
+            section, _, key = path.partition(".")
+            values = data.get(section)
+            if isinstance(values, dict) and values.get(key) == "auto":
+                changed[section] = {name: value for name, value in values.items() if name != key}
+                found.append(path)
+        return {**changed, "parallel": {**parallel, "auto": found}} if found else data
 
     @model_validator(mode="before")
     @classmethod

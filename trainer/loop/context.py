@@ -28,6 +28,7 @@ from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, StepMetrics
 from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, traffic_table
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
@@ -243,6 +244,8 @@ class RunContext:
     stats: StepStats
     progress: RunProgress
     workers: Workers
+    planned: PlanCheck | None = None
+    """What a plan said of the run, where one has chosen its layout."""
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
+from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
 from zeromesh.trainer.monitoring.step_metrics import unstrict
@@ -137,5 +138,7 @@ def _end(run: RunContext, eval_loss: float | None) -> FitReport:
             f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )
     run.console.note(*progress.notes())
+    if run.planned is not None and run.planned.result:
+        run.console.note("\n  ".join(comparison_lines(run.planned.result)))
     run.model.make_whole()
     return report

@@ -112,6 +112,8 @@ class TrainingLoop:
                 stop_signal=self.request.signal,
             )
         progress.add(result)
+        if run.planned is not None:
+            run.planned.add(result.seconds, result.phases)
         start = None if run.start_times.over else self._end_start()
         self._stopped = self._stopped or result.stop_signal
         events.call("on_optimizer_step", number)
@@ -121,6 +123,9 @@ class TrainingLoop:
         due = self._due_after_step(position)
         peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due["log"] else (0, ())
         metrics = run.stats.line(result, step=number, lr=progress.learning_rate, tokens=progress.tokens, peak=peak)
+        if run.planned is not None and due["stop"]:
+            compared = run.planned.record(metrics.extras["memory"], rank_figures(run.mesh)[0])
+            metrics = replace(metrics, extras={**metrics.extras, "plan": compared})
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
         self._metrics = self._write(metrics) if due["log"] else metrics

@@ -20,11 +20,12 @@ from functools import lru_cache
 
 import torch
 
-from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
+from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, make_schedule, simulate
-from zeromesh.telemetry.step_recorder import Collective
+from zeromesh.telemetry.step_recorder import Collective, StepPhase
+from zeromesh.trainer.monitoring.plan_check import Prediction
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import StageUnits, Subject
@@ -78,6 +79,28 @@ class Estimate:
     def seconds(self) -> float:
         """Of a step."""
         return sum(self.phases.values())
+
+    def prediction(self) -> Prediction:
+        """What a run can compare itself with."""
+        here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
+        here.pop(Purpose.ACTIVATIONS, None)  # Those that come and go are not in the ledger.
+        beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
+        phases: dict[StepPhase, float] = {}
+        for phase, seconds in self.phases.items():
+            phases[_MEASURED_AS[phase]] = phases.get(_MEASURED_AS[phase], 0.0) + seconds
+        memory = {Tier.DEVICE: here, Tier.HOST: beside} if beside else {Tier.DEVICE: here}
+        return Prediction(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
+
+
+_MEASURED_AS = {
+    PlanPhase.FORWARD: StepPhase.FORWARD,
+    PlanPhase.BACKWARD: StepPhase.BACKWARD,
+    PlanPhase.TENSOR: StepPhase.COMMUNICATION,
+    PlanPhase.DATA: StepPhase.COMMUNICATION,
+    PlanPhase.PIPELINE: StepPhase.COMMUNICATION,
+    PlanPhase.OPTIMIZER: StepPhase.OPTIMIZER,
+    PlanPhase.OFFLOAD: StepPhase.OFFLOAD_WAIT,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +237,8 @@ class Estimator:
         device[Purpose.ACTIVATIONS.value] = activations
         device[Purpose.GRADIENTS.value] += shards if self._machine.is_cpu else max(0, shards - activations)
         library = self._machine.library
-        device[LIBRARY] = library.host if self._machine.is_cpu else library.device
+        busy = min(self._host, layout.ranks)
+        device[LIBRARY] = library.host + library.shared // busy if self._machine.is_cpu else library.device
         return Counter({name: nbytes for name, nbytes in device.items() if nbytes})
 
     def _activations(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
@@ -286,11 +310,12 @@ class Estimator:
         key = (id(segment.forward), id(segment.backward), busy)
         if key not in self._seconds:
             machine, forward, backward = self._machine, segment.forward, segment.backward
+            waits = machine.waiting_seconds(busy)
             weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    count * machine.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
+                    count * (machine.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor) + waits)
                     for each, count in work.exchanges
                 )
                 for work in (forward, backward)
@@ -348,6 +373,7 @@ class Estimator:
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
         transfer = self._machine.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
+        transfer += self._machine.waiting_seconds(min(self._host, layout.ranks))
         if not exact:
             return _bound(chunks, ranks, layout.accumulation, transfer)
 
@@ -381,8 +407,10 @@ class Estimator:
         def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
             # One exchange for each unit.
             number = max(1, len(units.layouts))
-            return number * machine.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
+            each = machine.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
+            return number * (each + machine.waiting_seconds(min(self._host, layout.ranks)))
 
+        total += layout.accumulation * self._sum_seconds(options, units, shard)
         each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation
         if shard > 1:
             kind = Collective.ALL_REDUCE if layout.stage == 0 else Collective.REDUCE_SCATTER
@@ -399,6 +427,17 @@ class Estimator:
         # The first gather and the last reduction have nothing beside them.
         least = total / max(1, len(units.layouts) * layout.accumulation)
         return max(total - compute, min(total, least))
+
+    def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int) -> float:
+        """Seconds in which a rank adds the gradients of a microbatch to the sum of a step, or puts them where they are reduced."""
+        moved = 0.0
+        sums = options.precision.sums.itemsize
+        for dtype, (whole, own) in units.trained.items():
+            if shard == 1 or options.sums_before_reducing:
+                moved += whole * (dtype.itemsize + sums * (2 if options.accumulation > 1 else 1))
+            else:
+                moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
+        return self._machine.moved_seconds(moved)
 
     def _update_seconds(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> tuple[float, float]:
         """Seconds of the update of what a rank owns, and those for which it waits for tiers besides."""

@@ -63,15 +63,13 @@ def _table(text: str) -> Any:
 
 ProductRow = Annotated[tuple[Count, Count, Count, Count, Positive], _Row]
 SizeRow = Annotated[tuple[Count, Positive], _Row]
-CrowdRow = Annotated[tuple[Count, Positive, Positive], _Row]
+CrowdRow = Annotated[tuple[Count, Positive, NotNegative], _Row]
 CollectiveRow = Annotated[tuple[Kind, Count, Count, Positive], _Row]
 ProductRows = Annotated[
     tuple[ProductRow, ...], _Row, Field(min_length=1), _table("[batch, rows, inner, columns, operations a second]")
 ]
 SizeRows = Annotated[tuple[SizeRow, ...], _Row, Field(min_length=1), _table("[bytes, bytes a second]")]
-CrowdRows = Annotated[
-    tuple[CrowdRow, ...], _Row, Field(min_length=1), _table("[ranks, factor of products, factor of all else]")
-]
+CrowdRows = Annotated[tuple[CrowdRow, ...], _Row, Field(min_length=1), _table("[ranks, factor, seconds of waiting]")]
 CollectiveRows = Annotated[
     tuple[CollectiveRow, ...], _Row, Field(min_length=1), _table("[kind, ranks, bytes, seconds]")
 ]
@@ -125,7 +123,8 @@ class HostRates(Section):
     memory_bandwidth: Positive
     """Bytes a second, of all cores together."""
     crowding: CrowdRows | None = None
-    """`[ranks, factor, factor]`: how many times longer products, and all else, take while so many ranks of a host compute."""
+    """`[ranks, factor, seconds]`: how many times longer computing takes when so many ranks compute on a host at once, and how long
+    they wait for each other where they exchange something amid it."""
 
 
 class LinkRates(Section):
@@ -177,7 +176,9 @@ class LibraryBytes(Section):
     device: Bytes = 0
     """Bytes of an accelerator."""
     host: Bytes = 0
-    """Bytes of the host, for each rank."""
+    """Bytes of the host for each rank, buffers and holes of the heap among them."""
+    shared: Bytes = 0
+    """Bytes of files that all ranks of a host map together."""
 
 
 class Machine(Section):
@@ -250,26 +251,29 @@ class Machine(Section):
         for product, count in work.products:
             flops[product.dtype] = flops.get(product.dtype, 0.0) + count * product.flops
         dtype = dtype or max(flops, key=lambda name: flops[name], default="float32")
-        slower, moves_slower = self.crowding(ranks_on_host)
+        slower = self.crowding(ranks_on_host)
         products = sum(count * self.product_seconds(product) for product, count in work.products)
         others = max(1, work.operations - sum(count for _, count in work.products))
         moves = self.moved_seconds(work.moved, operations=others, dtype=dtype)
         launches = work.operations * self.device.launch_seconds
         if self.is_cpu:
-            return slower * products + moves_slower * (moves + launches)
-        return max(slower * products + moves_slower * moves, launches)
+            return slower * (products + moves + launches)
+        return max(slower * (products + moves), launches)
 
-    def crowding(self, ranks_on_host: int) -> tuple[float, float]:
-        """How many times longer products, and all else, take when so many ranks of a host compute at once.
+    def crowding(self, ranks_on_host: int) -> float:
+        """How many times longer computing takes when so many ranks of a host compute at once.
 
         Without a table it is 1 on accelerators, and on a CPU the ranks that share a core. Beyond the last row, the ranks of a CPU
         share what there is.
         """
-        rows = sorted(self.host.crowding or ((1, 1.0, 1.0),))
-        last = rows[-1][0]
-        share = max(1.0, ranks_on_host / max(last, self.host.cores)) if self.is_cpu else 1.0
-        first, second = ([(float(row[0]), row[place]) for row in rows] for place in (1, 2))
-        return share * _interpolated(first, ranks_on_host), share * _interpolated(second, ranks_on_host)
+        rows = sorted(self.host.crowding or ((1, 1.0, 0.0),))
+        share = max(1.0, ranks_on_host / max(rows[-1][0], self.host.cores)) if self.is_cpu else 1.0
+        return share * _interpolated([(float(ranks), factor) for ranks, factor, _ in rows], ranks_on_host)
+
+    def waiting_seconds(self, ranks_on_host: int) -> float:
+        """How long ranks of a host, of which so many compute, wait for each other at an exchange amid computing."""
+        rows = sorted(self.host.crowding or ((1, 1.0, 0.0),))
+        return max((seconds for ranks, _, seconds in rows if ranks <= ranks_on_host), default=0.0)
 
     def transport(self, hosts: int = 1) -> str:
         """The transport that `parallel.transport: auto` takes for ranks of so many hosts."""
@@ -367,7 +371,7 @@ class Machine(Section):
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
         ranks = self.host.devices if ranks_on_host is None else ranks_on_host
         if per_element is not None:
-            crowded = self.crowding(ranks)[1] if on == "host" or self.is_cpu else 1.0
+            crowded = self.crowding(ranks) if on == "host" or self.is_cpu else 1.0
             return elements * per_element * crowded * nbytes / (_ADAMW_FIXED + 2 * _ADAMW_MOMENT)
         shared = self.host.memory_bandwidth / max(1, ranks)
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)

@@ -11,14 +11,14 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import GELU, LayerNorm, Linear, Sequential, functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zeromesh.comm.activation_collectives import Exchange, open_exchange
 from zeromesh.comm.point_to_point import Channels
@@ -32,14 +32,24 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import nearest_directory
-from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, resident_bytes
+from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, mapped_file_bytes, resident_bytes
 from zeromesh.optim.fused_optimizer import fused_update
 from zeromesh.telemetry.step_recorder import Collective
+from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.planning.machine import Machine, torch_dtype
+from zeromesh.trainer.planning.trace import Trace, TraceOptions, forget_gradient, trace_microbatch
 from zeromesh.trainer.tools.doctor import hardware
+from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 _PAGE_FLOATS = 1024
+_COLD = 96 << 20
+"""Bytes of which a processor's caches keep nothing until it comes round again."""
+_MATRICES = 1024
+_AMID = 20
+"""Exchanges in a row that are timed amid computing."""
+_STEPS = 4
+"""Steps after which the heap of a process has found its size."""
 _ATTENTION_PRODUCTS = 7
 """Of fused attention: two in forward, five in backward, of which one is computed again."""
 
@@ -64,6 +74,8 @@ class MeasureSizes:
     round_seconds: float = 0.006
     rounds: int = 5
     disk: bool = True
+    model: Mapping[str, int] = field(default_factory=lambda: {"hidden": 512, "layers": 4, "length": 256})
+    """A Llama that is trained for a moment, to see what libraries take."""
 
 
 def _grid(rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> tuple[Shape, ...]:
@@ -108,6 +120,7 @@ TINY_SIZES = MeasureSizes(
     round_seconds=1e-4,
     rounds=3,
     disk=False,
+    model={"hidden": 16, "layers": 1, "length": 8},
 )
 """For tests, and to see that it works at all."""
 
@@ -277,13 +290,19 @@ class MachineMeter:
         return {"peak": max(row[-1] for row in rows), "measured": rows}
 
     def _calls(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> list[Callable[[], object]]:
-        """Products of one shape in the three layouts of a linear layer, which take turns in memory as in training."""
+        """Products of one shape in the three layouts of a linear layer.
+
+        Matrices of weights take turns, so many of them that a processor's caches hold none when it comes round again: in training
+        each layer has its own.
+        """
         left, turned = self._random(rows, inner, dtype=dtype), self._random(inner, rows, dtype=dtype)
-        right, beside = self._random(inner, columns, dtype=dtype), self._random(columns, inner, dtype=dtype)
+        copies = 1 if self._on_device else max(1, min(_MATRICES, _COLD // (inner * columns * dtype.itemsize)))
+        many = self._random(inner * columns, dtype=dtype).repeat(copies).view(copies, inner, columns)
+        matrices, others = itertools.cycle(many.unbind()), itertools.cycle(many.view(copies, columns, inner).unbind())
         return [
-            lambda: linear(left, beside, None),
-            lambda: linear_grad_x(left, right),
-            lambda: linear_grad_weight(turned, right),
+            lambda: linear(left, next(others), None),
+            lambda: linear_grad_x(left, next(matrices)),
+            lambda: linear_grad_weight(turned, next(matrices)),
         ]
 
     def _attention(self, batch: int, length: int, depth: int, dtype: torch.dtype) -> float:
@@ -312,17 +331,34 @@ class MachineMeter:
         return rows
 
     def _launch_seconds(self) -> float:
-        """Seconds of an operation on next to nothing, as modules and autograd call it, forward and backward."""
-        module = Sequential(LayerNorm(16), Linear(16, 16), GELU(), Linear(16, 16)).to(self.device)
-        x = self._random(2, 16).requires_grad_()
+        """Seconds of an operation of a transformer so small that they are all that its step takes."""
+        step, trace = self._transformer(hidden=16, layers=4, length=4)
+        return self.clock.seconds(step) / max(1, trace.work.operations)
+
+    def _transformer(self, *, hidden: int, layers: int, length: int) -> tuple[Callable[[], None], Trace]:
+        """Forward and backward of a small Llama, and what they need and do."""
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            use_cache=False,
+        )
+        model = LlamaForCausalLM(config).to(self.device).train()
+        loss, tokens = make_loss(model), torch.zeros(1, length, dtype=torch.long)
+        batch = {"input_ids": tokens, "labels": tokens}
+        options = TraceOptions(compute=torch.float32, device=self.device.type)
+        trace = trace_microbatch(model, batch, loss, options)
+        there = {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+        for parameter in model.parameters():
+            hook_before(parameter, forget_gradient)
 
         def step() -> None:
-            (module(x) + x).sum().backward()
+            loss(model, there, seed=1.0).backward()  # type: ignore[no-untyped-call]
 
-        step()
-        with _Operations() as counter:  # type: ignore[no-untyped-call]
-            step()
-        return self.clock.seconds(step) / max(1, int(counter.count))
+        return step, trace
 
     def _copies(self) -> dict[str, float]:
         host, there = accelerator.pinned(4 * self._sizes.elements), self._random(self._sizes.elements)
@@ -357,35 +393,68 @@ class MachineMeter:
         return {"read": times.read, "written": times.written, "latency_seconds": times.sync_seconds}
 
     def _library(self) -> dict[str, int]:
-        """Bytes of this process once products were made and ranks have met."""
-        self._launch_seconds()
+        """Bytes of this process that are no model's, once one was trained for a moment."""
         used = 0
+        fresh = resident_bytes() - mapped_file_bytes()
+        self._launch_seconds()  # Tracing loads modules that training does not.
+        before = resident_bytes() - mapped_file_bytes()
+        step, trace = self._transformer(**self._sizes.model)
+        for _ in range(_STEPS):
+            step()
+        files = mapped_file_bytes()
+        grown = resident_bytes() - files - before - trace.peak - _parameter_bytes(**self._sizes.model)
         if self._on_device:
             memory = accelerator.device_memory(self.device)
             used = max(0, memory.total - memory.free - memory.reserved)
-        return {"device": used, "host": resident_bytes()}
+        return {"device": used, "host": fresh + (0 if self._on_device else max(0, grown)), "shared": files}
 
     # All ranks at once
 
     def _crowd(self) -> tuple[list[list[float]], float]:
-        """`[ranks, factor, factor]` for ever more ranks of the first host, and bytes a second of memory that all have together."""
+        """`[ranks, factor, seconds]` for ever more ranks of the first host, and bytes a second of memory that all have together."""
         self._tell("how ranks hinder each other")
-        side = min(512, max(shape[1] for shape in self._sizes.products))
-        one, out = self._random(side, side), self._random(side, side)
-        small, wide = (self._random(max(self._sizes.moved) // part) for part in (16, 1))
-        other = torch.ones_like(wide)
-        calls = [
-            lambda: torch.mm(one, one, out=out),
-            lambda: functional.gelu(small),
-            lambda: torch.add(wide, other, out=other),
-        ]
+        step, _ = self._transformer(**self._sizes.model)
+        wide = self._random(max(self._sizes.moved))
         found: list[list[float]] = []
+        alone = bandwidth = 0.0
         for ranks in _doubled(len(self._hosts[0])):
-            found.append([ranks, *(self._beside(call, ranks) for call in calls)])
-        slower = [[a / b for a, b in zip(row[1:], found[0][1:], strict=True)] for row in found]
-        # Beside products there is what fits into a core's cache and what does not, in halves.
-        crowding = [[row[0], max(1.0, a), max(1.0, (b + c) / 2)] for row, (a, b, c) in zip(found, slower, strict=True)]
-        return crowding, max(row[0] * 3 * wide.nbytes / row[3] for row in found)
+            seconds = self._beside(step, ranks)
+            alone = alone or seconds
+            found.append([ranks, max(1.0, seconds / alone), self._waiting(ranks)])
+            moved = self._beside(lambda: torch.add(wide, wide, out=wide), ranks)
+            bandwidth = max(bandwidth, ranks * 3 * wide.nbytes / moved)
+        return found, bandwidth
+
+    def _waiting(self, ranks: int) -> float:
+        """Seconds that an exchange of two takes amid computing, beside what it takes to move: ranks never compute equally fast."""
+        if ranks == 1 or self._on_device:
+            return 0.0
+        here = self._hosts[0][:ranks]
+        pairs = [here[start : start + 2] for start in range(0, ranks - 1, 2)]
+        groups = [self._mesh.process_sets.add(pair, name=f"pair {pair[0]} of {ranks}") for pair in pairs]
+        mine = next((group for group, pair in zip(groups, pairs, strict=True) if self._mesh.rank in pair), None)
+        matrix, tensor = self._random(256, 256), self._random(1 << 14)
+        exchange = open_exchange(mine, self.device, "auto") if mine is not None else None
+
+        def compute() -> None:
+            torch.mm(torch.mm(matrix, matrix), matrix)
+
+        def both() -> None:
+            compute()
+            if exchange is not None:
+                exchange.sum(tensor).wait()
+
+        taken = []
+        for call in (compute, both):
+            rounds = []
+            for _ in range(2 * self._sizes.rounds):
+                self._mesh.world.barrier("the beginning of a round")
+                rounds.append(self.clock.take(call, _AMID) / _AMID if mine is not None else 0.0)
+            taken.append(self.clock.median(rounds))
+        found = self._mesh.world.gather_json(max(0.0, taken[1] - taken[0]), "seconds of waiting")
+        for group in groups:
+            self._mesh.process_sets.remove(group)
+        return float(statistics.median(found[rank] for rank in here))
 
     def _beside(self, call: Callable[[], object], ranks: int) -> float:
         """Seconds of a call while the first `ranks` ranks of the first host make it, the mean over them.
@@ -496,14 +565,9 @@ class MachineMeter:
         return float(max(group.gather_json(self.clock.median(rounds), "seconds of an exchange")))
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that compute something."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-        return func(*args, **(kwargs or {}))
+def _parameter_bytes(*, hidden: int, layers: int, length: int) -> int:
+    """Bytes of the float32 parameters of `MachineMeter._transformer`, but for its norms."""
+    return 4 * (13 * hidden * hidden * layers + 512 * hidden)
 
 
 def _mixture(x: torch.Tensor) -> Iterator[tuple[Callable[[], object], int]]:

@@ -60,7 +60,7 @@ _DISK = 1 << 42
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PlanRow:
     """A layout of a plan. `lacks` says why it does not fit."""
 
     estimate: Estimate
@@ -81,12 +81,12 @@ class Plan:
     machine: str
     ranks: int
     room: Room
-    rows: Sequence[Row]
+    rows: Sequence[PlanRow]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Kinds of layouts that the model does not allow, with the reason."""
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> PlanRow | None:
         """The first row, if it fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
@@ -102,14 +102,14 @@ class Plan:
         seconds = sum(phases.get(each, 0.0) for each in computes) if most in computes else phases[most]
         return f"{name} ({seconds / self.best.estimate.seconds:.0%} of a step)"
 
-    def with_more(self, nbytes: int) -> Row | None:
+    def with_more(self, nbytes: int) -> PlanRow | None:
         """The fastest layout with so many bytes more for each rank; None where it is the same one."""
         room = replace(self.room, device=self.room.device + nbytes)
         fitting = [row.estimate for row in self.rows if not room.lacks(row.estimate)]
         found = min(fitting, key=lambda each: each.seconds, default=None)
         if found is None or (self.best is not None and found.layout == self.best.estimate.layout):
             return None
-        return Row(estimate=found)
+        return PlanRow(estimate=found)
 
 
 class Planner:
@@ -179,16 +179,16 @@ class Planner:
             fixed=self._fixed,
         )
 
-    def _rows(self, layouts: Iterable[Layout], room: Room) -> Iterator[Row]:
+    def _rows(self, layouts: Iterable[Layout], room: Room) -> Iterator[PlanRow]:
         for layout in layouts:
             try:
                 estimate = self._estimator.estimate(layout, exact=False)
             except LayoutError as error:
                 self._refused.setdefault(f"pipeline {layout.pipeline} x chunks {layout.chunks}", str(error))
                 continue
-            yield Row(estimate=estimate, lacks=room.lacks(estimate))
+            yield PlanRow(estimate=estimate, lacks=room.lacks(estimate))
 
-    def _ranked(self, rows: Sequence[Row], room: Room) -> list[Row]:
+    def _ranked(self, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
         """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
         fitting = sorted((row for row in rows if row.fits), key=lambda row: row.estimate.seconds)
         first = [
@@ -201,7 +201,7 @@ class Planner:
         others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return [*first, *fitting[_SIMULATED:], *others]
 
-    def _offloaded(self, rows: Sequence[Row]) -> Iterator[Layout]:
+    def _offloaded(self, rows: Sequence[PlanRow]) -> Iterator[Layout]:
         """Layouts that need least, with more and more of them on tiers."""
         least = sorted(rows, key=lambda row: row.estimate.device_bytes)[:_SIMULATED]
         tiers = (["host"] if not self._machine.is_cpu else []) + (["file"] if self._machine.disk else [])

@@ -91,7 +91,7 @@ class Subject:
         if config.model.lora is not None:
             built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
         loss = make_loss(built.model, mode=config.model.loss, smoothing=config.run.label_smoothing)
-        return cls(built.model, loss, config, _tokens(config, built.model), device=device)
+        return cls(built.model, loss, config, tokens_of(config), device=device)
 
     def close(self) -> None:
         """Give the model back what it had."""
@@ -278,7 +278,7 @@ def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
 _SIZES = ("kept", "forward_peak", "backward_peak", "output")
 
 
-def _tokens(config: TrainerConfig, model: Any) -> Batches:
+def tokens_of(config: TrainerConfig) -> Batches:
     """Make microbatches of tokens for the task of a configuration. Raises `ConfigError` for a task whose data are no texts."""
     head, length = config.model.head, config.data.sequence_length
     ids = {"causal_lm": "labels", "masked_lm": "labels", "seq2seq_lm": "labels", "token_classification": "labels"}

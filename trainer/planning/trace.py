@@ -185,7 +185,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceO
             undo.append(override(block, "forward", partial(meter.run, name, block.forward)))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                undo.append(hook_before(parameter, _forget).remove)
+                undo.append(hook_before(parameter, forget_gradient).remove)
         for tensor in (*model.parameters(), *model.buffers()):
             meter.know(tensor)
         with meter, _kernels_of(options.device):
@@ -211,7 +211,8 @@ def _divide(model: nn.Module, exchange: _TracedExchange, options: TraceOptions) 
     return Parallelized(model, exchange, plan, sequence=options.sequence)
 
 
-def _forget(parameter: Tensor) -> None:
+def forget_gradient(parameter: Tensor) -> None:
+    """Free a gradient as soon as it is there, as the engine does."""
     parameter.grad = None
 
 

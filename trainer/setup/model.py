@@ -72,7 +72,7 @@ def build_trained_model(
     """
 
     console.status("building the model")
-    built = _build_whole_model(inputs.model, config, data.tokenizer)
+    built = build_whole_model(inputs.model, config, data.tokenizer)
     if config.model.lora is not None:
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
@@ -179,7 +179,7 @@ def build_trained_model(
     return trained
 
 
-def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
+def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
     """Build the whole model, and say where its weights come from: it is passed built, built by a callable on meta, or named by the
     configuration.
 

@@ -28,7 +28,7 @@ SMALL = {
         "cores": 2,
         "memory_bytes": 1 << 34,
         "memory_bandwidth": 1.5e10,
-        "crowding": [[1, 1.0, 1.0], [2, 1.1, 1.5]],
+        "crowding": [[1, 1.0, 0.0], [2, 1.5, 1e-4]],
     },
     "links": {
         "inside": {
@@ -104,7 +104,7 @@ def test_work_on_a_cpu_follows_and_on_an_accelerator_overlaps_its_launches() -> 
     work = Work(products=((product, 2),), moved=1 << 24, operations=3)
     parts = 2 * MACHINE.product_seconds(product), MACHINE.moved_seconds(1 << 24), 3e-5
     assert MACHINE.work_seconds(work) == pytest.approx(sum(parts))
-    assert MACHINE.work_seconds(work, ranks_on_host=2) == pytest.approx(1.1 * parts[0] + 1.5 * (parts[1] + parts[2]))
+    assert MACHINE.work_seconds(work, ranks_on_host=2) == pytest.approx(1.5 * sum(parts))
     assert MACHINE.work_seconds(work, ranks_on_host=4) == pytest.approx(2 * MACHINE.work_seconds(work, ranks_on_host=2))
     gpu = find_machine("a100")
     many = Work(products=((product, 1),), operations=1000)

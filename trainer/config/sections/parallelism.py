@@ -78,9 +78,20 @@ class OffloadSection(Section):
     memory."""
 
 
+AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
+"""What a plan may decide. `parallel` is its axes, schedule and chunks, as far as they are not given."""
+
+
 class ParallelSection(Section):
     """The mesh. The product of the axes is the number of ranks."""
 
+    auto: Annotated[
+        tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...],
+        BeforeValidator(tuple_from_list),
+        Allowed(f"a list of {', '.join(AUTOMATIC)}"),
+    ] = ()
+    """Keys that the fastest plan that fits decides when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
+    auto` and `zero.stage: auto` are short for them."""
     replicate: Count = 1
     """Replicas of each group of shards (hybrid sharding)."""
     shard: Literal["auto"] | Count = "auto"

@@ -1,0 +1,125 @@
+"""A plan as a person reads it, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
+from zeromesh.trainer.planning.estimate import Estimate
+from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
+
+SHOWN = 12
+"""Rows of a table."""
+_REFUSALS = 6
+
+
+def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None) -> list[str]:
+    """The plan as lines: a table, why others do not fit, and what more memory or more ranks would buy. `more` is the plan of more
+    ranks."""
+    ranks = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+    lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
+    fitting = [row for row in plan.rows if row.fits]
+    rest = [row for row in plan.rows if not row.fits]
+    if fitting:
+        columns = ("layout", "step", "memory", "of", "host", "disk", "longest")
+        cells = [_cells(plan, row) for row in fitting[:shown]]
+        lines += table_lines(columns, cells, right=("step", "memory", "of", "host", "disk"))
+    left = len(fitting) - shown
+    if left > 0:
+        lines.append(f"... and {left:,} more that fit")
+    if rest:
+        lines += ["", f"{len(rest):,} layouts do not fit; those that need least:"]
+        lines += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
+    lines += [f"  {kind}: not possible: {reason}" for kind, reason in plan.refused.items()]
+    lines += ["", *_advice(plan, more)]
+    return lines
+
+
+def _cells(plan: Plan, row: PlanRow) -> tuple[str, ...]:
+    estimate = row.estimate
+    longest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
+    return (
+        str(estimate.layout),
+        human_seconds(estimate.seconds),
+        human_bytes(estimate.device_bytes),
+        f"{estimate.device_bytes / plan.room.device:.0%}",
+        human_bytes(estimate.host_bytes) if estimate.host_bytes else "",
+        human_bytes(estimate.disk) if estimate.disk else "",
+        f"{longest} {estimate.phases[longest] / estimate.seconds:.0%}",
+    )
+
+
+def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
+    """Say what the best layout is bound by, and what more would buy."""
+    best = plan.best
+    if best is None:
+        least = min(plan.rows, key=lambda row: row.estimate.device_bytes)
+        yield f"nothing fits; the least is {human_bytes(least.estimate.device_bytes)} a rank: {least.estimate.layout}"
+    else:
+        settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.keys().items())
+        yield f"the first row is bound by {plan.bound_by}; its keys: {settings}"
+        room = plan.with_more(GIB)
+        gain = 0.0 if room is None else 1 - room.estimate.seconds / best.estimate.seconds
+        if room is not None and gain > 0:
+            yield f"1 GiB more for each rank would take {gain:.1%} off a step: {room.estimate.layout}"
+        else:
+            yield "1 GiB more for each rank would buy nothing"
+    if more is not None and more.best is not None:
+        after = more.best.estimate
+        took = "" if best is None else f", {best.estimate.seconds / after.seconds:.2f} times as fast"
+        yield f"{more.ranks} ranks: {human_seconds(after.seconds)} a step{took}: {after.layout}"
+
+
+def _plain(value: Any) -> str:
+    """A value of a key as a command line takes it."""
+    if isinstance(value, Mapping):
+        return "'{" + ", ".join(f"{key}: {each}" for key, each in value.items()) + "}'"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def plan_json(plan: Plan) -> list[dict[str, Any]]:
+    """The rows as plain data: `layout` (keys of a configuration), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and
+    their `phases`."""
+    return [row_json(row.estimate) | {"fits": row.fits, "why_not": row.lacks} for row in plan.rows]
+
+
+def row_json(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as plain data."""
+    return {
+        "layout": {**estimate.layout.keys(), "accumulation": estimate.layout.accumulation},
+        "bytes": {"device": dict(estimate.device), "host": dict(estimate.host), "file": estimate.disk},
+        "device_bytes": estimate.device_bytes,
+        "seconds": estimate.seconds,
+        "phases": {str(phase): seconds for phase, seconds in estimate.phases.items()},
+        "bubble": estimate.bubble,
+    }
+
+
+def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
+    """A page of HTML with two charts of the first rows: memory by purpose, and the time of a step by phase."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    rows = plan.rows[:shown]
+    names = [str(row.estimate.layout) for row in rows]
+    figure = make_subplots(
+        rows=1, cols=2, subplot_titles=("memory of a rank, GiB", "seconds of a step"), shared_yaxes=True
+    )
+    purposes = dict.fromkeys(name for row in rows for name in row.estimate.device)
+    for purpose in purposes:
+        values = [row.estimate.device.get(purpose, 0) / GIB for row in rows]
+        figure.add_trace(go.Bar(name=purpose, y=names, x=values, orientation="h", legend="legend"), row=1, col=1)
+    phases = dict.fromkeys(phase for row in rows for phase in row.estimate.phases)
+    for phase in phases:
+        times = [row.estimate.phases.get(phase, 0.0) for row in rows]
+        figure.add_trace(go.Bar(name=str(phase), y=names, x=times, orientation="h", legend="legend2"), row=1, col=2)
+    figure.add_vline(x=plan.room.device / GIB, line_dash="dot", row=1, col=1)
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    figure.update_layout(
+        barmode="stack",
+        title=f"{plan.subject} on {plan.ranks} ranks of {plan.machine}",
+        legend={"orientation": "h", "y": -0.1, "x": 0.0, "xanchor": "left"},
+        legend2={"orientation": "h", "y": -0.1, "x": 1.0, "xanchor": "right"},
+    )
+    return str(figure.to_html(include_plotlyjs=True))
