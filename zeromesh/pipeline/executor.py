@@ -23,7 +23,6 @@ from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.pipeline.schedule import (
     Action,
-    ActionTime,
     Kind,
     Message,
     MessageOrder,
@@ -144,7 +143,7 @@ class Executor:
             validate(schedule)
             self._incoming[schedule] = _incoming(schedule, rank)
             if self.group.on_stream:
-                self._orders[schedule] = MessageOrder.of(schedule)
+                self._orders[schedule] = MessageOrder.of(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         self._require_agreement(schedule, signatures)
         order = self._orders.get(schedule)
@@ -176,11 +175,9 @@ class Executor:
 
 def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
     """Compute the bubble, predicted and measured. `times` has start and end of each action of each rank, in seconds."""
-    spans = (
-        tuple(map(ActionTime, actions, row[::2], row[1::2]))
-        for actions, row in zip(schedule.actions, times, strict=True)
-    )
-    timeline = Timeline(spans=tuple(spans))
+    own = [row[: 2 * len(actions)] for actions, row in zip(schedule.actions, times, strict=True)]
+    starts, ends = ([row[first::2] for row in own] for first in (0, 1))
+    timeline = Timeline(actions=schedule.actions, starts=starts, ends=ends)
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
     for rank, each in enumerate(timeline.spans):
         for span in each:
@@ -196,10 +193,10 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
 def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
     """What each neighbour sends a rank, in order."""
     found: dict[int, list[Message]] = {}
-    for source, actions in enumerate(schedule.actions):
-        for action in actions:
+    for source in schedule.neighbours(rank):
+        for action in schedule.actions[source]:
             message = sent_by(schedule, source, action)
-            if message is not None and message.target == rank != source:
+            if message is not None and message.target == rank:
                 found.setdefault(source, []).append(message)
     return found
 
@@ -234,7 +231,7 @@ class _Run:
     """By stage and microbatch: the gradients that it is to send back for what it has received."""
 
     def __post_init__(self) -> None:
-        self._due = deque(self.order.of_rank(self.rank) if self.order is not None else ())
+        self._due = deque(self.order.messages if self.order is not None else ())
 
     def do(self, action: Action) -> list[_Moment]:
         """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
@@ -263,7 +260,7 @@ class _Run:
             self.channels.advance()
             self._post_ahead()
         else:
-            self._post_made(self.order.ends[self.rank, action])
+            self._post_made(self.order.ends[action])
         return [start, end]
 
     def _kind(self, message: Message) -> Hashable:

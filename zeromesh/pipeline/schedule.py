@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter, sub
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError
@@ -62,8 +63,8 @@ class PipelineSchedule:
     ranks: int
     chunks: int
     microbatches: int
-    actions: tuple[tuple[Action, ...], ...]
-    """One tuple for each rank."""
+    actions: tuple[tuple[Action, ...], ...] = field(hash=False)
+    """One tuple for each rank. They are too many to be hashed whenever a schedule is looked up."""
 
     @property
     def stages(self) -> int:
@@ -73,6 +74,10 @@ class PipelineSchedule:
     def stage(self, rank: int, chunk: int) -> int:
         """The stage that is a rank's chunk."""
         return chunk * self.ranks + rank
+
+    def neighbours(self, rank: int) -> list[int]:
+        """The other ranks that a rank sends to and receives from, in order."""
+        return sorted({(rank - 1) % self.ranks, (rank + 1) % self.ranks} - {rank})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +146,7 @@ def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineS
     return _schedule("forward", ranks, microbatches, chunks)
 
 
+@lru_cache(maxsize=16, typed=True)
 def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
     for what, number in (("ranks", ranks), ("chunks per rank", chunks), ("microbatches", microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -149,7 +155,10 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Pipeline
     turns = list(_turns(rounds, chunks))
     backward = Kind.BACKWARD_INPUT if name == "zero_bubble" else Kind.BACKWARD
     forwards = [Action(kind=Kind.FORWARD, chunk=chunk, microbatch=number) for chunk, number in turns]
-    backwards = [Action(kind=backward, chunk=chunks - 1 - chunk, microbatch=number) for chunk, number in turns]
+    backwards, weights = (
+        [Action(kind=kind, chunk=chunks - 1 - chunk, microbatch=number) for chunk, number in turns]
+        for kind in (backward, Kind.BACKWARD_WEIGHT)
+    )
 
     def actions(rank: int) -> Iterator[Action]:
         if name == "forward":
@@ -159,22 +168,22 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Pipeline
         # The last rank begins its first backward when the first round has come to the last of its chunks.
         ahead = (chunks - 1) * rounds[0] + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
         found = _alternate(forwards, backwards, ahead=ahead)
-        return _with_weights(found, rank) if name == "zero_bubble" else found
+        return _with_weights(found, weights, rank) if name == "zero_bubble" else found
 
     made = tuple(tuple(actions(rank)) for rank in range(ranks))
     return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
 
 
-def _with_weights(actions: Iterator[Action], rank: int) -> Iterator[Action]:
+def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: int) -> Iterator[Action]:
     """Rank r has r forwards fewer ahead than the first rank; the weights of as many microbatches may wait in their stead."""
-    weights: deque[Action] = deque()
+    later, due = iter(weights), 0
     for action in actions:
         yield action
-        if action.kind is Kind.BACKWARD_INPUT:
-            weights.append(Action(kind=Kind.BACKWARD_WEIGHT, chunk=action.chunk, microbatch=action.microbatch))
-        if len(weights) > rank:
-            yield weights.popleft()
-    yield from weights
+        due += action.kind is Kind.BACKWARD_INPUT
+        if due > rank:
+            due -= 1
+            yield next(later)
+    yield from later
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
@@ -232,29 +241,38 @@ class ActionTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """A step of a schedule, simulated or measured. `spans` has one tuple for each rank, in order."""
+    """A step of a schedule, simulated or measured: of each rank its actions, in order, and when each starts and ends."""
 
-    spans: tuple[tuple[ActionTime, ...], ...]
+    actions: Sequence[Sequence[Action]]
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+
+    @property
+    def spans(self) -> tuple[tuple[ActionTime, ...], ...]:
+        """One tuple for each rank, made when it is asked for."""
+        return tuple(tuple(map(ActionTime, *rank)) for rank in zip(self.actions, self.starts, self.ends, strict=True))
 
     @property
     def duration(self) -> float:
         """How long the step takes, until the last rank has ended."""
-        return max((each[-1].end for each in self.spans if each), default=0.0)
+        return max((each[-1] for each in self.ends if each), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes."""
-        return tuple(sum(span.end - span.start for span in each) for each in self.spans)
+        return tuple(sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubbles(self) -> tuple[float, ...]:
         """The part of the step that each rank does not compute in, from 0 to 1."""
-        return tuple(1 - busy / self.duration if self.duration else 0.0 for busy in self.busy)
+        duration = self.duration
+        return tuple(1 - busy / duration if duration else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
         """The part of the step that ranks do not compute in, on average."""
-        return sum(self.bubbles) / len(self.bubbles)
+        bubbles = self.bubbles
+        return sum(bubbles) / len(bubbles)
 
 
 _BEFORE = {
@@ -279,7 +297,7 @@ def validate(schedule: PipelineSchedule) -> None:
             f"{_title(schedule)} has actions for {len(schedule.actions)} ranks instead of {schedule.ranks}"
         )
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-    kinds = {action.kind for each in schedule.actions for action in each} | {Kind.FORWARD}
+    kinds = {Kind.FORWARD, *map(attrgetter("kind"), chain(*schedule.actions))}
     if kinds & halves:
         kinds |= halves
         if Kind.BACKWARD in kinds:
@@ -290,7 +308,12 @@ def validate(schedule: PipelineSchedule) -> None:
         for chunk in range(schedule.chunks)
         for number in range(schedule.microbatches)
     )
+    proven: list[int] = []
     for rank, actions in enumerate(schedule.actions):
+        # Most schedules have the same objects on all ranks, which are quicker to compare than what they say.
+        objects, proven = proven, sorted(map(id, actions))
+        if objects == proven:
+            continue
         found = Counter(actions)
         for offenders, what in ((found - wanted, "occurs once too often"), (wanted - found, "is missing")):
             if offenders:
@@ -302,72 +325,111 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     """When each action runs, if it takes `times(rank, action)` and a message between ranks `transfer`.
 
     Every rank goes through its actions as soon as it can. Without `times` a forward takes 1, a backward 2 and each of its halves 1.
+    It takes time in proportion to the number of actions.
 
     Raises:
         ScheduleError: when ranks wait for each other, or for an action that comes later, for ever.
     """
-    times = times or (lambda _rank, action: UNIT_TIMES[action.kind])
-    arrivals: dict[Message, float] = {}
-    """When messages are there; early ones are kept until they are wanted."""
-    clocks = [0.0] * schedule.ranks
-    spans: list[list[ActionTime]] = [[] for _ in range(schedule.ranks)]
-    done: set[tuple[int, Action]] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.actions):
-            for action in actions[len(spans[rank]) :]:
-                wanted, before = received_by(schedule, rank, action), _before(action)
-                arrival = 0.0 if wanted is None else arrivals.get(wanted)
-                if arrival is None or (before is not None and (rank, before) not in done):
-                    break
-                start = max(clocks[rank], arrival)
-                clocks[rank] = start + times(rank, action)
-                spans[rank].append(ActionTime(action=action, start=start, end=clocks[rank]))
-                done.add((rank, action))
-                message = sent_by(schedule, rank, action)
-                if message is not None:
-                    arrivals[message] = clocks[rank] + (transfer if message.target != rank else 0.0)
-                moved = True
+    state = _Simulation(times=times or (lambda _rank, action: UNIT_TIMES[action.kind]), transfer=transfer)
+    state.starts, state.ends = ([[] for _ in range(schedule.ranks)] for _ in range(2))
+    runs = [_run_rank(schedule, rank, state) for rank in range(schedule.ranks)]
+    state.ready += range(schedule.ranks)
+    while state.ready:
+        rank = state.ready.pop()
+        wanted = next(runs[rank], None)
+        if wanted is not None:
+            state.waiting[wanted] = rank
     waits = []
-    for rank, (actions, ended) in enumerate(zip(schedule.actions, spans, strict=True)):
-        if len(ended) < len(actions):
-            action = actions[len(ended)]
-            wanted, before = received_by(schedule, rank, action), _before(action)
-            needed = wanted if before is None or (rank, before) in done else before
+    for rank, actions in enumerate(schedule.actions):
+        done = len(state.ends[rank])
+        if done < len(actions):
+            action, before = actions[done], _before(actions[done])
+            needed = before if before and before not in actions[:done] else received_by(schedule, rank, action)
             waits.append(f"rank {rank} for the {needed} before {action}")
     if waits:
         raise ScheduleError(f"{_title(schedule)}: ranks would wait for ever: {'; '.join(waits)}")
-    return Timeline(spans=tuple(map(tuple, spans)))
+    return Timeline(actions=schedule.actions, starts=state.starts, ends=state.ends)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Simulation:
+    """What ranks have done. A message is an integer, `stage * microbatches + microbatch` of its receiver; of gradients the complement."""
+
+    times: Times
+    transfer: float
+    arrivals: dict[int, float] = field(default_factory=dict)
+    """When messages are there; early ones are kept until they are wanted."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Which rank waits for a message."""
+    ready: list[int] = field(default_factory=list)
+    """The ranks that need not wait."""
+    starts: list[list[float]] = field(default_factory=list)
+    ends: list[list[float]] = field(default_factory=list)
+
+
+def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iterator[int]:
+    """Go through the actions of a rank; yields the message that it has to wait for, and stops at an action that never can run."""
+    ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
+    forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    transfer = state.transfer if ranks > 1 else 0.0
+    arrivals, waiting, times, clock = state.arrivals, state.waiting, state.times, 0.0
+    starts, ends, done = state.starts[rank], state.ends[rank], set[int]()
+    wanted: int | None
+    sent: int | None
+    for action in schedule.actions[rank]:
+        kind, at = action.kind, (action.chunk * ranks + rank) * number + action.microbatch
+        if kind is forward:
+            wanted, sent = (at if at >= number else None), (at + number if at < last else None)
+            done.add(at)
+        elif (~at if kind is backward_weight else at) not in done:
+            return
+        elif kind is backward_weight:
+            wanted = sent = None
+        else:
+            wanted, sent = (~at if at < last else None), (~(at - number) if at >= number else None)
+            if kind is backward_input:
+                done.add(~at)
+        start = clock
+        if wanted is not None:
+            while wanted not in arrivals:
+                yield wanted
+            arrival = arrivals[wanted]
+            if arrival > start:  # `max` would take as long as all else together
+                start = arrival
+        clock = start + times(rank, action)
+        starts.append(start)
+        ends.append(clock)
+        if sent is not None:
+            arrivals[sent] = clock + transfer
+            if sent in waiting:
+                state.ready.append(waiting.pop(sent))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageOrder:
-    """One order of all messages between ranks, in which every rank can launch those that it sends and receives.
+    """A rank's part of one order of all messages between ranks, in which each can launch those that it sends and receives.
 
     A rank has made what it sends before a message of a later moment can come to it, so none waits for ever if all go by it.
     """
 
     messages: tuple[tuple[float, Message], ...]
-    """Each with the moment at which it is sent, if actions take `UNIT_TIMES`."""
-    ends: Mapping[tuple[int, Action], float]
-    """When each action of each rank ends."""
+    """Those that the rank sends or receives, each with the moment at which it is sent, if actions take `UNIT_TIMES`."""
+    ends: Mapping[Action, float]
+    """When each action of the rank ends."""
 
     @classmethod
-    def of(cls, schedule: PipelineSchedule) -> MessageOrder:
-        """Of a schedule that can be carried out. Of messages of one moment that of the lower rank is first."""
-        spans = simulate(schedule).spans
-        ends = {(rank, span.action): span.end for rank, each in enumerate(spans) for span in each}
-        sent = ((end, rank, sent_by(schedule, rank, action)) for (rank, action), end in ends.items())
-        found = sorted(
-            ((end, rank, message) for end, rank, message in sent if message is not None and message.target != rank),
-            key=itemgetter(0, 1),
-        )
-        return cls(messages=tuple((end, message) for end, _, message in found), ends=ends)
-
-    def of_rank(self, rank: int) -> list[tuple[float, Message]]:
-        """The messages that a rank sends or receives."""
-        return [each for each in self.messages if rank in (each[1].source, each[1].target)]
+    def of(cls, schedule: PipelineSchedule, rank: int) -> MessageOrder:
+        """One rank's part, of a schedule that can be carried out. Of messages of one moment that of the lower rank is first."""
+        ends = simulate(schedule).ends
+        found: list[tuple[float, int, Message]] = []
+        for source in sorted({rank, *schedule.neighbours(rank)}):
+            for action, end in zip(schedule.actions[source], ends[source], strict=True):
+                message = sent_by(schedule, source, action)
+                if message is not None and source != message.target and rank in (source, message.target):
+                    found.append((end, source, message))
+        found.sort(key=itemgetter(0, 1))
+        own = dict(zip(schedule.actions[rank], ends[rank], strict=True))
+        return cls(messages=tuple((end, message) for end, _, message in found), ends=own)
 
 
 def _before(action: Action) -> Action | None:

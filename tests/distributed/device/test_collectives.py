@@ -66,12 +66,12 @@ def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(
     """Each rank can launch all of its messages in the order of `MessageOrder`: what it sends is made by then."""
     for microbatches in (1, ranks, 3 * ranks + 1):
         plan = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)  # type: ignore[arg-type]
-        order = MessageOrder.of(plan)
         for rank, actions in enumerate(plan.actions):
-            due = order.of_rank(rank)
+            order = MessageOrder.of(plan, rank)
+            due = list(order.messages)
             for action in actions:
                 wanted, made = received_by(plan, rank, action), sent_by(plan, rank, action)
-                before, end = [message for _, message in due], order.ends[rank, action]
+                before, end = [message for _, message in due], order.ends[action]
                 if wanted is not None and wanted.source != rank and wanted in before:
                     launched, due = before[: before.index(wanted) + 1], due[before.index(wanted) + 1 :]
                     assert all(message.source != rank for message in launched), "a receive would overtake a send"
