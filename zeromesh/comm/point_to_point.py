@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.process_groups import leave_group, make_group
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_groups import groups_in_turn, leave_group, make_group
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
@@ -168,18 +169,22 @@ class Channels:
         group: ProcessSet,
         device: torch.device,
         *,
-        sets: Sequence[tuple[int, ...]] | None = None,
+        shape: MeshShape | None = None,
         ring: bool = True,
     ) -> None:
-        """All ranks of the world call this together. `sets`: the ranks of all such sets of the world (`MeshShape.groups` of the
-        axis), by default this one alone."""
+        """All ranks of the world call this together. `shape`: the mesh, each of whose pipelines opens channels; by default there is
+        this set alone."""
         self.group = group
         self.device = device
         self._out: dict[int, _Line] = {}
         self._in: dict[int, _Line] = {}
         rank = group.ranks[group.index]
-        for ranks in sets or [group.ranks]:
-            for pair in _neighbours(len(ranks), ring=ring):
+        pairs = _neighbours(group.size, ring=ring)
+        sets: Iterable[tuple[int, ...]] = [group.ranks]
+        if shape is not None and pairs:
+            sets = groups_in_turn(shape, rank, ["pipeline"], 2 * len(pairs))
+        for ranks in sets:
+            for pair in pairs:
                 ends = [ranks[index] for index in pair]
                 for source, target in (ends, ends[::-1]):
                     made = make_group(ends, group.works, _LONG)

@@ -13,7 +13,7 @@ Axes run from outer to inner, so the ranks that talk most (tensor) are neighbour
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -133,16 +133,33 @@ class MeshShape:
         Groups are in the order of their lowest rank, and ranks ascend inside each, whatever the order of
         `axes`. With no axes, every rank is a group of its own.
         """
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            at = self.coordinate(rank)
-            found.setdefault(tuple(getattr(at, axis) for axis in AXES if axis not in axes), []).append(rank)
-        return tuple(tuple(ranks) for ranks in found.values())
+        firsts = self._from_first([axis for axis in AXES if axis not in axes])
+        others = self._from_first(axes)
+        return tuple(tuple(first + more for more in others) for first in firsts)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The group over `axes` that holds `rank`, ranks ascending."""
-        self.coordinate(rank)
-        return next(ranks for ranks in self.groups(*axes) if rank in ranks)
+        """The group over `axes` that holds `rank`, ranks ascending; the others are not looked at."""
+        at: dict[str, int] = dict.fromkeys(axes, 0)
+        first = self.rank(replace(self.coordinate(rank), **at))
+        return tuple(first + more for more in self._from_first(axes))
+
+    def group_index(self, rank: int, *axes: Axis) -> int:
+        """The position of `group_of` among all `groups` over `axes`."""
+        at, index = self.coordinate(rank), 0
+        for axis in AXES:
+            if axis not in axes:
+                index = index * getattr(self, axis) + getattr(at, axis)
+        return index
+
+    def _from_first(self, axes: Sequence[Axis]) -> list[int]:
+        """The ranks that differ from rank 0 along `axes` only, ascending."""
+        found, stride = [0], self.world_size
+        for axis in AXES:
+            size = getattr(self, axis)
+            stride //= size
+            if axis in axes:
+                found = [first + more for first in found for more in range(0, size * stride, stride)]
+        return found
 
     def __str__(self) -> str:
         return _product(dict(zip(AXES, self.sizes, strict=True)))

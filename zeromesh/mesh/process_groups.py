@@ -2,7 +2,7 @@
 
 import atexit
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.device_works import DeviceWorks
+from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
 from zeromesh.mesh.run_store import START_SECONDS, LocalRowStore, rows, run_store
 from zeromesh.offload.accelerator import is_accelerator
@@ -131,6 +132,15 @@ class MeshGroups:
             return None
         return SetGroups(control=control, data=found.get("data") or control, reduce=found.get("reduce") or control)
 
+    def along(
+        self, shape: MeshShape, axes: Sequence[Axis], purposes: Collection[GroupPurpose] = ()
+    ) -> SetGroups | None:
+        """The link of this rank's group over `axes` of the mesh. All ranks of the world ask for theirs, in the same order."""
+        own = shape.group_of(self._rank, *axes)
+        made = sum((purpose, own, "") not in self._groups for purpose in ("control", *purposes))
+        links = [self.between(ranks, purposes) for ranks in groups_in_turn(shape, self._rank, axes, made)]
+        return next(filter(None, links), None)
+
     def apart(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
         """A link that shares no group with any other, until it is `cut`; None on other ranks, all of which ask for it too."""
         return self.between(ranks, ["data"] if self.works is not None else [], name=name)
@@ -201,6 +211,23 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
     return made
+
+
+def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int) -> Iterator[tuple[int, ...]]:
+    """The groups over `axes` of the mesh for which a rank calls `make_group`, `made` times in each turn: its own.
+
+    torch has all ranks call for all groups, because it names them by their number. It is enough that each counts those of the
+    others: else every start would take ranks x groups. Only where torch waits for all ranks, or divides a communicator that the
+    user has bound to a device, which all of them do together, it is all groups of the world.
+    """
+    c10d = dist.distributed_c10d
+    if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init():
+        yield from shape.groups(*axes)
+        return
+    own, index = shape.group_of(rank, *axes), shape.group_index(rank, *axes)
+    c10d._world.group_count += made * index
+    yield own
+    c10d._world.group_count += made * (shape.world_size // len(own) - index - 1)
 
 
 def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:

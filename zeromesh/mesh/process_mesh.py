@@ -3,17 +3,19 @@
 The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, and its `ProcessSet`s.
 """
 
+import base64
 import json
 import logging
 import os
 import platform
 import socket
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -141,14 +143,12 @@ class ProcessMesh:
         self.watch = self._links.watch = self._make_watch(store, timeout_seconds)
         if is_accelerator(self.device):
             self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
-        warning = far_warning(self.shape, self.places)
-        if warning and self.rank == 0:
+        if self.rank == 0 and (warning := far_warning(self.shape, self.places)):
             _LOGGER.warning("%s", warning)
 
     def _order_of_group(self, store: Store, process: int, order: Order) -> tuple[int, ...]:
         """How the process group that is there already numbers the processes: that cannot be changed any more."""
-        store.set(f"rank-of/{process}", str(dist.get_rank()))
-        ranks = [int(store.get(f"rank-of/{each}")) for each in range(self.world_size)]
+        ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
         found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
         if order != "topology" and found != self.processes:
             raise ConfigError(
@@ -216,10 +216,9 @@ class ProcessMesh:
     def _axes_set(self, name: str, axes: Sequence[Axis]) -> ProcessSet:
         key = frozenset(axes)
         if key not in self._sets:
-            groups = [ranks for ranks in self.shape.groups(*axes) if len(ranks) > 1]
-            links = [self._links.between(ranks, _PURPOSES.get(tuple(axes), ())) for ranks in groups]
             own = self.shape.group_of(self.rank, *axes)
-            self._sets[key] = self._as_set(name, own, next(filter(None, links), None))
+            link = self._links.along(self.shape, axes, _PURPOSES.get(tuple(axes), ())) if len(own) > 1 else None
+            self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
     def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
@@ -333,8 +332,7 @@ def exchange_locations(
     """
     place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in asked.items()}
-    store.set(f"place/{process}", json.dumps([place, wanted, accelerator.identity(device)]))
-    found = [json.loads(store.get(f"place/{each}")) for each in range(processes)]
+    found = _everyones(store, "place", process, processes, [place, wanted, accelerator.identity(device)])
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(
@@ -350,6 +348,17 @@ def exchange_locations(
             "device, and each needs one of its own; start as many ranks on a host as it has devices, or show each rank another one"
         )
     return [ProcessLocation(**each[0]) for each in found]
+
+
+def _everyones(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
+    """What each process gives, as JSON has it. Process 0 reads all of it and stores it again in one piece: if each process read
+    every other's, the store would be asked `processes` x `processes` times."""
+    store.set(f"{key}/{process}", json.dumps(own))
+    if process == 0:
+        rows = [json.loads(store.get(f"{key}/{each}")) for each in range(processes)]
+        store.set(f"{key}/all", base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode())
+    found: list[Any] = json.loads(zlib.decompress(base64.b64decode(store.get(f"{key}/all"))))
+    return found
 
 
 def host_identity() -> str:

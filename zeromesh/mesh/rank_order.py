@@ -76,14 +76,15 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
 
 def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
     """What to tell the user when tensor groups span hosts; empty when none does. `places` are those of ranks, in their order."""
-    groups = [ranks for ranks in shape.groups("tensor") if len({places[rank].host for rank in ranks}) > 1]
+    every = shape.groups("tensor")
+    groups = [ranks for ranks in every if len({places[rank].host for rank in ranks}) > 1]
     if not groups:
         return ""
     shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups[:3]) + (" ..." if groups[3:] else "")
-    sizes = [sum(place.host == host for place in places) for host in dict.fromkeys(place.host for place in places)]
+    sizes = list(Counter(place.host for place in places).values())
     shown_sizes = ", ".join(map(str, sizes[:6])) + (", ..." if sizes[6:] else "")
     return (
-        f"{len(groups)} of {len(shape.groups('tensor'))} tensor groups span hosts ({shown}), and their activations cross the "
+        f"{len(groups)} of {len(every)} tensor groups span hosts ({shown}), and their activations cross the "
         f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({shown_sizes})"
     )
 

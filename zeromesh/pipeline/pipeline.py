@@ -126,8 +126,7 @@ class Pipeline:
         self.stages = stages
         self._name: ScheduleName = name
         self._ranks, self._chunks = mesh.pipeline.size, len(stages.own)
-        sets = mesh.shape.groups("pipeline")
-        self._channels = Channels(mesh.pipeline, mesh.device, sets=sets, ring=self._chunks > 1)
+        self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=self._chunks > 1)
         self._executor = Executor(mesh.pipeline, self._channels)
         self._queue = WeightQueue()
         self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)

@@ -14,7 +14,7 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -330,10 +330,15 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     Raises:
         ScheduleError: when ranks wait for each other, or for an action that comes later, for ever.
     """
-    state = _Simulation(times=times or (lambda _rank, action: UNIT_TIMES[action.kind]), transfer=transfer)
-    state.starts, state.ends = ([[] for _ in range(schedule.ranks)] for _ in range(2))
-    runs = [_run_rank(schedule, rank, state) for rank in range(schedule.ranks)]
-    state.ready += range(schedule.ranks)
+    world = range(schedule.ranks)
+    state = _Simulation(
+        times=times or (lambda _rank, action: UNIT_TIMES[action.kind]),
+        transfer=transfer,
+        ready=list(world),
+        starts=[[] for _ in world],
+        ends=[[] for _ in world],
+    )
+    runs = [_run_rank(schedule, rank, state) for rank in world]
     while state.ready:
         rank = state.ready.pop()
         wanted = next(runs[rank], None)
@@ -353,7 +358,8 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
 
 @dataclass(kw_only=True, slots=True)
 class _Simulation:
-    """What ranks have done. A message is an integer, `stage * microbatches + microbatch` of its receiver; of gradients the complement."""
+    """What ranks have done. A message is an integer: `stage * microbatches + microbatch` of its receiver, for gradients the
+    complement."""
 
     times: Times
     transfer: float
@@ -361,10 +367,10 @@ class _Simulation:
     """When messages are there; early ones are kept until they are wanted."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Which rank waits for a message."""
-    ready: list[int] = field(default_factory=list)
+    ready: list[int]
     """The ranks that need not wait."""
-    starts: list[list[float]] = field(default_factory=list)
-    ends: list[list[float]] = field(default_factory=list)
+    starts: list[list[float]]
+    ends: list[list[float]]
 
 
 def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iterator[int]:

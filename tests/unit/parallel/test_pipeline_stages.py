@@ -189,7 +189,7 @@ def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
     stages = cut_model(model, ranks=1, index=0, chunks=3, counts=[1, 1, 2])
     data = batches(3)
     runner = PlainRunner(stages, data, loss_of)
-    executor = Executor(ALONE, Channels(ALONE, torch.device("cpu"), sets=[]))
+    executor = Executor(ALONE, Channels(ALONE, torch.device("cpu")))
     executor.run(make_schedule("interleaved", ranks=1, microbatches=3, chunks=3), runner)
     losses, wanted = alone(whole, data, 1.0)
     assert torch.equal(runner.losses.float(), losses)
