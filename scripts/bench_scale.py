@@ -10,6 +10,7 @@ actions. Peak memory is that of the process so far, imports included. Takes abou
 """
 
 import argparse
+import gc
 import math
 import resource
 import time
@@ -98,6 +99,7 @@ def world_of(shape: MeshShape) -> str:
 
 def timed(call: Callable[[], Made]) -> tuple[float, Made]:
     """Processor seconds that a call takes, and what it returns."""
+    gc.freeze()  # the collector would look at all that was imported, amid one call or another
     began = time.process_time()
     made = call()
     return time.process_time() - began, made
