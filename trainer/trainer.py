@@ -3,12 +3,14 @@
 report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -40,6 +42,9 @@ from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.verification.certificate import Certificate
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
 """Keys of the configuration that have no effect where the user passes datasets."""
@@ -228,6 +233,25 @@ class Trainer:
             output = predict(run, test_dataset, metric_key_prefix, ignore_keys)
         run.events.call("on_predict", output.metrics or {})
         return output
+
+    def verify(self, *, checks: Collection[str] = (), out: str | PathLike[str] | None = None) -> Certificate:
+        """Train a small copy of the model for a few steps in this layout and, beside it, in one plain PyTorch process; compare all
+        of it, first in float64 and then in the configured precision. All ranks call it. The trainer and its model stay as they are.
+
+        A model of transformers with more than two million parameters is made narrower and shorter. `docs/howto/verify.md`
+        says what is compared.
+
+        Args:
+            checks: what is checked besides: `determinism`, `resume`, `dropout`.
+            out: where rank 0 writes the certificate as JSON; None: `certificate.json` in the run's directory.
+
+        Raises:
+            ConfigError: for a model that can neither be taken as it is nor be made small.
+        """
+        from zeromesh.trainer.verification.verify import verify  # It is not for every run.
+
+        path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()
+        return verify(Trainer, self.config, self.inputs, self.mesh, checks=checks, out=path)
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.

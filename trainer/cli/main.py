@@ -22,6 +22,7 @@ from zeromesh.trainer.cli.plan import run_plan
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
 from zeromesh.trainer.cli.status import run_status, run_trace
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
+from zeromesh.trainer.cli.verify import checks_of, run_verify
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
 _DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -114,6 +115,16 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("config", help="print a configuration with every default filled in")
     ranks = "ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)"
     _value(command, "--nproc", "N", _positive, ranks)
+    _configured(command, "CONFIG", config)
+
+    text = "train a small copy of a configuration's model beside one plain process; exit code 1 where they differ"
+    command = commands.add_parser("verify", help=text)
+    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
+    where = "the certificate (default: certificate.json in the run's directory)"
+    _value(command, "--out", "FILE", Path, where)
+    what = "what to check besides: determinism, resume, dropout, with commas between them"
+    _value(command, "--check", "NAMES", checks_of, what, default=())
+    _flag(command, "--worker", argparse.SUPPRESS)
     _configured(command, "CONFIG", config)
 
     command = commands.add_parser("plan", help="tell what fits and what is fastest, before anything is trained")
@@ -358,6 +369,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "evaluate": train.run_train,
     "config": train.print_config,
     "plan": run_plan,
+    "verify": run_verify,
     "status": run_status,
     "trace": run_trace,
     "init": run_init,

@@ -142,7 +142,7 @@ def run_train(options: argparse.Namespace) -> int:
         die_with_launcher()
         become_worker(exit_code_of)
     environment = read_environment()
-    processes = _processes(options, environment)
+    processes = processes_of(options, environment)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
     config = load_config(path, [*keys, *options.overrides], ranks=processes * options.nnodes[1])
@@ -175,7 +175,7 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return python_arguments("zeromesh", (options.command, "--worker", "--", options.config, *options.overrides))
 
 
-def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
+def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
     """Return how many ranks will train: those that a launcher started, else --nproc.
 
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.

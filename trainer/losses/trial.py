@@ -205,7 +205,7 @@ def _small_copy(model: Any) -> Any | None:
     """The first small copy that can be built and gives a finite loss."""
     for sizes, layers in _REDUCTIONS:
         try:
-            config = _smaller(model.config, sizes, layers)
+            config = smaller(model.config, sizes, layers)
             with torch.device("meta"):
                 size = sum(p.numel() for p in type(model)(copy.deepcopy(config)).parameters())
             if size > _LARGEST_COPY:
@@ -221,12 +221,12 @@ def _small_copy(model: Any) -> Any | None:
     return None
 
 
-def _smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
+def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
     """A copy with at most `layers` layers, and with sizes reduced to `sizes`; so are the configurations inside it."""
     small = copy.deepcopy(config)
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):
-            setattr(small, name, _smaller(inside, sizes, layers))
+            setattr(small, name, smaller(inside, sizes, layers))
     before = getattr(small, "num_hidden_layers", None)
     if isinstance(before, int):
         for name, value in list(vars(small).items()):

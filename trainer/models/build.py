@@ -169,7 +169,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
             there, with what was tried.
     """
     directory = None if section.source is None else directory_of(section.source, section.revision)
-    made, automatic = _read_configuration(section, directory, tokenizer)
+    made, automatic = read_configuration(section, directory, tokenizer)
     files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
@@ -196,7 +196,7 @@ def check_model(section: ModelSection) -> None:
     """
     directory = None if section.source is None else Path(section.source).expanduser()
     if directory is None or directory.is_dir():
-        _read_configuration(section, directory)
+        read_configuration(section, directory)
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
     return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
 
 
-def _read_configuration(
+def read_configuration(
     section: ModelSection, directory: Path | None, tokenizer: Tokenizer | None = None
 ) -> tuple[Any, Any]:
     """Return the library's configuration of a model, and the class that builds it; `directory` is where its source is here."""

@@ -1,0 +1,149 @@
+"""What a verification has found: a certificate that a person reads, and that other programs read as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zeromesh.errors import ranks_text, some
+
+KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "check")
+"""What may differ, in the order in which a step computes it."""
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Something that the user's layout computes otherwise than the plain process."""
+
+    kind: str
+    """One of `KINDS`."""
+    step: int
+    """Counted from 1; 0: before the first."""
+    name: str
+    """The module or the parameter; empty for a number of the whole step."""
+    size: float
+    """The relative difference; infinite for another shape, or for what is not finite."""
+    place: int = 0
+    """Where it comes in the order of the step: modules by their forward, parameters by their backward."""
+    microbatch: int = -1
+    """Of the global batch, from 0; -1: of the whole step."""
+    ranks: tuple[int, ...] = ()
+    run: str = "exact"
+    """The pass in which it was found."""
+    detail: str = ""
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Differences in this order: the first one is the nearest to the cause."""
+        return self.step, KINDS.index(self.kind), max(0, self.microbatch), self.place
+
+    def sentence(self) -> str:
+        """What differs, when, where and by how much."""
+        words = {"output": "the output of", "initial": "the initial value of", "average": "the averaged weight of"}
+        what = f"{words.get(self.kind, f'the {self.kind} of')} {self.name}" if self.name else f"the {self.kind}"
+        if self.kind in ("check", "rounding"):
+            what = self.detail or what
+        when = f" in step {self.step}" if self.step else ""
+        when += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
+        where = f" on {ranks_text(self.ranks, 8)}" if self.ranks else ""
+        more = f" ({self.detail})" if self.detail and self.kind not in ("check", "rounding") else ""
+        return f"{what}{when}{where} differs by {self.size:.3g}{more}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRecord:
+    """One run in the user's layout beside the plain process."""
+
+    losses: Sequence[float]
+    plain_losses: Sequence[float]
+    norms: Sequence[float]
+    plain_norms: Sequence[float]
+    bound: float
+    """The largest relative difference that counts as none."""
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    """By parameter: the largest difference in any step."""
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    outputs: int = 0
+    """Outputs of modules that were compared."""
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a gradient or a parameter."""
+        return max([0.0, *self.gradients.values(), *self.parameters.values()])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """What `Trainer.verify` returns, the same on all ranks."""
+
+    passed: bool
+    differences: tuple[Difference, ...]
+    """The nearest to their cause first."""
+    layout: Mapping[str, Any]
+    versions: Mapping[str, str]
+    digests: Mapping[str, str]
+    """Of the configuration, the data and the initial weights, by xxh3."""
+    passes: Mapping[str, PassRecord]
+    checks: Mapping[str, str]
+    """What was checked on request, and what came of it."""
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def located(self) -> str:
+        """The difference that is nearest to its cause, as a sentence; empty where there is none."""
+        return self.differences[0].sentence() if self.differences else ""
+
+    def to_json(self) -> str:
+        """The whole certificate; what is infinite or no number is a text."""
+        values = {**asdict(self), "located": self.located, "kind": "zeromesh certificate", "version": 1}
+        return json.dumps(_plain(values), indent=1, allow_nan=False) + "\n"
+
+    def lines(self) -> list[str]:
+        """The certificate for a person."""
+        found = [f"{name}: {value}" for name, value in self.layout.items()]
+        found += [f"small run: {note}" for note in self.notes]
+        for name, each in self.passes.items():
+            losses = ", ".join(f"{loss:.6g}" for loss in each.losses)
+            found.append(f"{name}: losses {losses}")
+            figures = [f"largest difference {each.largest:.2g} (bound {each.bound:.2g})"]
+            if each.gradients:
+                figures.append(f"{len(each.gradients)} gradients in each step")
+            figures.append(f"{len(each.parameters)} parameters")
+            if each.outputs:
+                figures.append(f"{each.outputs:,} outputs of modules")
+            found.append(f"{name}: {', '.join(figures)}")
+        found += [f"{name}: {result}" for name, result in self.checks.items()]
+        if self.differences:
+            found.append("FIRST DIFFERENCE: " + self.located)
+            found += [f"  also: {each.sentence()}" for each in self.differences[1:_SHOWN]]
+            if len(self.differences) > _SHOWN:
+                found.append(f"  and {len(self.differences) - _SHOWN} more")
+        versions = some([f"{name} {version}" for name, version in self.versions.items()], 8)
+        verdict = "PASSED" if self.passed else "FAILED"
+        return [*found, f"{verdict} in {self.seconds:.0f} s with {versions}"]
+
+
+def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
+    """The differences that each rank has found, with the ranks that each was found on; sorted, the nearest to the cause first."""
+    found: dict[tuple[str, str, int, str, int], list[tuple[int, Difference]]] = {}
+    for rank, row in enumerate(rows):
+        for each in row:
+            found.setdefault((each.run, each.kind, each.step, each.name, each.microbatch), []).append((rank, each))
+    joined = []
+    for group in found.values():
+        largest = max((each for _, each in group), key=lambda each: each.size)
+        values = {name: getattr(largest, name) for name in Difference.__dataclass_fields__}
+        joined.append(Difference(**{**values, "ranks": tuple(sorted({rank for rank, _ in group}))}))
+    return tuple(sorted(joined, key=lambda each: (each.run != "exact", *each.key)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value

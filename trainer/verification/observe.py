@@ -1,0 +1,214 @@
+"""Watches a run in the user's layout, and compares what it computes with what the plain process has computed.
+
+Each rank compares what it sees itself: outputs of the modules that it has, whole or its share of them, and whole gradients and
+parameters as it reads them. So what differs on some ranks alone is known to differ there.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import PhaseError
+from zeromesh.pipeline.stages.stubs import Stub
+from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.verification.certificate import Difference
+from zeromesh.trainer.verification.reference import PlainRun, tensors_of
+
+EXACT = 1e-9
+"""Relative, in float64: sums that are taken in another order differ by 1e-14."""
+
+
+def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
+    """The distance of two tensors, as a part of the norm of what is wanted and `scale`; infinite for another shape."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
+    if distance != distance:
+        return float("inf")
+    return distance / max(float(wanted.norm()) + scale, 1e-300) if distance else 0.0
+
+
+class Recorder(Callback):
+    """Keeps losses, norms and parameters of a run that nobody else watches."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.parameters: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        self.losses.append(float(metrics["loss"]))
+        norm = metrics.get("grad_norm")
+        self.norms.append(float("nan") if norm is None else float(norm))
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.parameters = {name: each.cpu().clone() for name, each in trainer.state_dict()}
+        if trainer.config.ema.decay:
+            self.average = {name: each.cpu().clone() for name, each in trainer.state_dict(ema=True)}
+
+
+class Observer(Recorder):
+    """Compares every step with the plain process's. `differences` are those that this rank has found."""
+
+    def __init__(self, plain: PlainRun, bound: float = EXACT) -> None:
+        super().__init__()
+        self.plain, self.bound = plain, bound
+        self.differences: list[Difference] = []
+        self.gradient_sizes: dict[str, float] = defaultdict(float)
+        self.parameter_sizes: dict[str, float] = defaultdict(float)
+        self.compared = 0
+        self.step = 1
+        self._outputs: dict[str, list[list[Tensor]]] = {}
+        self._sums: list[tuple[float, int]] = []
+        self._hooks: list[Any] = []
+        places: dict[str, int] = {
+            name: max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
+        }
+        self._places = {name: -place for name, place in places.items()}
+        """Parameters in the order of backward, as far as modules finish in the order of forward."""
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self._compare_parameters(trainer, self.plain.initial, "initial", 0)
+        for name, module in trainer.model.named_modules():
+            if name and not any(isinstance(each, Stub) for each in module.modules()):
+                self._hooks.append(module.register_forward_hook(partial(self._see, name)))
+        loss = trainer.run.model.loss
+        own = loss.compute
+
+        def compute(*arguments: Any) -> Any:
+            computed = own(*arguments)
+            self._sums.append((float(computed[0].detach()), int(computed[2])))
+            return computed
+
+        loss.compute = compute
+
+    def on_step_begin(self, trainer: Any, step: int) -> None:
+        self.step = step
+        self._outputs, self._sums = {}, []
+
+    def on_pre_optimizer_step(self, trainer: Any, step: int) -> None:
+        wanted = self.plain.steps[step - 1].gradients
+        whole = float(torch.stack([each.norm() for each in wanted.values()]).norm()) if wanted else 0.0
+        for name, gradient in wanted.items():
+            try:
+                found = trainer.gradient(name)
+            except PhaseError:
+                return  # It was used inside backward.
+            size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
+            self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
+            self._note("gradient", name, size, place=self._places[name])
+
+    def on_optimizer_step(self, trainer: Any, step: int) -> None:
+        self._compare_outputs(trainer)
+        self._compare_sums(trainer)
+        self._compare_parameters(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        super().on_step_end(trainer, step, metrics)
+        wanted = self.plain.steps[step - 1]
+        for kind, found, number in (("loss", self.losses[-1], wanted.loss), ("norm", self.norms[-1], wanted.norm)):
+            if kind == "loss" or found == found:
+                self._note(kind, "", relative(found, number))
+
+    def on_train_end(self, trainer: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().on_train_end(trainer)
+        for name, wanted in self.plain.average.items():
+            self._note("average", name, apart(self.average[name], wanted, 1e-12))
+
+    def _note(self, kind: str, name: str, size: float, *, place: int = 0, microbatch: int = -1) -> None:
+        if not size <= self.bound:
+            step = 0 if kind == "initial" else self.step
+            self.differences.append(
+                Difference(kind=kind, step=step, name=name, size=size, place=place, microbatch=microbatch)
+            )
+
+    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        # Backward calls what it recomputes again.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._outputs.setdefault(name, []).append(tensors_of(output))
+
+    def _compare_parameters(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
+        steps, rate = step, trainer.config.optimizer.lr
+        for name, tensor in trainer.state_dict():
+            scale = rate * steps * tensor.numel() ** 0.5
+            size = apart(tensor.cpu(), wanted[name], scale) if name in wanted else float("inf")
+            self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
+            self._note(kind, name, size, place=self._places.get(name, 0))
+
+    def _turns(self, trainer: Any) -> list[int]:
+        """The numbers in the global batch of this rank's microbatches that count."""
+        mesh, batch = trainer.mesh, trainer.config.batch
+        blocks = -(-batch.global_size // batch.micro_size)
+        return list(range(mesh.data_index, blocks, mesh.data.size))
+
+    def _compare_sums(self, trainer: Any) -> None:
+        wanted = self.plain.steps[self.step - 1].sums
+        for (total, count), number in zip(self._sums, self._turns(trainer), strict=False):
+            plain, targets = wanted[number]
+            size = float("inf") if count != targets else relative(total, plain)
+            self._note("loss", "", size, microbatch=number)
+
+    def _compare_outputs(self, trainer: Any) -> None:
+        turns, rounds = self._turns(trainer), trainer.run.plan.accumulation
+        plain = self.plain.steps[self.step - 1].outputs
+        for name, calls in self._outputs.items():
+            expected = len(plain[turns[0]].get(name, ())) if turns else 0
+            if not expected or len(calls) != expected * rounds:
+                continue
+            for call, tensors in enumerate(calls):
+                turn, again = divmod(call, expected)
+                if turn < len(turns):
+                    wanted = plain[turns[turn]][name][again]
+                    self._compare_output(trainer, name, turns[turn], tensors, wanted)
+
+    def _compare_output(
+        self, trainer: Any, name: str, microbatch: int, found: list[Tensor], wanted: list[Tensor]
+    ) -> None:
+        if len(found) != len(wanted):
+            return
+        for own, whole in zip(found, wanted, strict=True):
+            share = _share(trainer, name, whole, own)
+            if share is not None:
+                self.compared += 1
+                size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+                self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+
+
+def relative(found: float, wanted: float) -> float:
+    """The difference of two numbers as a part of the second; infinite where one is not finite."""
+    if found == wanted:
+        return 0.0
+    size = abs(found - wanted) / max(abs(wanted), 1e-300)
+    return size if size == size else float("inf")
+
+
+def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
+    """What this rank's output should be, of the whole one: all of it, its share of the sequence, or the features that its part of
+    the layer computes; None where that is not known."""
+    if own.shape == whole.shape:
+        return whole
+    tensor = trainer.mesh.tensor
+    dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
+    if own.dim() != whole.dim() or len(dims) != 1 or tensor.size == 1:
+        return None
+    dim = dims[0]
+    if trainer.config.parallel.sequence and dim == 1 and whole.shape[1] == tensor.size * own.shape[1]:
+        own_share: Tensor = whole.chunk(tensor.size, dim=1)[tensor.index]
+        return own_share
+    parts = trainer.run.model.divided.cuts.parts
+    for leaf in ("weight", "bias", "base_layer.weight"):
+        part = parts.get(f"{name}.{leaf}")
+        if part is None or dim != whole.dim() - 1:
+            continue
+        for size, here, intervals in zip(part.region.shape, part.region.local_shape, part.region.dims, strict=True):
+            if (size, here) == (whole.shape[-1], own.shape[-1]) and size != here:
+                indices = torch.cat([torch.arange(each.start, each.end) for each in intervals])
+                return whole.index_select(dim, indices)
+    return None

@@ -1,0 +1,348 @@
+"""The other side of a verification: one plain PyTorch process with torch's own optimizers, whose lines a reader can check.
+
+It knows nothing of the engine, of meshes, of how batches are dealt to ranks or of how losses are computed in chunks. It computes
+microbatches one after the other; gradients are summed, clipped and applied once a step.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.lr_schedule import LRSchedule
+from zeromesh.trainer.models.adapters import add_lora, pretrained_of
+from zeromesh.trainer.models.attention import use_attention
+from zeromesh.trainer.models.user_model import ForwardInputs
+from zeromesh.trainer.setup.engine_options import biases_and_norms
+from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
+from zeromesh.trainer.verification.shrink import Subject
+from zeromesh.weight_init.weight_sources import wrap_passed_model
+
+IGNORED = -100
+Outputs = dict[str, list[list[Tensor]]]
+"""By module, of each of its calls in a microbatch: the tensors that it returned."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlainStep:
+    """What a step of the plain process came to. Gradients are those of the mean loss, before clipping."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    sums: list[tuple[float, int]] = field(default_factory=list)
+    """Of each microbatch: the sum of its losses and its targets."""
+    outputs: list[Outputs] = field(default_factory=list)
+    """Of each microbatch that was watched; of others nothing."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Master weights after the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainRun:
+    """The whole run of the plain process."""
+
+    initial: Mapping[str, Tensor]
+    steps: Sequence[PlainStep]
+    average: Mapping[str, Tensor]
+    """Averaged weights at the end; nothing where none are kept."""
+    order: Mapping[str, int]
+    """The place of each module in the order in which they finish a forward."""
+    users: Mapping[str, tuple[str, ...]]
+    """By parameter: the modules that hold it."""
+
+
+def train_plainly(
+    subject: Subject, config: TrainerConfig, inputs: UserInputs, watched: Collection[int] = ()
+) -> PlainRun:
+    """Train a copy of the subject's model by `config`, which says in which precision. `watched`: microbatches of each step whose
+    outputs of modules are kept."""
+    model = whole_model(subject, config)
+    if config.model.attention is not None:
+        use_attention(model, config.model.attention, getattr(torch, config.precision.compute), torch.device("cpu"))
+    compute = getattr(torch, config.precision.compute)
+    with InFloat64() if compute == torch.float64 else nullcontext():
+        return _Loop(model.train(), subject, config, inputs).run(watched)
+
+
+def whole_model(subject: Subject, config: TrainerConfig) -> nn.Module:
+    """A copy of the model, with adapters where the configuration wants them."""
+    model = copy.deepcopy(subject.model)
+    if config.model.lora is None:
+        return model
+    seed = config.run.seed
+    built = add_lora(wrap_passed_model(model, seed), config.model.lora, config.model.head, seed)
+    for name, parameter in built.model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{name} has no values", where="model.lora")
+    return built.model
+
+
+class _Loop:
+    """The plain training loop."""
+
+    def __init__(self, model: nn.Module, subject: Subject, config: TrainerConfig, inputs: UserInputs) -> None:
+        self.model, self.subject, self.config = model, subject, config
+        compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
+        self.masters = {
+            name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
+            for name, each in model.named_parameters()
+        }
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute)
+        self.trained = {name: each for name, each in self.masters.items() if each.requires_grad}
+        self.optimizer = _optimizer(config, self.trained, biases_and_norms(model))
+        self.schedule: LRSchedule | TorchSchedule
+        if inputs.lr_scheduler is not None:
+            self.schedule = TorchSchedule(inputs.lr_scheduler, config.optimizer)
+        else:
+            settings = config.schedule.model_dump(exclude={"warmup_ratio"})
+            self.schedule = LRSchedule(total_steps=config.run.max_steps, **settings)
+        self.loss = partial(loss_sum, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
+        scaled = config.precision.compute == "float16"
+        self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
+        self.watch = _Watch(model)
+
+    def run(self, watched: Collection[int]) -> PlainRun:
+        """Train for all steps."""
+        initial, average = _copies(self.masters), dict[str, Tensor]()
+        steps, ema = [], self.config.ema
+        for number in range(self.config.run.max_steps):
+            step = self._step(number, watched)
+            steps.append(step)
+            if ema.decay and (new := _average_of(average, step.parameters, self.config, number)):
+                average = new
+        users: dict[str, list[str]] = defaultdict(list)
+        ids = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, module in self.model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    users[ids[id(parameter)]].append(name)
+        self.watch.close()
+        order = {name: place for place, name in enumerate(self.watch.order)}
+        return PlainRun(
+            initial=initial,
+            steps=steps,
+            average=average,
+            order=order,
+            users={name: tuple(found) for name, found in users.items()},
+        )
+
+    def _step(self, number: int, watched: Collection[int]) -> PlainStep:
+        step = PlainStep()
+        batches = batches_of(self.subject, self.config, number)
+        compute = getattr(torch, self.config.precision.compute)
+        counts = [count_of(self.model, batch) for batch in batches]
+        sums = {name: torch.zeros_like(master) for name, master in self.trained.items()}
+        by_samples = self.config.batch.average == "samples"
+        samples = sum(map(_length, batches))
+        known = None if None in counts else sum(count or 0 for count in counts)
+        for index, batch in enumerate(batches):
+            moved = {name: _as_computed(name, value, compute) for name, value in batch.items()}
+            with self.watch.during(index in watched):
+                total, count = self.loss(self.model, moved)
+            step.outputs.append(self.watch.take())
+            step.sums.append((float(total.detach()), count))
+            share = _length(batch) / samples / max(1, count) if by_samples else 1 / max(1, known) if known else 1.0
+            if total.requires_grad:
+                torch.autograd.backward(total * (share * self.scale))
+            for name, parameter in self.model.named_parameters():
+                if name in sums and parameter.grad is not None:
+                    sums[name] += parameter.grad.to(sums[name].dtype)
+                parameter.grad = None
+            step.loss += step.sums[-1][0] * share
+        targets = sum(count for _, count in step.sums)
+        late = 1 / max(1, targets) if known is None and not by_samples else 1.0
+        step.loss *= late
+        self._update(step, number, {name: each.mul_(late / self.scale) for name, each in sums.items()})
+        return step
+
+    def _update(self, step: PlainStep, number: int, gradients: dict[str, Tensor]) -> None:
+        step.gradients = _copies(gradients)
+        for name, master in self.trained.items():
+            master.grad = gradients[name]
+        limit = self.config.run.clip_norm or float("inf")
+        step.norm = float(nn.utils.clip_grad_norm_(list(self.trained.values()), limit))
+        factor, momentum = self.schedule.factor(number), self.schedule.momentum(number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optimizer.lr * factor
+            if momentum is not None:
+                _set_momentum(group, momentum)
+        if torch.isfinite(torch.tensor(step.norm)):
+            self.optimizer.step()
+        elif self.config.precision.compute == "float16":
+            self.scale *= self.config.precision.loss_scale.backoff_factor
+        self.optimizer.zero_grad()
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(self.masters[name].data)
+        step.parameters = _copies(self.masters)
+
+
+def batches_of(subject: Subject, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
+    """The microbatches of step `step` (from 0), in the order of their samples."""
+    size, micro = config.batch.global_size, config.batch.micro_size
+    found = []
+    for start in range(step * size, (step + 1) * size, micro):
+        end = min(start + micro, (step + 1) * size)
+        rows = [subject.samples[index % len(subject.samples)] for index in range(start, end)]
+        if subject.collate is not None:
+            found.append(dict(subject.collate(rows)))
+        else:
+            found.append({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
+    return found
+
+
+def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
+    """The targets of a batch: labels, those after the first where the model predicts the next token, or samples."""
+    kind = _kind(model)
+    labels = batch.get("labels")
+    if kind == "positions":
+        starts, ends = batch["start_positions"], batch["end_positions"]
+        return int(starts.numel() + ends.numel())
+    if kind == "samples" or not isinstance(labels, Tensor):
+        return _length(batch)
+    counted = labels[..., 1:] if kind == "next" else labels
+    return int((counted != IGNORED).sum())
+
+
+def loss_sum(
+    model: Any, batch: Mapping[str, Any], *, compute_loss: ComputeLoss | None = None, smoothing: float = 0.0
+) -> tuple[Tensor, int]:
+    """The sum of the losses of a batch, and its targets: the user's own, or the model's own mean times the targets."""
+    if compute_loss is not None:
+        total, count = compute_loss(model, batch)[:2]
+        return total.reshape(()), int(count)
+    fields = ForwardInputs.of(model, users_loss=False).fields
+    inputs = {name: value for name, value in batch.items() if fields is None or name in fields}
+    if fields is not None and "use_cache" in fields:
+        inputs["use_cache"] = False
+    count = count_of(model, batch) or 0
+    labels = inputs.get("labels")
+    if not count and isinstance(labels, Tensor):
+        inputs["labels"] = torch.zeros_like(labels)  # A mean over nothing is NaN.
+    outputs = model(**inputs)
+    if smoothing and isinstance(labels, Tensor):
+        logits = outputs.logits
+        if _kind(model) == "next":
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing), count
+    mean: Any = (
+        outputs["loss"] if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else outputs
+    )
+    return getattr(mean, "loss", mean).reshape(()) * count, count
+
+
+def _kind(model: nn.Module) -> str:
+    """What the mean of a model's own loss is over: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
+    inside = pretrained_of(model)
+    kind = getattr(inside, "loss_type", None)
+    encodes = bool(getattr(getattr(inside, "config", None), "is_encoder_decoder", False))
+    if inside is not None and type(inside).__name__.endswith("LMHeadModel"):
+        return "next"
+    if kind in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"):
+        return "labels" if kind == "ForMaskedLM" or encodes else "next"
+    if kind == "ForQuestionAnswering":
+        return "positions"
+    return "labels" if kind is not None and "Classification" in kind else "samples"
+
+
+def _length(batch: Mapping[str, Any]) -> int:
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor))
+
+
+def _as_computed(name: str, value: Any, dtype: torch.dtype) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
+    return value.to(dtype) if floats else value
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
+    """torch's own optimizer, with weight decay for the parameters that have it."""
+    section = config.optimizer
+    patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        plain = any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+        groups.setdefault(0.0 if plain else section.weight_decay, []).append(parameter)
+    listed: list[dict[str, Any]] = [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
+    make: Mapping[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(listed, lr=section.lr, betas=section.betas, eps=section.eps),
+        "adam": lambda: torch.optim.Adam(listed, lr=section.lr, betas=section.betas, eps=section.eps),
+        "adagrad": lambda: torch.optim.Adagrad(listed, lr=section.lr, eps=section.eps),
+        "sgd": lambda: torch.optim.SGD(listed, lr=section.lr, momentum=section.momentum),
+    }
+    return make[section.name]()
+
+
+def _set_momentum(group: dict[str, Any], momentum: float) -> None:
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    else:
+        group["momentum"] = momentum
+
+
+def _average_of(
+    average: Mapping[str, Tensor], weights: Mapping[str, Tensor], config: TrainerConfig, update: int
+) -> dict[str, Tensor]:
+    """The average after update number `update` (from 0); the first one that counts copies the weights."""
+    ema = config.ema
+    if update + 1 < ema.start_step or (update + 1) % ema.every_steps:
+        return dict(average)
+    return {
+        name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
+        for name, value in weights.items()
+    }
+
+
+class _Watch:
+    """Keeps what modules return, while it is asked to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.order: dict[str, None] = {}
+        self._found: Outputs = {}
+        self._keeps = False
+        self._hooks = [
+            module.register_forward_hook(partial(self._see, name)) for name, module in model.named_modules() if name
+        ]
+
+    def during(self, keeps: bool) -> Any:
+        self._keeps = keeps
+        return nullcontext()
+
+    def take(self) -> Outputs:
+        found, self._found = self._found, {}
+        return found
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        self.order.setdefault(name)
+        if self._keeps:
+            self._found.setdefault(name, []).append(tensors_of(output))
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating-point tensors among what a module returned, as they were at that moment."""
+    leaves = pytree.tree_leaves(output)
+    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

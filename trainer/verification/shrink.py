@@ -1,0 +1,280 @@
+"""What a verification trains: the user's model and configuration, made small enough for a plain process to train beside it.
+
+Sizes become small and keep what they divide by: tensor ranks, heads, key-value heads, experts, stages. The layout stays as it is.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ConfigError, summary
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.collate import Collate
+from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.losses.trial import InFloat64, smaller
+from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.build import directory_of, pin_sources, read_configuration
+from zeromesh.trainer.models.user_model import integer, text_part, unwrap
+from zeromesh.trainer.verification.samples import make_samples
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
+
+STEPS = 5
+LARGEST = 2_000_000
+"""Parameters of a model that is taken as it is."""
+_VOCABULARY = 128
+_LENGTH = 16
+_EPSILON = 1e-6
+"""The least epsilon of the exact pass. Some gradients are zero but for rounding, and with less Adam makes whole steps of that."""
+_ROUNDS = 3
+_MICRO = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is trained twice."""
+
+    model: nn.Module
+    """With its initial values, in float32 or as it was given."""
+    config: TrainerConfig
+    """That of the small run, in the user's own precision."""
+    samples: list[dict[str, Any]]
+    collate: Collate | None
+    notes: tuple[str, ...]
+    """What was changed, for a person."""
+
+
+def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> Subject:
+    """Make the small run of `config`; its files will be in `folder`. All ranks call it, and get the same.
+
+    `dropout`: it is left on.
+
+    Raises:
+        ConfigError: for a model that can neither be trained as it is nor be made small, and for one that nothing is known to be fed
+            to.
+    """
+    model, notes = _small_model(config, inputs, mesh)
+    if not dropout:
+        without_dropout(model)
+    small = small_config(config, mesh, folder, dropout=dropout)
+    wanted = STEPS * small.batch.global_size
+    if inputs.train_dataset is not None and not notes:
+        data: Any = inputs.train_dataset
+        found = list(islice((data[index] for index in range(len(data))) if hasattr(data, "__len__") else data, wanted))
+        return Subject(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data",))
+    length = _LENGTH + -_LENGTH % mesh.tensor.size
+    samples = make_samples(model, small, wanted, length)
+    notes = (*notes, f"{len(samples)} samples of {length} random tokens, with other numbers of targets in each")
+    return Subject(model=model, config=small, samples=samples, collate=None, notes=notes)
+
+
+def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bool = False) -> TrainerConfig:
+    """The configuration of the small run: five steps of two whole rounds of microbatches and one that is not whole."""
+    micro = min(config.batch.micro_size, _MICRO)
+    round_size = micro * mesh.data.size
+    values = config.model_dump(mode="json")
+    warmup, lora = config.schedule.warmup_steps, values["model"]["lora"]
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"source": None, "config": None, "revision": None, "trust_remote_code": False},
+        "data": {"mixture": None, "train": "stdlib", "tokenizer": "bytes", "shuffle": False, "workers": 0},
+        "parallel": {"stages": None, "numa_binding": None},
+        "offload": {"directory": None},
+        "precision": {"tf32": False},
+        "batch": {
+            "global_size": (_ROUNDS - 1) * round_size + max(1, round_size - 1),
+            "micro_size": micro,
+            "eval_micro_size": None,
+            "last": "carry",
+        },
+        "run": {
+            "name": "verify",
+            "output_dir": str(folder),
+            "max_steps": STEPS,
+            "epochs": None,
+            "log_every": 1,
+            "eval_every": 0,
+            "eval_at_start": False,
+            "eval_at_end": False,
+            "metric": "loss",
+            "patience": 0,
+            "load_best": False,
+        },
+        "schedule": {
+            "warmup_steps": min(warmup, 1),
+            "warmup_ratio": None,
+            "decay_steps": None if config.schedule.decay_steps is None else min(config.schedule.decay_steps, 2),
+        },
+        "ema": {"start_step": min(config.ema.start_step, 1), "every_steps": min(config.ema.every_steps, 2)},
+        "checkpoint": {"every_steps": 0, "keep_best": 0, "resume": "never"},
+        "hub": {"push": False},
+        "tracking": {"backends": []},
+        "profile": {"steps": None, "memory": False, "allocations": False},
+    }
+    if lora is not None and not dropout:
+        changes["model"]["lora"] = {**lora, "dropout": 0.0}
+    for name, section in changes.items():
+        values[name].update(section)
+    return TrainerConfig.model_validate(values)
+
+
+def exact(config: TrainerConfig) -> TrainerConfig:
+    """The same with float64 for everything, so that what differs differs for a reason."""
+    precision = config.precision.model_copy(
+        update={"compute": "float64", "master": "float64", "reduce": "float64", "linear": None}
+    )
+    optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, _EPSILON)})
+    model = config.model.model_copy(update={"compile": False})
+    return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turn off whatever draws random numbers in training."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "layerdrop"))):
+                setattr(module, name, 0.0)
+    for config in {id(each): each for each in map(_config_of, model.modules()) if each is not None}.values():
+        for name in ("apply_spec_augment", "layerdrop"):
+            if hasattr(config, name):
+                setattr(config, name, type(getattr(config, name))(0))
+
+
+def _config_of(module: nn.Module) -> Any:
+    return vars(module).get("config")
+
+
+def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model with its initial values, and how it was made small; no notes: it is as it was given."""
+    section, seed = config.model, config.run.seed
+    if inputs.model is None:
+        pinned = pin_sources(config, mesh, model_given=False).model
+        if pinned.trust_remote_code:
+            raise ConfigError(
+                "a model whose code comes with it is verified as an object: give it to Trainer, and call verify()",
+                where="model.trust_remote_code",
+            )
+        directory = None if pinned.source is None else directory_of(pinned.source, pinned.revision)
+        made, automatic = read_configuration(pinned, directory)
+        attention = {} if section.attention is None else {"attn_implementation": section.attention}
+
+        def from_config(small: Any) -> nn.Module:
+            built: nn.Module = automatic.from_config(small, dtype=torch.float32, trust_remote_code=False, **attention)
+            return built
+
+        return _first_that_runs(made, from_config, config, mesh)
+    given: Any = inputs.model
+    if not isinstance(given, nn.Module):
+        with torch.device("meta"):
+            given = given()
+    given = unwrap(given)[0]
+    count = sum(parameter.numel() for parameter in given.parameters())
+    if count <= LARGEST and not isinstance(inputs.model, nn.Module):
+        with seeded_cpu(seed, "verification"):
+            return unwrap(inputs.model())[0], ()
+    if count <= LARGEST and not any(parameter.is_meta for parameter in given.parameters()):
+        return copy.deepcopy(given).cpu(), ()
+    inside = pretrained_of(given)
+    if inside is None or inside is not given:
+        raise ConfigError(
+            f"{type(given).__name__} has {count:,} parameters, and only a model of transformers can be made small by its "
+            f"configuration; give one of at most {LARGEST:,}, such as the same class with fewer and narrower layers",
+            where="verify",
+        )
+    return _first_that_runs(given.config, type(given), config, mesh)
+
+
+def _first_that_runs(
+    made: Any, build: Callable[[Any], nn.Module], config: TrainerConfig, mesh: Mesh
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The first small model that can be built and has a loss, and how it differs from the whole one."""
+    layers = max(2, mesh.pipeline.size * config.parallel.chunks)
+    sizes, failures = _sizes(made, mesh.tensor.size), []
+    for chosen, depth in (
+        (sizes, layers),
+        ({**sizes, "head_dim": None}, layers),
+        (sizes, max(layers, 8)),
+        ({}, layers),
+    ):
+        wanted = {name: size for name, size in chosen.items() if size is not None}
+        try:
+            small = smaller(made, wanted, depth)
+            with torch.device("meta"):
+                count = sum(each.numel() for each in build(copy.deepcopy(small)).parameters())
+            if count > LARGEST:
+                failures.append(f"{count:,} parameters")
+                continue
+            with seeded_cpu(config.run.seed, "verification"):
+                model = build(small)
+            _require_loss(model, config)
+        except INITIALISER_ERRORS as error:
+            failures.append(summary(error))
+            continue
+        return model, (f"{type(model).__name__} of {count:,} parameters: {_described(made, small)}",)
+    raise ConfigError(
+        f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(failures))}. Give Trainer a small model of its "
+        f"class, of at most {LARGEST:,} parameters, and call verify()",
+        where="verify",
+    )
+
+
+def _require_loss(model: nn.Module, config: TrainerConfig) -> None:
+    """Raise an error where a small model gives no finite loss for a sample."""
+    sample = make_samples(model, config, 2, _LENGTH)[1]
+    small = copy.deepcopy(model).double()
+    with InFloat64(), torch.no_grad():
+        outputs: Any = small(**{name: value[None] for name, value in sample.items()})
+        loss = getattr(outputs, "loss", None)
+        if loss is not None and not bool(torch.isfinite(loss)):
+            raise ValueError("its loss is not finite")
+
+
+def _described(made: Any, small: Any) -> str:
+    parts = []
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        before, after = integer(text_part(made), name), integer(text_part(small), name)
+        if before is not None:
+            parts.append(f"{name} {before:,}" + ("" if before == after else f" -> {after:,}"))
+    return ", ".join(parts)
+
+
+def _sizes(made: Any, ranks: int) -> dict[str, int | None]:
+    """Small sizes that divide by `ranks` where the whole ones do, and do not where they do not."""
+    text = text_part(made)
+
+    def small(name: str, size: int) -> int:
+        """`size`, made a multiple of the ranks where the whole size is one, and else with the same rest."""
+        whole = integer(text, name) or 0
+        return size + -size % ranks + (whole % ranks if ranks > 1 else 0)
+
+    heads, groups = integer(text, "num_attention_heads") or 4, integer(text, "num_key_value_heads")
+    few = small("num_key_value_heads", 2) if groups else 0
+    ratio = min(heads // groups, 2) if groups and heads % groups == 0 else 1
+    many = few * ratio if groups else small("num_attention_heads", 4)
+    width = many * 8
+    inner = small("intermediate_size", 48)
+    names: Mapping[str, int | None] = {
+        **dict.fromkeys(("hidden_size", "d_model", "embedding_size", "word_embed_proj_dim"), width),
+        **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff"), inner),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), inner),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_attention_heads"), many),
+        **({"num_key_value_heads": few} if groups else {}),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+        "head_dim": 8,
+        "d_kv": 8,
+        "rotary_dim": 4,
+        "vocab_size": small("vocab_size", _VOCABULARY),
+        **dict.fromkeys(("max_position_embeddings", "max_target_positions"), 64),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), max(4, ranks)),
+        "num_experts_per_tok": 2,
+        "state_size": 8,
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16 + -16 % ranks),
+    }
+    return dict(names)

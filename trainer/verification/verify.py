@@ -1,0 +1,285 @@
+"""`verify`: a few steps of a small run in the user's layout beside one plain process, and a certificate of what came of it."""
+
+import contextlib
+import copy
+import io
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from torch import Tensor
+
+import zeromesh
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.files import write_whole
+from zeromesh.mesh.mesh_shape import AXES
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.verification.certificate import Certificate, Difference, PassRecord, merged
+from zeromesh.trainer.verification.observe import EXACT, Observer, Recorder, apart, relative
+from zeromesh.trainer.verification.reference import PlainRun, train_plainly
+from zeromesh.trainer.verification.shrink import Subject, exact, shrink
+
+CHECKS = ("determinism", "resume", "dropout")
+"""What is checked on request."""
+MakeTrainer = Callable[..., Any]
+"""Makes a trainer as `zeromesh.Trainer` does."""
+_ROUNDING = 4.0
+"""How many times as far from the exact result as a plain process in the same precision the user's layout may be."""
+_EPSILONS = 8.0
+"""How many roundings of the compute dtype count as none."""
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """The passes of one verification on this rank."""
+
+    make: MakeTrainer
+    mesh: Mesh
+    config: TrainerConfig
+    inputs: UserInputs
+    subject: Subject
+    differences: list[Difference] = field(default_factory=list)
+    passes: dict[str, PassRecord] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+
+    def run(self, config: TrainerConfig, callbacks: list[Any], *, model: Any = None, resume: bool = False) -> Any:
+        """Train the subject's model in the user's layout by `config`, without a word; returns the report."""
+        given = self.inputs
+        wide = config.precision.compute == "float64"
+        with InFloat64() if wide else nullcontext(), quiet():
+            trainer = self.make(
+                copy.deepcopy(self.subject.model) if model is None else model,
+                config,
+                self.subject.samples,
+                data_collator=self.subject.collate,
+                compute_loss=given.compute_loss,
+                lr_scheduler=given.lr_scheduler,
+                callbacks=callbacks,
+            )
+            with trainer:
+                return trainer.fit(resume=resume) if resume else trainer.fit()
+
+    def watched(self) -> range:
+        """The microbatches of a global batch that are this rank's."""
+        batch = self.subject.config.batch
+        return range(self.mesh.data_index, -(-batch.global_size // batch.micro_size), self.mesh.data.size)
+
+    def exact_pass(self) -> None:
+        """In float64: once watched, once as the user trains, without anything that looks at gradients or outputs."""
+        config = exact(self.subject.config)
+        plain = train_plainly(self.subject, config, self.inputs, self.watched())
+        observer, recorder = Observer(plain), Recorder()
+        self.run(config, [observer])
+        self.run(config, [recorder])
+        found = [*observer.differences, *_differences(recorder, plain, config, "unwatched")]
+        self.differences += found
+        self.passes["exact"] = PassRecord(
+            losses=observer.losses,
+            plain_losses=[step.loss for step in plain.steps],
+            norms=observer.norms,
+            plain_norms=[step.norm for step in plain.steps],
+            bound=EXACT,
+            gradients=dict(observer.gradient_sizes),
+            parameters=dict(observer.parameter_sizes),
+            outputs=observer.compared,
+        )
+
+    def own_pass(self) -> None:
+        """In the user's own precision: not further from the exact result than a few times a plain process in that precision."""
+        config = self.subject.config
+        true = train_plainly(self.subject, _wide(config), self.inputs)
+        plain = train_plainly(self.subject, config, self.inputs)
+        recorder = Recorder()
+        self.run(config, [recorder])
+        epsilon = torch.finfo(getattr(torch, config.precision.compute)).eps
+        rows = {
+            "loss": ([s.loss for s in true.steps], [s.loss for s in plain.steps], recorder.losses),
+            "norm": ([s.norm for s in true.steps], [s.norm for s in plain.steps], recorder.norms),
+        }
+        bounds = []
+        for kind, (exactly, plainly, found) in rows.items():
+            rounding = max(map(relative, plainly, exactly))
+            bound = _ROUNDING * rounding + _EPSILONS * epsilon
+            bounds.append(bound)
+            for step, (number, wanted) in enumerate(zip(found, exactly, strict=True), start=1):
+                if number == number and not relative(number, wanted) <= bound:
+                    self._rounding(kind, "", step, relative(number, wanted), bound)
+        rate, steps = config.optimizer.lr, len(plain.steps)
+        sizes, plain_sizes = {}, {}
+        for name, true_value in true.steps[-1].parameters.items():
+            scale = rate * steps * true_value.numel() ** 0.5
+            sizes[name] = apart(recorder.parameters[name], true_value, scale)
+            plain_sizes[name] = apart(plain.steps[-1].parameters[name], true_value, scale)
+        bound = _ROUNDING * max(plain_sizes.values()) + _EPSILONS * epsilon
+        for name, size in sizes.items():
+            if not size <= bound:
+                self._rounding("parameter", name, steps, size, bound)
+        self.passes[config.precision.compute] = PassRecord(
+            losses=recorder.losses,
+            plain_losses=rows["loss"][1],
+            norms=recorder.norms,
+            plain_norms=rows["norm"][1],
+            bound=max(*bounds, bound),
+            parameters=sizes,
+        )
+
+    def _rounding(self, kind: str, name: str, step: int, size: float, bound: float) -> None:
+        what = (
+            f"the {kind}{f' of {name}' if name else ''} in {self.subject.config.precision.compute} (bound {bound:.2g})"
+        )
+        self.differences.append(
+            Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+        )
+
+
+def verify(
+    make: MakeTrainer,
+    config: TrainerConfig,
+    inputs: UserInputs,
+    mesh: Mesh,
+    *,
+    checks: Collection[str] = (),
+    out: Path | None = None,
+) -> Certificate:
+    """Train a small run of the user's model in the user's layout beside a plain process; all ranks call it.
+
+    `out` is where rank 0 writes the certificate; None: nowhere.
+
+    Raises:
+        ConfigError: for a check that there is not, and for a model that cannot be made small.
+        StorageError: where the certificate cannot be written.
+    """
+    unknown = [name for name in checks if name not in CHECKS]
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
+    began = time.perf_counter()
+    with scratch(config, mesh) as folder:
+        subject = shrink(config, inputs, mesh, folder)
+        each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
+        each.exact_pass()
+        each.own_pass()
+        own = [[asdict(found) for found in each.differences], each.checks]
+        rows = mesh.world.gather_json(own, "differences of all ranks")
+    differences = merged([[Difference(**{**found, "ranks": ()}) for found in row[0]] for row in rows])
+    certificate = Certificate(
+        passed=not differences,
+        differences=differences,
+        layout=_layout(config, mesh),
+        versions={
+            "zeromesh": zeromesh.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        digests=_digests(subject),
+        passes=each.passes,
+        checks=each.checks,
+        notes=subject.notes,
+        seconds=time.perf_counter() - began,
+    )
+    if out is not None and mesh.rank == 0:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(out, certificate.to_json().encode())
+        except OSError as error:
+            raise StorageError(f"the certificate cannot be written to {out}: {error.strerror}") from error
+    return certificate
+
+
+def _wide(config: TrainerConfig) -> TrainerConfig:
+    """The same in float64, with the optimizer as it is."""
+    return exact(config).model_copy(update={"optimizer": config.optimizer})
+
+
+def _differences(recorder: Recorder, plain: PlainRun, config: TrainerConfig, run: str) -> Iterator[Difference]:
+    """What a run that nobody watched has computed otherwise: losses, norms and the last parameters."""
+    for number, step in enumerate(plain.steps):
+        for kind, found, wanted in (("loss", recorder.losses, step.loss), ("norm", recorder.norms, step.norm)):
+            if found[number] == found[number] and not relative(found[number], wanted) <= EXACT:
+                size = relative(found[number], wanted)
+                yield Difference(kind=kind, step=number + 1, name="", size=size, run=run, detail="while nobody watched")
+    last = len(plain.steps)
+    for name, value in plain.steps[-1].parameters.items():
+        size = apart(recorder.parameters[name], value, config.optimizer.lr * last * value.numel() ** 0.5)
+        if not size <= EXACT:
+            yield Difference(kind="parameter", step=last, name=name, size=size, run=run, detail="while nobody watched")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block nothing is written to standard output."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextmanager
+def scratch(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
+    """A folder for the files of the small runs, the same on all ranks, which is removed at the end."""
+    parent = Path(config.run.output_dir).expanduser()
+    made = ""
+    if mesh.rank == 0:
+        parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(prefix=".verify-", dir=parent)
+    name = Path(mesh.world.gather_bytes(made.encode(), "folder of the verification")[0].decode()).name
+    folder = parent / name
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if mesh.environment.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
+    """The user's layout in a few words each."""
+    axes = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape.sizes, strict=True) if size > 1]
+    parallel, offload = config.parallel, config.offload.model_dump(mode="json")
+    found: dict[str, Any] = {
+        "layout": f"{mesh.world_size} ranks: {' x '.join(axes) or 'one'}",
+        "zero.stage": config.zero.stage,
+        "precision": f"{config.precision.compute}, master {config.precision.master}, reduce {config.precision.reduce}",
+    }
+    if parallel.pipeline > 1:
+        found["schedule"] = f"{parallel.schedule}, {parallel.chunks} stages a rank"
+    if parallel.sequence:
+        found["sequence"] = "shared out to tensor ranks"
+    tiers = {name: offload[name] for name in ("optimizer", "gradients", "parameters", "activations")}
+    moved = [f"{name} {tier}" for name, tier in tiers.items() if tier not in ("none", "auto")]
+    if moved:
+        found["offload"] = ", ".join(moved)
+    return found
+
+
+def _digests(subject: Subject) -> dict[str, str]:
+    weights, data = xxhash.xxh3_128(), xxhash.xxh3_128()
+    for name, parameter in subject.model.named_parameters():
+        weights.update(name.encode())
+        weights.update(_bytes_of(parameter))
+    for sample in subject.samples:
+        for name, value in sorted(sample.items()):
+            data.update(name.encode())
+            data.update(_bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+    text = subject.config.model_copy(
+        update={"run": subject.config.run.model_copy(update={"output_dir": "verify"})}
+    ).to_yaml()
+    return {
+        "config": xxhash.xxh3_128_hexdigest(text.encode()),
+        "weights": weights.hexdigest(),
+        "data": data.hexdigest(),
+    }
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
