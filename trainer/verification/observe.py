@@ -6,17 +6,19 @@ parameters as it reads them. So what differs on some ranks alone is known to dif
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeromesh.errors import PhaseError
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.losses.trial import whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
+from zeromesh.zero.hooks import watch_outputs
 
 EXACT = 1e-9
 """Relative, in float64: sums that are taken in another order differ by 1e-14."""
@@ -40,6 +42,15 @@ class Recorder(Callback):
         self.norms: list[float] = []
         self.parameters: dict[str, Tensor] = {}
         self.average: dict[str, Tensor] = {}
+        self._leaving = ExitStack()
+
+    def close(self) -> None:
+        """Undo what was done to this process and to the model."""
+        self._leaving.close()
+
+    def on_train_begin(self, trainer: Any) -> None:
+        if trainer.config.precision.compute == "float64":
+            self._leaving.enter_context(whole_passes_in_float64())
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self.losses.append(float(metrics["loss"]))
@@ -47,6 +58,7 @@ class Recorder(Callback):
         self.norms.append(float("nan") if norm is None else float(norm))
 
     def on_train_end(self, trainer: Any) -> None:
+        self.close()
         self.parameters = {name: each.cpu().clone() for name, each in trainer.state_dict()}
         if trainer.config.ema.decay:
             self.average = {name: each.cpu().clone() for name, each in trainer.state_dict(ema=True)}
@@ -65,7 +77,6 @@ class Observer(Recorder):
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
         self._sums: list[tuple[float, int]] = []
-        self._hooks: list[Any] = []
         places: dict[str, int] = {
             name: max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
         }
@@ -73,15 +84,19 @@ class Observer(Recorder):
         """Parameters in the order of backward, as far as modules finish in the order of forward."""
 
     def on_train_begin(self, trainer: Any) -> None:
+        super().on_train_begin(trainer)
         self._compare_parameters(trainer, self.plain.initial, "initial", 0)
-        for name, module in trainer.model.named_modules():
-            if name and not any(isinstance(each, Stub) for each in module.modules()):
-                self._hooks.append(module.register_forward_hook(partial(self._see, name)))
+        own = [
+            (name, module)
+            for name, module in trainer.model.named_modules()
+            if name and not any(isinstance(each, Stub) for each in module.modules())
+        ]
+        self._leaving.callback(watch_outputs(own, self._see))
         loss = trainer.run.model.loss
-        own = loss.compute
+        compute_loss = loss.compute
 
         def compute(*arguments: Any) -> Any:
-            computed = own(*arguments)
+            computed = compute_loss(*arguments)
             self._sums.append((float(computed[0].detach()), int(computed[2])))
             return computed
 
@@ -116,8 +131,6 @@ class Observer(Recorder):
                 self._note(kind, "", relative(found, number))
 
     def on_train_end(self, trainer: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
         super().on_train_end(trainer)
         for name, wanted in self.plain.average.items():
             self._note("average", name, apart(self.average[name], wanted, 1e-12))
@@ -129,7 +142,7 @@ class Observer(Recorder):
                 Difference(kind=kind, step=step, name=name, size=size, place=place, microbatch=microbatch)
             )
 
-    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _see(self, name: str, output: Any) -> None:
         # Backward calls what it recomputes again.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._outputs.setdefault(name, []).append(tensors_of(output))
@@ -175,7 +188,8 @@ class Observer(Recorder):
             return
         for own, whole in zip(found, wanted, strict=True):
             share = _share(trainer, name, whole, own)
-            if share is not None:
+            elsewhere = trainer.mesh.pipeline.size > 1 and bool(own.isnan().all())  # Of what another stage has.
+            if share is not None and not elsewhere:
                 self.compared += 1
                 size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
                 self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)

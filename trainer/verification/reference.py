@@ -22,15 +22,16 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.losses.trial import whole_passes_in_float64
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.setup.engine_options import biases_and_norms
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
-from zeromesh.trainer.verification.shrink import Subject
+from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.weight_init.weight_sources import wrap_passed_model
+from zeromesh.zero.hooks import watch_outputs
 
 IGNORED = -100
 Outputs = dict[str, list[list[Tensor]]]
@@ -67,7 +68,7 @@ class PlainRun:
 
 
 def train_plainly(
-    subject: Subject, config: TrainerConfig, inputs: UserInputs, watched: Collection[int] = ()
+    subject: SmallRun, config: TrainerConfig, inputs: UserInputs, watched: Collection[int] = ()
 ) -> PlainRun:
     """Train a copy of the subject's model by `config`, which says in which precision. `watched`: microbatches of each step whose
     outputs of modules are kept."""
@@ -75,11 +76,11 @@ def train_plainly(
     if config.model.attention is not None:
         use_attention(model, config.model.attention, getattr(torch, config.precision.compute), torch.device("cpu"))
     compute = getattr(torch, config.precision.compute)
-    with InFloat64() if compute == torch.float64 else nullcontext():
+    with whole_passes_in_float64() if compute == torch.float64 else nullcontext():
         return _Loop(model.train(), subject, config, inputs).run(watched)
 
 
-def whole_model(subject: Subject, config: TrainerConfig) -> nn.Module:
+def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
     """A copy of the model, with adapters where the configuration wants them."""
     model = copy.deepcopy(subject.model)
     if config.model.lora is None:
@@ -95,7 +96,7 @@ def whole_model(subject: Subject, config: TrainerConfig) -> nn.Module:
 class _Loop:
     """The plain training loop."""
 
-    def __init__(self, model: nn.Module, subject: Subject, config: TrainerConfig, inputs: UserInputs) -> None:
+    def __init__(self, model: nn.Module, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
         self.model, self.subject, self.config = model, subject, config
         compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
         self.masters = {
@@ -193,7 +194,7 @@ class _Loop:
         step.parameters = _copies(self.masters)
 
 
-def batches_of(subject: Subject, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
+def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
     """The microbatches of step `step` (from 0), in the order of their samples."""
     size, micro = config.batch.global_size, config.batch.micro_size
     found = []
@@ -320,9 +321,7 @@ class _Watch:
         self.order: dict[str, None] = {}
         self._found: Outputs = {}
         self._keeps = False
-        self._hooks = [
-            module.register_forward_hook(partial(self._see, name)) for name, module in model.named_modules() if name
-        ]
+        self.close = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
 
     def during(self, keeps: bool) -> Any:
         self._keeps = keeps
@@ -332,11 +331,7 @@ class _Watch:
         found, self._found = self._found, {}
         return found
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _see(self, name: str, output: Any) -> None:
         self.order.setdefault(name)
         if self._keeps:
             self._found.setdefault(name, []).append(tensors_of(output))

@@ -37,7 +37,7 @@ _MICRO = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class SmallRun:
     """What is trained twice."""
 
     model: nn.Module
@@ -50,7 +50,7 @@ class Subject:
     """What was changed, for a person."""
 
 
-def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> Subject:
+def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> SmallRun:
     """Make the small run of `config`; its files will be in `folder`. All ranks call it, and get the same.
 
     `dropout`: it is left on.
@@ -67,11 +67,11 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
     if inputs.train_dataset is not None and not notes:
         data: Any = inputs.train_dataset
         found = list(islice((data[index] for index in range(len(data))) if hasattr(data, "__len__") else data, wanted))
-        return Subject(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data",))
+        return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data",))
     length = _LENGTH + -_LENGTH % mesh.tensor.size
     samples = make_samples(model, small, wanted, length)
     notes = (*notes, f"{len(samples)} samples of {length} random tokens, with other numbers of targets in each")
-    return Subject(model=model, config=small, samples=samples, collate=None, notes=notes)
+    return SmallRun(model=model, config=small, samples=samples, collate=None, notes=notes)
 
 
 def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bool = False) -> TrainerConfig:

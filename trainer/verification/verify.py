@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.verification.certificate import Certificate, Difference, PassRecord, merged
 from zeromesh.trainer.verification.observe import EXACT, Observer, Recorder, apart, relative
 from zeromesh.trainer.verification.reference import PlainRun, train_plainly
-from zeromesh.trainer.verification.shrink import Subject, exact, shrink
+from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
 
 CHECKS = ("determinism", "resume", "dropout")
 """What is checked on request."""
@@ -49,27 +48,26 @@ class Verification:
     mesh: Mesh
     config: TrainerConfig
     inputs: UserInputs
-    subject: Subject
+    subject: SmallRun
     differences: list[Difference] = field(default_factory=list)
     passes: dict[str, PassRecord] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
 
-    def run(self, config: TrainerConfig, callbacks: list[Any], *, model: Any = None, resume: bool = False) -> Any:
-        """Train the subject's model in the user's layout by `config`, without a word; returns the report."""
+    def run(self, config: TrainerConfig, recorder: Recorder, resume: str | None = None) -> None:
+        """Train the subject's model in the user's layout by `config`, without a word."""
         given = self.inputs
-        wide = config.precision.compute == "float64"
-        with InFloat64() if wide else nullcontext(), quiet():
+        with closing(recorder), quiet():
             trainer = self.make(
-                copy.deepcopy(self.subject.model) if model is None else model,
+                copy.deepcopy(self.subject.model),
                 config,
                 self.subject.samples,
                 data_collator=self.subject.collate,
                 compute_loss=given.compute_loss,
                 lr_scheduler=given.lr_scheduler,
-                callbacks=callbacks,
+                callbacks=[recorder],
             )
             with trainer:
-                return trainer.fit(resume=resume) if resume else trainer.fit()
+                trainer.fit(resume=resume)
 
     def watched(self) -> range:
         """The microbatches of a global batch that are this rank's."""
@@ -81,8 +79,8 @@ class Verification:
         config = exact(self.subject.config)
         plain = train_plainly(self.subject, config, self.inputs, self.watched())
         observer, recorder = Observer(plain), Recorder()
-        self.run(config, [observer])
-        self.run(config, [recorder])
+        self.run(config, observer)
+        self.run(config, recorder)
         found = [*observer.differences, *_differences(recorder, plain, config, "unwatched")]
         self.differences += found
         self.passes["exact"] = PassRecord(
@@ -102,7 +100,7 @@ class Verification:
         true = train_plainly(self.subject, _wide(config), self.inputs)
         plain = train_plainly(self.subject, config, self.inputs)
         recorder = Recorder()
-        self.run(config, [recorder])
+        self.run(config, recorder)
         epsilon = torch.finfo(getattr(torch, config.precision.compute)).eps
         rows = {
             "loss": ([s.loss for s in true.steps], [s.loss for s in plain.steps], recorder.losses),
@@ -262,7 +260,7 @@ def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def _digests(subject: Subject) -> dict[str, str]:
+def _digests(subject: SmallRun) -> dict[str, str]:
     weights, data = xxhash.xxh3_128(), xxhash.xxh3_128()
     for name, parameter in subject.model.named_parameters():
         weights.update(name.encode())

@@ -124,6 +124,20 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
+def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
+    """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns what ends that."""
+    handles = [
+        module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
+        for name, module in modules
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
 def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
     """Register a user's hook on the gradient of a parameter such that it runs before the engine's, which takes the gradient."""
     handle: Any = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
