@@ -113,6 +113,20 @@ BUGS: tuple[SeededBug, ...] = (
         plant=seeded_patches.row_bias_repeated,
     ),
     SeededBug(
+        name="heads-turned",
+        text="a row-parallel layer takes heads in another order than the column-parallel ones make them",
+        layout=_TENSOR,
+        named=r"layers\.1\.self_attn",
+        plant=seeded_patches.heads_turned,
+    ),
+    SeededBug(
+        name="shares-turned",
+        text="the shares of the sequence are put together in another order than that of the ranks",
+        layout={**_TENSOR, "parallel.sequence": True},
+        named=r"layers\.1\.mlp",
+        plant=seeded_patches.shares_turned,
+    ),
+    SeededBug(
         name="sequence-norms-unsummed",
         text="gradients of norms, of which each tensor rank has those of its share of the sequence, are not summed over them",
         layout={**_TENSOR, "parallel.sequence": True},
@@ -148,6 +162,13 @@ BUGS: tuple[SeededBug, ...] = (
         plant=seeded_patches.rotary_wrong_on_one_rank,
     ),
     SeededBug(
+        name="other-beginning",
+        text="a tensor rank begins with other values of a norm that all tensor ranks hold",
+        layout=_TENSOR,
+        named=r"model\.norm",
+        plant=seeded_patches.other_beginning,
+    ),
+    SeededBug(
         name="replicated-counted-twice",
         text="the norm for clipping counts parameters that all tensor ranks hold once for each of them",
         layout=_TENSOR,
@@ -162,6 +183,20 @@ BUGS: tuple[SeededBug, ...] = (
         plant=seeded_patches.tie_unsummed,
     ),
     SeededBug(
+        name="tie-not-updated",
+        text="the last stage does not update its copy of an embedding that is its head",
+        layout={**_PIPELINE, "model.config.tie_word_embeddings": True},
+        named="embed_tokens|lm_head",
+        plant=seeded_patches.tie_not_updated,
+    ),
+    SeededBug(
+        name="gradients-one-late",
+        text="a stage starts the backward of a microbatch from the gradients of the one before",
+        layout=_PIPELINE,
+        named=r"layers\.0|embed_tokens",
+        plant=seeded_patches.gradients_one_late,
+    ),
+    SeededBug(
         name="labels-swapped",
         text="the last stage exchanges the labels of the first two microbatches",
         layout=_PIPELINE,
@@ -174,6 +209,13 @@ BUGS: tuple[SeededBug, ...] = (
         layout={**_PIPELINE, "parallel.schedule": "zero_bubble"},
         named=r"layers\.\d\..*_proj",
         plant=seeded_patches.last_weights_dropped,
+    ),
+    SeededBug(
+        name="held-twice",
+        text="where weights are deferred, gradients that came with those of the inputs count twice",
+        layout={**_PIPELINE, "parallel.schedule": "zero_bubble"},
+        named="norm",
+        plant=seeded_patches.held_twice,
     ),
     SeededBug(
         name="mean-of-means",
@@ -204,6 +246,28 @@ BUGS: tuple[SeededBug, ...] = (
         plant=seeded_patches.replicas_unsummed,
     ),
     SeededBug(
+        name="one-tensor-rank-unsummed",
+        text="of two tensor ranks one does not sum its gradients over replicas",
+        layout={**_TENSOR, "parallel.replicate": 2},
+        named="",
+        plant=seeded_patches.one_tensor_rank_unsummed,
+        ranks=4,
+    ),
+    SeededBug(
+        name="earlier-microbatches-lost",
+        text="the sum of a bucket has the last microbatch alone",
+        layout={"zero.stage": 1},
+        named=r"layers\.1",
+        plant=seeded_patches.earlier_microbatches_lost,
+    ),
+    SeededBug(
+        name="padding-summed",
+        text="what fills a bucket up to equal shards is not zero, and counts for the norm",
+        layout={"zero.stage": 2},
+        named="",
+        plant=seeded_patches.padding_summed,
+    ),
+    SeededBug(
         name="lost-bucket",
         text="the gradients of a bucket are not summed over the ranks that share it out",
         layout={"zero.stage": 2},
@@ -223,6 +287,13 @@ BUGS: tuple[SeededBug, ...] = (
         layout={"zero.stage": 3},
         named=r"layers\.1",
         plant=seeded_patches.stale_gather,
+    ),
+    SeededBug(
+        name="stale-in-backward",
+        text="a block is recomputed with the weights of the step before",
+        layout={"zero.stage": 3, "model.activation_checkpointing": "block"},
+        named=r"layers\.1",
+        plant=seeded_patches.stale_in_backward,
     ),
     SeededBug(
         name="clipped-by-own-norm",
@@ -309,6 +380,20 @@ BUGS: tuple[SeededBug, ...] = (
         layout={"zero.stage": 3, "model.activation_checkpointing": "block", "offload.activations": "host"},
         named=r"layers\.1",
         plant=seeded_patches.input_of_another_block,
+    ),
+    SeededBug(
+        name="moments-of-neighbour",
+        text="the first moments of a piece are read from and written to the file of its neighbour",
+        layout={"zero.stage": 2, "offload.optimizer": "file"},
+        named=r"layers\.[01]",
+        plant=seeded_patches.moments_of_neighbour,
+    ),
+    SeededBug(
+        name="sum-not-read-back",
+        text="the sum of earlier microbatches, which rests on a file, is not read before the next one is added",
+        layout={"zero.stage": 2, "offload.gradients": "file"},
+        named=r"layers\.1",
+        plant=seeded_patches.sum_not_read_back,
     ),
     SeededBug(
         name="masters-not-written",

@@ -16,7 +16,7 @@ from zeromesh.kernels import chunked_cross_entropy
 from zeromesh.offload import Access, StreamRow
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
-from zeromesh.optim.gradients import ReplicaGroups, gradient_of
+from zeromesh.optim.gradients import GradientShards, ReplicaGroups, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.rng import seed_all
@@ -25,11 +25,11 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models import prepare
-from zeromesh.units.unit import Bucket
+from zeromesh.units.unit import Bucket, Unit, all_buckets, set_values
 from zeromesh.zero import gradient_reducer
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gradient_reducer import GradientReducer
-from zeromesh.zero.passes import Passes
+from zeromesh.zero.gradient_reducer import BucketArrivals, GradientReducer
+from zeromesh.zero.passes import Forward, Passes
 
 Swap = Callable[[Any, str, Callable[[Any], Any]], None]
 """`swap(holder, attribute, make)` puts `make(original)` in the place of a holder's attribute."""
@@ -42,8 +42,8 @@ def _holds(bucket: Bucket, pattern: str) -> bool:
 # The tensor axis
 
 
-class _Deaf:
-    """An exchange whose sums are this rank's own summands."""
+class _Wrapped:
+    """An exchange that does what another one does."""
 
     def __init__(self, exchange: Any) -> None:
         self._exchange = exchange
@@ -51,8 +51,20 @@ class _Deaf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._exchange, name)
 
+
+class _Deaf(_Wrapped):
+    """Its sums are this rank's own summands."""
+
     def sum(self, tensor: torch.Tensor) -> Pending:
         return Pending(tensor.clone)
+
+
+class _Turned(_Wrapped):
+    """What it gathers begins with another rank's share."""
+
+    def gather(self, tensor: torch.Tensor, dim: int) -> Pending:
+        whole = self._exchange.gather(tensor, dim)
+        return Pending(lambda: whole.wait().roll(tensor.shape[dim], dim))
 
 
 def _in_layer(swap: Swap, suffix: str, change: Callable[[Any], None]) -> None:
@@ -90,6 +102,21 @@ def row_bias_repeated(swap: Swap) -> None:
         layer.forward = lambda x: right(x) + (layer._exchange.size - 1) * layer.bias.detach()
 
     _in_layer(swap, "layers.1.self_attn.o_proj", change)
+
+
+def heads_turned(swap: Swap) -> None:
+    def change(layer: Any) -> None:
+        right = layer.forward
+        layer.forward = lambda x: right(x.roll(x.shape[-1] // 2, -1))
+
+    _in_layer(swap, "layers.1.self_attn.o_proj", change)
+
+
+def shares_turned(swap: Swap) -> None:
+    def change(layer: Any) -> None:
+        layer._source.exchange = _Turned(layer._source.exchange)
+
+    _in_layer(swap, "layers.1.mlp.gate_proj", change)
 
 
 def _unshared(swap: Swap, of: Callable[[Bucket], bool]) -> None:
@@ -153,6 +180,22 @@ def rotary_wrong_on_one_rank(swap: Swap) -> None:
     swap(ZeroEngine, "__init__", make)
 
 
+def other_beginning(swap: Swap) -> None:
+    def make(init: Any) -> Any:
+        def planted(self: ZeroEngine, model: Any, built: Any, mesh: Any, *rest: Any) -> None:
+            init(self, model, built, mesh, *rest)
+            for bucket in all_buckets(built.units):
+                for slot in bucket.layout.slots:
+                    if mesh.tensor.index == 1 and slot.spec.fqn == "model.norm.weight":
+                        values = bucket.master.load(mesh.device)
+                        values[slot.where.start : slot.where.end] *= 1.5
+                        bucket.master.write(0, values).wait()
+
+        return planted
+
+    swap(ZeroEngine, "__init__", make)
+
+
 def replicated_counted_twice(swap: Swap) -> None:
     swap(
         ReplicaGroups, "counts", lambda counts: lambda self, bucket: bucket.spec.copies is None or counts(self, bucket)
@@ -164,6 +207,39 @@ def replicated_counted_twice(swap: Swap) -> None:
 
 def tie_unsummed(swap: Swap) -> None:
     _unshared(swap, lambda bucket: bucket.spec.copies is not None)
+
+
+def tie_not_updated(swap: Swap) -> None:
+    def make(step: Any) -> Any:
+        def planted(self: BucketOptimizer, *given: Any) -> None:
+            if self._bucket.spec.copies is None or os.environ["RANK"] == "0":
+                step(self, *given)
+
+        return planted
+
+    swap(BucketOptimizer, "step", make)
+
+
+def gradients_one_late(swap: Swap) -> None:
+    def make(start: Any) -> Any:
+        def planted(self: ZeroRunner, chunk: int, microbatch: int, forward: Any, gradients: Any) -> Any:
+            late, vars(self)["late"] = vars(self).get("late", gradients), [each.clone() for each in gradients]
+            return start(self, chunk, microbatch, forward, late)
+
+        return planted
+
+    swap(ZeroRunner, "_start", make)
+
+
+def held_twice(swap: Swap) -> None:
+    def make(backward: Any) -> Any:
+        def planted(self: Passes, forward: Forward, run: Any) -> None:
+            forward.held = [(bucket, index, 2 * gradient) for bucket, index, gradient in forward.held]
+            backward(self, forward, run)
+
+        return planted
+
+    swap(Passes, "backward_weight", make)
 
 
 def labels_swapped(swap: Swap) -> None:
@@ -236,6 +312,33 @@ def replicas_unsummed(swap: Swap) -> None:
     _unshared(swap, lambda bucket: not any(bucket.spec.shared_by))
 
 
+def one_tensor_rank_unsummed(swap: Swap) -> None:
+    _unshared(swap, lambda bucket: not any(bucket.spec.shared_by) and int(os.environ["RANK"]) % 2 == 1)
+
+
+def earlier_microbatches_lost(swap: Swap) -> None:
+    def make(launch: Any) -> Any:
+        def planted(self: GradientReducer, arrivals: BucketArrivals) -> None:
+            if arrivals.bucket.partial is not None and _holds(arrivals.bucket, r"layers\.1\."):
+                arrivals.bucket.partial.zero_()
+            launch(self, arrivals)
+
+        return planted
+
+    swap(GradientReducer, "_launch", make)
+
+
+def padding_summed(swap: Swap) -> None:
+    def make(zero_gaps: Any) -> Any:
+        def planted(flat: torch.Tensor, bucket: Bucket) -> None:
+            for gap in bucket.gaps:
+                flat[gap].fill_(0.1)
+
+        return planted
+
+    swap(gradient_reducer, "_zero_gaps", make)
+
+
 def lost_bucket(swap: Swap) -> None:
     def make(zero_gaps: Any) -> Any:
         def planted(flat: torch.Tensor, bucket: Bucket) -> None:
@@ -274,6 +377,23 @@ def stale_gather(swap: Swap) -> None:
         return planted
 
     swap(Bucket, "show", make)
+
+
+def stale_in_backward(swap: Swap) -> None:
+    def make(need: Any) -> Any:
+        def planted(self: Passes, unit: Unit) -> None:
+            need(self, unit)
+            for bucket in unit.buckets:
+                if not _holds(bucket, r"layers\.1\."):
+                    continue
+                seen, update = vars(bucket).setdefault("seen", {}), self._updater.updates
+                seen.setdefault(update, [view.clone() for view in bucket._views])
+                for parameter, values in zip(bucket.parameters, seen.get(update - 1, ()), strict=False):
+                    set_values(parameter, values)
+
+        return planted
+
+    swap(Passes, "_need_in_backward", make)
 
 
 # Clipping and the optimizer
@@ -429,3 +549,30 @@ def masters_not_written(swap: Swap) -> None:
         return planted
 
     swap(OptimizerStep, "_rows", make)
+
+
+def moments_of_neighbour(swap: Swap) -> None:
+    def make(uses: Any) -> Any:
+        def planted(self: OptimizerStep, bucket: Bucket, **rest: Any) -> Any:
+            if _holds(bucket, r"layers\.1\."):
+                before = next(each for each in self._buckets if _holds(each, r"layers\.0\."))
+                own, others = (self._optimizers[id(each)].moments for each in (bucket, before))
+                own["exp_avg"] = others["exp_avg"]
+            return uses(self, bucket, **rest)
+
+        return planted
+
+    swap(OptimizerStep, "_uses", make)
+
+
+def sum_not_read_back(swap: Swap) -> None:
+    def make(make_room: Any) -> Any:
+        def planted(self: GradientShards, bucket: Bucket) -> None:
+            rests = bucket.grad is None and bucket.grad_rest is not None and not self._first
+            make_room(self, bucket)
+            if rests and bucket.grad is not None and _holds(bucket, r"layers\.1\."):
+                bucket.grad.zero_()
+
+        return planted
+
+    swap(GradientShards, "make_room", make)
