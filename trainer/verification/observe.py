@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeromesh.errors import PhaseError
 from zeromesh.pipeline.stages.stubs import Stub
@@ -86,12 +86,7 @@ class Observer(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self._compare_parameters(trainer, self.plain.initial, "initial", 0)
-        own = [
-            (name, module)
-            for name, module in trainer.model.named_modules()
-            if name and not any(isinstance(each, Stub) for each in module.modules())
-        ]
-        self._leaving.callback(watch_outputs(own, self._see))
+        self._leaving.callback(watch_outputs(own_modules(trainer.model), self._see))
         loss = trainer.run.model.loss
         compute_loss = loss.compute
 
@@ -193,6 +188,15 @@ class Observer(Recorder):
                 self.compared += 1
                 size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
                 self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+
+
+def own_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules below `model` that this rank computes wholly, by name: without those that hold another stage's."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and not any(isinstance(each, Stub) for each in module.modules())
+    ]
 
 
 def relative(found: float, wanted: float) -> float:

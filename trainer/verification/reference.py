@@ -338,6 +338,7 @@ class _Watch:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The floating-point tensors among what a module returned, as they were at that moment."""
+    """The floating-point tensors among what a module returned, but for losses, as they were at that moment."""
     leaves = pytree.tree_leaves(output)
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [each.detach().clone() for each in tensors if each.dim()]

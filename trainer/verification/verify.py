@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeromesh
 from zeromesh.errors import ConfigError, StorageError
@@ -26,6 +26,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.verification.certificate import Certificate, Difference, PassRecord, merged
+from zeromesh.trainer.verification.checks import check_determinism, check_dropout, check_resume
 from zeromesh.trainer.verification.observe import EXACT, Observer, Recorder, apart, relative
 from zeromesh.trainer.verification.reference import PlainRun, train_plainly
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
@@ -52,32 +53,55 @@ class Verification:
     differences: list[Difference] = field(default_factory=list)
     passes: dict[str, PassRecord] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
+    plain: PlainRun = field(init=False)
+    """The plain process's run in float64."""
+    own: Recorder = field(init=False)
+    """The run in the user's own precision."""
 
-    def run(self, config: TrainerConfig, recorder: Recorder, resume: str | None = None) -> None:
-        """Train the subject's model in the user's layout by `config`, without a word."""
+    def run(
+        self, config: TrainerConfig, recorder: Recorder, model: nn.Module | None = None, samples: Any = None
+    ) -> None:
+        """Train a model, which is the small one if none is given, by `config`, without a word."""
         given = self.inputs
         with closing(recorder), quiet():
             trainer = self.make(
-                copy.deepcopy(self.subject.model),
+                copy.deepcopy(self.subject.model) if model is None else model,
                 config,
-                self.subject.samples,
+                self.subject.samples if samples is None else samples,
                 data_collator=self.subject.collate,
                 compute_loss=given.compute_loss,
                 lr_scheduler=given.lr_scheduler,
                 callbacks=[recorder],
             )
             with trainer:
-                trainer.fit(resume=resume)
+                trainer.fit()
 
     def watched(self) -> range:
         """The microbatches of a global batch that are this rank's."""
         batch = self.subject.config.batch
         return range(self.mesh.data_index, -(-batch.global_size // batch.micro_size), self.mesh.data.size)
 
+    def check(self, names: Collection[str]) -> None:
+        """What is checked on request; both passes were made before."""
+        small, wide = self.subject.config, exact(self.subject.config)
+        for name in names:
+            if name == "determinism":
+                found, done = list(check_determinism(self.run, small, self.own)), "the same bits in a second run"
+            elif name == "resume":
+                found = list(check_resume(self.run, wide, self.mesh, self.plain))
+                done = "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
+            else:
+                model = shrink(self.config, self.inputs, self.mesh, Path(small.run.output_dir), dropout=True).model
+                samples = self.subject.samples
+                found, done = check_dropout(self.run, wide, model, samples, self.mesh, self.plain)
+            self.differences += found
+            self.checks[name] = done
+
     def exact_pass(self) -> None:
         """In float64: once watched, once as the user trains, without anything that looks at gradients or outputs."""
         config = exact(self.subject.config)
         plain = train_plainly(self.subject, config, self.inputs, self.watched())
+        self.plain = plain
         observer, recorder = Observer(plain), Recorder()
         self.run(config, observer)
         self.run(config, recorder)
@@ -99,7 +123,7 @@ class Verification:
         config = self.subject.config
         true = train_plainly(self.subject, _wide(config), self.inputs)
         plain = train_plainly(self.subject, config, self.inputs)
-        recorder = Recorder()
+        recorder = self.own = Recorder()
         self.run(config, recorder)
         epsilon = torch.finfo(getattr(torch, config.precision.compute)).eps
         rows = {
@@ -168,6 +192,7 @@ def verify(
         each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
         each.exact_pass()
         each.own_pass()
+        each.check(checks)
         own = [[asdict(found) for found in each.differences], each.checks]
         rows = mesh.world.gather_json(own, "differences of all ranks")
     differences = merged([[Difference(**{**found, "ranks": ()}) for found in row[0]] for row in rows])
