@@ -34,6 +34,7 @@ Whatever the number of rows, a stretch is a few tiles, each of which is copied a
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -428,7 +429,9 @@ class BucketLayout:
 
     def pieces(self, interval: Interval) -> tuple[ShardPiece, ...]:
         """What parts of which parameters lie in `interval`; `in_shard` counts from its start. Empty parts are left out."""
-        shared = [(slot, slot.where.intersect(interval)) for slot in self.slots]
+        first = bisect_right(self.slots, interval.start, key=lambda slot: slot.where.end)
+        last = bisect_left(self.slots, interval.end, key=lambda slot: slot.where.start)
+        shared = [(slot, slot.where.intersect(interval)) for slot in self.slots[first:last]]
         return tuple(
             ShardPiece(
                 spec=slot.spec, in_parameter=common.after(slot.where.start), in_shard=common.after(interval.start)

@@ -308,11 +308,10 @@ class ProcessSets(Mapping[str, ProcessSet]):
             wrong = [f"rank {rank} gave {row[0]}" for rank, row in enumerate(rows) if row[0] < -1]
             if wrong:
                 raise LayoutError(f"split {name}: a colour is an integer from 0, or None; {'; '.join(wrong)}")
-            colours = sorted({row[0] for row in rows if row[0] >= 0})
-            found = {
-                f"{name} {each}": sorted((r for r, row in enumerate(rows) if row[0] == each), key=lambda r: rows[r][1])
-                for each in colours
-            }
+            found: dict[str, list[int]] = {}
+            for rank in sorted(range(len(rows)), key=rows.__getitem__):
+                if rows[rank][0] >= 0:
+                    found.setdefault(f"{name} {rows[rank][0]}", []).append(rank)
             made = self._make(found)
             return None if colour is None else made[f"{name} {colour}"]
 

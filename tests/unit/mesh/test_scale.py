@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from bench_scale import layouts_of, part_of, shape_of, world_of
 
+from zeromesh.checkpoint.io.file_slices import FileSlice
+from zeromesh.checkpoint.io.write_plan import WritePlanner
+from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.process_groups import groups_in_turn
 from zeromesh.mesh.process_mesh import exchange_locations
@@ -81,6 +84,33 @@ def test_ranks_number_groups_alike_without_making_those_of_others(
         assert world.group_count == 5 + 3 * len(groups)
     default.bound_device_id = torch.device("cpu")
     assert tuple(groups_in_turn(shape, 0, axes, 3)) == groups
+
+
+def test_a_shard_looks_at_its_own_parameters() -> None:
+    """However many lie in the same bucket: one of 32 shards and one of 2,048, each of two parameters."""
+    found = []
+    for count in (64, 4096):
+        specs = [
+            ParameterSpec(fqn=str(number), shape=(64,), dtype=torch.float32, requires_grad=True)
+            for number in range(count)
+        ]
+        layout = build_layout("many", specs, count // 2)
+        found.append(calls_of(lambda layout=layout: layout.pieces(layout.shard(7))))  # type: ignore[misc]
+        assert [piece.spec.fqn for piece in layout.pieces(layout.shard(7))] == ["14", "15"]
+    assert found[1] < 2 * found[0]
+
+
+def test_a_rank_plans_writes_of_tensors_that_its_host_has() -> None:
+    """Those of other hosts are passed over: all ranks are told of all, and each would make objects of them."""
+
+    def plan(ranks: int) -> int:
+        whole = FileSlice.contiguous("file", 0, torch.float32, 64).to_row()
+        rows = [[whole[0], rank // 8 * 4096, *whole[2:]] for rank in range(ranks)]
+        hosts = [rank // 8 for rank in range(ranks)]
+        return calls_of(lambda: WritePlanner([], [], 0).plan([[[row], []] for row in rows], hosts))
+
+    few, many = plan(64), plan(4096)
+    assert many - few < 3 * (4096 - 64)
 
 
 class CountingStore(dict[str, str]):

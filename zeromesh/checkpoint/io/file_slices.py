@@ -41,8 +41,8 @@ def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Int
     found, gone = [], merged(others)
     for interval in merged(intervals):
         start = interval.start
-        for other in gone[max(0, bisect_right(gone, start, key=attrgetter("start")) - 1) :]:
-            if other.start >= interval.end:
+        for at in range(max(0, bisect_right(gone, start, key=attrgetter("start")) - 1), len(gone)):
+            if (other := gone[at]).start >= interval.end:
                 break
             if other.start > start:
                 found.append(Interval(start=start, end=other.start))

@@ -253,7 +253,14 @@ class WritePlanner:
 
     def plan(self, descriptions: Sequence[list[list[Any]]], hosts: Sequence[Hashable]) -> WritePlan:
         """What this rank writes, given each rank's description and, in `hosts`, what tells its host."""
-        slices = [(rank, FileSlice.from_row(row)) for rank, (own, _) in enumerate(descriptions) for row in own]
+        of_hosts = zip(hosts, descriptions, strict=True)
+        here = {(row[0], row[1]) for host, (own, _) in of_hosts if host == hosts[self._rank] for row in own}
+        slices = [
+            (rank, FileSlice.from_row(row))
+            for rank, (own, _) in enumerate(descriptions)
+            for row in own
+            if (row[0], row[1]) in here  # Other tensors have no blocks of this host.
+        ]
         excluded = [(path, begin) for _, tensors in descriptions for path, begin in tensors]
         blocks = plan_interleaved(slices, excluded, hosts, self._rank)
         by_tensor: dict[TensorPlace, list[InterleavedBlock]] = {}
@@ -275,8 +282,9 @@ class WritePlanner:
                 where = source.where
                 rest = [where.cut(each).interval for each in minus([where.hull], [block.where for block in own])]
             runs += [run for interval in rest for run in PlacedValues.runs(tensor, shard, interval)]
+        interleaved = any(own for own, _ in descriptions)
         return WritePlan(
-            files=self._files, runs=_by_file(runs), shares=shares, blocks=blocks, any_interleaved=bool(slices)
+            files=self._files, runs=_by_file(runs), shares=shares, blocks=blocks, any_interleaved=interleaved
         )
 
 
