@@ -147,7 +147,8 @@ class Estimator:
         self._device = torch.device(machine.device.kind)
         self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
         self._memory: dict[object, MemoryModel] = {}
-        self._chunks: dict[tuple[int, int, int], Mapping[int, _Chunk]] = {}
+        self._chunks: dict[tuple[int, int, int], dict[int, _Chunk]] = {}
+        self._peaks: dict[object, int] = {}
 
     def options(self, layout: Layout) -> ZeroOptions:
         """The options of the engine for a layout."""
@@ -188,7 +189,7 @@ class Estimator:
         for rank in looked_at:
             stages = range(rank, len(cut), ranks)
             units = subject.stage_units(layout.tensor, tuple(stages), cut, layout.shard)
-            memory = self._states(layout, options, rank, units)
+            memory = self._states(layout, options, units)
             own = [chunks[stage] for stage in stages]
             device = self._bytes(layout, options, memory, own, schedule, rank)
             found.append((sum(device.values()), device, memory, units))
@@ -207,12 +208,12 @@ class Estimator:
 
     # Bytes
 
-    def _states(self, layout: Layout, options: ZeroOptions, rank: int, units: StageUnits) -> MemoryModel:
-        accumulates = layout.accumulation > 1
-        mesh = (layout.tensor, layout.pipeline, layout.chunks, layout.shard)
-        key = (mesh, layout.stage, accumulates, rank, layout.optimizer, layout.parameters)
+    def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
+        transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
+        # Ranks whose blocks are alike have the same lists of layouts.
+        lists = tuple(map(id, units.layouts))
+        key = (lists, transport, layout.stage, layout.accumulation > 1, layout.optimizer, layout.parameters)
         if key not in self._memory:
-            transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
             self._memory[key] = predict_layouts(units.layouts, options, layout.shard, transport, None, self._device)
         return self._memory[key]
 
@@ -243,6 +244,13 @@ class Estimator:
 
     def _activations(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
         """The most bytes of activations of a pipeline rank over its actions."""
+        shape = (schedule.name, schedule.ranks, schedule.microbatches)
+        key = (shape, rank, tuple(own), layout.activations, layout.recompute)
+        if key not in self._peaks:
+            self._peaks[key] = self._highest(layout, own, schedule, rank)
+        return self._peaks[key]
+
+    def _highest(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
         kept = [self._kept(layout, chunk) for chunk in own]
         live = most = 0
         for action in schedule.actions[rank]:
@@ -275,10 +283,14 @@ class Estimator:
         """The chunks of all stages, by stage."""
         key = (id(trace), len(cut), min(self._host, layout.ranks))
         if key not in self._chunks:
-            self._chunks[key] = {
-                stage: self._chunk(trace, self._subject.segments(trace, stage, cut), layout)
-                for stage in range(len(cut))
-            }
+            alike: dict[tuple[int, ...], _Chunk] = {}
+            found = self._chunks[key] = {}
+            for stage in range(len(cut)):
+                segments = self._subject.segments(trace, stage, cut)
+                kinds = tuple(id(segment.forward) for segment in segments)
+                if kinds not in alike:
+                    alike[kinds] = self._chunk(trace, segments, layout)
+                found[stage] = alike[kinds]
         return self._chunks[key]
 
     def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> _Chunk:
@@ -479,7 +491,7 @@ def _inputs_and_gradients(work: Work) -> int:
     )
 
 
-@lru_cache(256)
+@lru_cache(4096)
 def _schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
     return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
 

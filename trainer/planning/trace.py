@@ -360,7 +360,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
             return tensors[0].dtype == torch.bool or 1
         out = _without_floats(func, args, kwargs, tensors)
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = (
+            [out] if isinstance(out, Tensor) else [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+        )
         for tensor in made:
             self._hold(tensor)
         if not _is_view(func):
@@ -410,6 +412,10 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     real = {id(each): each for each in tensors if not each.is_meta}
+    if not real:
+        out = func(*args, **kwargs)
+        plain = isinstance(out, Tensor) and out.is_floating_point()
+        return out if plain else pytree.tree_map_only(Tensor, partial(_found, func, args, tensors), out)
     moved: dict[int, Tensor] = {}
 
     def to_meta(tensor: Tensor) -> Tensor:
@@ -421,16 +427,18 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
 
     out = func(*pytree.tree_map_only(Tensor, to_meta, args), **pytree.tree_map_only(Tensor, to_meta, kwargs))
     back = {id(copy): real[key] for key, copy in moved.items()}
-    given = {id(each) for each in tensors}
 
     def from_meta(tensor: Tensor) -> Tensor:
-        if id(tensor) in back:
-            return back[id(tensor)]
-        if tensor.is_floating_point() or tensor.is_complex() or id(tensor) in given or not tensor.is_meta:
-            return tensor
-        return _chosen(func, args, tensor)
+        return back[id(tensor)] if id(tensor) in back else _found(func, args, tensors, tensor)
 
     return pytree.tree_map_only(Tensor, from_meta, out)
+
+
+def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
+    """A result as it is, or with values where it holds whole numbers that are new."""
+    if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
+        return made
+    return _chosen(func, args, made)
 
 
 def _as_meta_float(tensor: Tensor) -> Tensor:
@@ -526,7 +534,7 @@ def _kernels_of(device: str) -> Iterator[None]:
     autograd's own thread, where a mode of this one is not in force.
     """
     rows = chunked_cross_entropy._ROW_ELEMENTS
-    functional.scaled_dot_product_attention = _fused_attention
+    functional.scaled_dot_product_attention = partial(_fused_attention, device != "cpu")
     if device != "cpu":
         chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR
     try:
@@ -540,6 +548,7 @@ _plain_attention = functional.scaled_dot_product_attention
 
 
 def _fused_attention(
+    drops: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -549,13 +558,14 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    fits = query.dim() == 4 and query.shape[-1] == value.shape[-1] and not dropout_p
+    """Fused attention; on a device that `drops`, with dropout too, whose random numbers are not kept."""
+    fits = query.dim() == 4 and query.shape[-1] == value.shape[-1] and (drops or not dropout_p)
     if not fits or (attn_mask is not None and attn_mask.requires_grad):
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
     found: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return found
 
