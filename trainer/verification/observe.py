@@ -158,10 +158,12 @@ class Observer(Recorder):
 
     def _compare_sums(self, trainer: Any) -> None:
         wanted = self.plain.steps[self.step - 1].sums
+        # Where all that modules return is right, what is wrong comes after the last of them: in the head, or in its loss.
+        head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
         for (total, count), number in zip(self._sums, self._turns(trainer), strict=False):
             plain, targets = wanted[number]
             size = float("inf") if count != targets else relative(total, plain)
-            self._note("loss", "", size, microbatch=number)
+            self._note("loss", head, size, microbatch=number)
 
     def _compare_outputs(self, trainer: Any) -> None:
         turns, rounds = self._turns(trainer), trainer.run.plan.accumulation

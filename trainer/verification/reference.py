@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
+from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -28,7 +29,7 @@ from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.setup.engine_options import biases_and_norms
-from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
+from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.hooks import watch_outputs
@@ -109,8 +110,9 @@ class _Loop:
         self.trained = {name: each for name, each in self.masters.items() if each.requires_grad}
         self.optimizer = _optimizer(config, self.trained, biases_and_norms(model))
         self.schedule: LRSchedule | TorchSchedule
-        if inputs.lr_scheduler is not None:
-            self.schedule = TorchSchedule(inputs.lr_scheduler, config.optimizer)
+        scheduler = inputs.lr_scheduler or _scheduler_of(config)
+        if scheduler is not None:
+            self.schedule = TorchSchedule(scheduler, config.optimizer)
         else:
             settings = config.schedule.model_dump(exclude={"warmup_ratio"})
             self.schedule = LRSchedule(total_steps=config.run.max_steps, **settings)
@@ -274,6 +276,17 @@ def _as_computed(name: str, value: Any, dtype: torch.dtype) -> Any:
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
+    """The scheduler of transformers, by which a mistake in the run's own curve shows; None where the schedule has options."""
+    section, steps = config.schedule, config.run.max_steps
+    options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
+    # transformers' own `constant` has no warm-up.
+    name = {"constant": "constant_with_warmup"}.get(section.name, section.name)
+    if options or name not in ("constant_with_warmup", "linear", "cosine"):
+        return None
+    return lambda optimizer: get_scheduler(name, optimizer, section.warmup_steps, steps)
 
 
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:

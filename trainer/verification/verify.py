@@ -133,7 +133,7 @@ class Verification:
         bounds = []
         for kind, (exactly, plainly, found) in rows.items():
             rounding = max(map(relative, plainly, exactly))
-            bound = _ROUNDING * rounding + _EPSILONS * epsilon
+            bound = max(EXACT, _ROUNDING * rounding + _EPSILONS * epsilon)
             bounds.append(bound)
             for step, (number, wanted) in enumerate(zip(found, exactly, strict=True), start=1):
                 if number == number and not relative(number, wanted) <= bound:
@@ -144,7 +144,7 @@ class Verification:
             scale = rate * steps * true_value.numel() ** 0.5
             sizes[name] = apart(recorder.parameters[name], true_value, scale)
             plain_sizes[name] = apart(plain.steps[-1].parameters[name], true_value, scale)
-        bound = _ROUNDING * max(plain_sizes.values()) + _EPSILONS * epsilon
+        bound = max(EXACT, _ROUNDING * max(plain_sizes.values()) + _EPSILONS * epsilon)
         for name, size in sizes.items():
             if not size <= bound:
                 self._rounding("parameter", name, steps, size, bound)
