@@ -212,7 +212,7 @@ BUGS: tuple[SeededBug, ...] = (
     ),
     SeededBug(
         name="held-twice",
-        text="where weights are deferred, gradients that came with those of the inputs count twice",
+        text="where weights are deferred, gradients of norms, which come with those of the inputs, count twice",
         layout={**_PIPELINE, "parallel.schedule": "zero_bubble"},
         named="norm",
         plant=seeded_patches.held_twice,

@@ -35,6 +35,10 @@ Swap = Callable[[Any, str, Callable[[Any], Any]], None]
 """`swap(holder, attribute, make)` puts `make(original)` in the place of a holder's attribute."""
 
 
+def _same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape
+
+
 def _holds(bucket: Bucket, pattern: str) -> bool:
     return any(re.search(pattern, slot.spec.fqn) for slot in bucket.layout.slots)
 
@@ -224,7 +228,8 @@ def gradients_one_late(swap: Swap) -> None:
     def make(start: Any) -> Any:
         def planted(self: ZeroRunner, chunk: int, microbatch: int, forward: Any, gradients: Any) -> Any:
             late, vars(self)["late"] = vars(self).get("late", gradients), [each.clone() for each in gradients]
-            return start(self, chunk, microbatch, forward, late)
+            alike = all(map(_same_shape, late, gradients))  # The last microbatch may have fewer samples.
+            return start(self, chunk, microbatch, forward, late if alike else gradients)
 
         return planted
 
@@ -234,7 +239,10 @@ def gradients_one_late(swap: Swap) -> None:
 def held_twice(swap: Swap) -> None:
     def make(backward: Any) -> Any:
         def planted(self: Passes, forward: Forward, run: Any) -> None:
-            forward.held = [(bucket, index, 2 * gradient) for bucket, index, gradient in forward.held]
+            forward.held = [
+                (bucket, index, gradient * (2 if "norm" in bucket.layout.slots[index].spec.fqn else 1))
+                for bucket, index, gradient in forward.held
+            ]
             backward(self, forward, run)
 
         return planted
