@@ -9,8 +9,6 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from trainer_cases import llama, seeded, sentences, settings
@@ -18,10 +16,12 @@ from trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
+from zeromesh.trainer.setup.build import connect
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -143,18 +143,27 @@ def test_a_lock_that_somebody_has_is_not_an_error(tmp_path: Path) -> None:
         assert not try_lock(two.fileno())
 
 
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    """A mesh of this process alone."""
+    found = connect(TrainerConfig())
+    yield found
+    found.close()
+
+
 @pytest.mark.parametrize("kind", PLANTED)
 @pytest.mark.parametrize(
     "name", ["run.lock", "config.resolved.yaml", "starts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
 )
-def test_nothing_planted_in_a_runs_directory_is_written_through(tmp_path: Path, name: str, kind: str) -> None:
+def test_nothing_planted_in_a_runs_directory_is_written_through(
+    tmp_path: Path, mesh: Mesh, name: str, kind: str
+) -> None:
     """A link's target is not touched; what cannot be replaced as a whole is refused, and no pipe is waited for."""
     plant, words = PLANTED[kind]
     plant(tmp_path / name)
     replaced = name == "config.resolved.yaml" and kind != "directory"
     refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*{words}|cannot be written \(Is a directory\)")
     directory = RunDirectory(tmp_path, 0)
-    mesh: Any = SimpleNamespace(world_size=1)
     with (
         contextlib.nullcontext() if replaced else refused,
         directory.locked(),

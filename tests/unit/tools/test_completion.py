@@ -15,7 +15,7 @@ _COMPLETED = [
     (
         "",
         {"train", "launch", "evaluate", "config", "init", "plan"}
-        | {"status", "trace", "checkpoint", "report", "doctor", "completion"},
+        | {"status", "trace", "verify", "checkpoint", "report", "doctor", "completion"},
     ),
     ("che", {"checkpoint"}),
     ("init quick", {"quickstart"}),
