@@ -5,7 +5,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -40,9 +40,6 @@ from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.verification.certificate import Certificate
-from zeromesh.trainer.verification.shrink import SmallRun
-from zeromesh.trainer.verification.verify import verify
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
 
@@ -237,45 +234,24 @@ class Trainer:
         run.events.call("on_predict", output.metrics or {})
         return output
 
-    def verify(self, *, checks: Sequence[str] = (), out: str | PathLike[str] | None = None) -> Certificate:
-        """Whether this layout computes what one plain process does: five steps of a small copy of the model in float64, and in the
-        run's own precision, beside plain PyTorch; all ranks call it. The trainer's own model stays as it is.
+    def verify(self, *, checks: Collection[str] = (), out: str | PathLike[str] | None = None) -> Certificate:
+        """Train a small copy of the model for a few steps in this layout and, beside it, in one plain PyTorch process; compare all
+        of it, first in float64 and then in the configured precision. All ranks call it. The trainer and its model stay as they are.
+
+        A model of transformers with more than two million parameters is made narrower and shorter. `docs/howto/verify.md`
+        says what is compared.
 
         Args:
-            checks: what is checked besides: `determinism`, `resume` or `dropout`.
+            checks: what is checked besides: `determinism`, `resume`, `dropout`.
             out: where rank 0 writes the certificate as JSON; None: `certificate.json` in the run's directory.
 
         Raises:
-            ConfigError: for what cannot be verified, such as a model that is too large and has no configuration.
+            ConfigError: for a model that can neither be taken as it is nor be made small.
         """
+        from zeromesh.trainer.verification.verify import verify  # It is not for every run.
+
         path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()
-        with errors_with_user_keys():
-            return verify(self.config, self.inputs, self.mesh, self._beside, checks=checks, out=path)
-
-    def _beside(
-        self, model: nn.Module, config: TrainerConfig, subject: SmallRun, callback: Any, mesh: Mesh | None
-    ) -> Trainer:
-        """A trainer of what is verified, with this one's functions, on a mesh that is there or, None, on one of its own."""
-        made = Trainer(
-            model,
-            config,
-            subject.samples,
-            data_collator=subject.collate,
-            compute_loss=self.inputs.compute_loss,
-            callbacks=[callback],
-            lr_scheduler=self.inputs.lr_scheduler,
-        )
-        made._mesh = mesh
-        return made
-
-    def prepare(self) -> None:
-        """Build the model and partition it, which the first method that needs it does otherwise; all ranks call it."""
-        self.run.model.require_engine()
-
-    def leave(self) -> None:
-        """Give back what the run has taken, and leave the mesh to others that use it."""
-        self._mesh = None
-        self.close()
+        return verify(Trainer, self.config, self.inputs, self.mesh, checks=checks, out=path)
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.

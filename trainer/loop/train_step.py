@@ -242,11 +242,6 @@ class Stepper:
             module.training = mode
 
     @property
-    def losses(self) -> list[Tensor]:
-        """The summed losses of this rank's microbatches of the present step, as far as they were computed here."""
-        return [loss for loss, _, _ in self._computed]
-
-    @property
     def _counts(self) -> bool:
         """Whether this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
         last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last

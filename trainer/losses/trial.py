@@ -5,7 +5,8 @@ model itself is not run, and need not have any memory yet.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
+from zeromesh.overrides import override
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models.adapters import output_layer
@@ -62,6 +64,23 @@ class InFloat64(TorchFunctionMode):
         widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
         return func(*widened, **named)
+
+
+@contextmanager
+def whole_passes_in_float64() -> Iterator[None]:
+    """Inside the block `InFloat64` holds for what backward computes again too: torch calls backward outside of its modes."""
+    own = vars(torch.autograd)["_engine_run_backward"]
+
+    def run_backward(*arguments: Any, **named: Any) -> Any:
+        with InFloat64():
+            return own(*arguments, **named)
+
+    put_back = override(torch.autograd, "_engine_run_backward", run_backward)
+    try:
+        with InFloat64():
+            yield
+    finally:
+        put_back()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

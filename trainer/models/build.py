@@ -173,7 +173,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
-        return from_configuration(automatic, made, section)
+        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
         built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
@@ -187,11 +187,6 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
         with _library_errors("model.source", f"{generation}: "):
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return BuiltModel(model=model, source=streamed, notes=built.notes + streamed.notes)
-
-
-def from_configuration(automatic: Any, made: Any, section: ModelSection) -> Any:
-    """Build the model of a configuration, in fp32, as what `read_configuration` has returned for the section."""
-    return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
 
 def check_model(section: ModelSection) -> None:

@@ -1,290 +1,234 @@
-"""Watches a run of the engine and compares it, tensor by tensor, with what the plain process gave."""
+"""Watches a run in the user's layout, and compares what it computes with what the plain process has computed.
 
-from __future__ import annotations
+Each rank compares what it sees itself: outputs of the modules that it has, whole or its share of them, and whole gradients and
+parameters as it reads them. So what differs on some ranks alone is known to differ there.
+"""
 
-import hashlib
-import sys
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.flat.layout import ParameterSpec
-from zeromesh.overrides import override
+from zeromesh.errors import PhaseError
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
-from zeromesh.trainer.losses.trial import InFloat64
-from zeromesh.trainer.verification.compare import Bounds, Difference, Kind, differing_elements, norm_of
-from zeromesh.trainer.verification.reference import PlainRun, first_tensor
-from zeromesh.trainer.verification.shrink import SmallRun
-from zeromesh.units.unit import AtRest, all_buckets
-from zeromesh.zero.gather_order import PassMode
-from zeromesh.zero.hooks import after_every_module
+from zeromesh.trainer.losses.trial import whole_passes_in_float64
+from zeromesh.trainer.verification.certificate import Difference
+from zeromesh.trainer.verification.reference import PlainRun, tensors_of
+from zeromesh.zero.hooks import watch_outputs
 
-_MOST = 200
-"""Differences of a kind that a rank keeps."""
+EXACT = 1e-9
+"""Relative, in float64: sums that are taken in another order differ by 1e-14."""
 
 
-class ModelsInFloat64(InFloat64):
-    """Casts to fp32 become casts to float64 in the code of models, and stay what they are in zeromesh's own, whose mistakes they
-    would hide.
-
-    It is in force in backward too, where models compute again: `torch.autograd.backward` would suspend it, if it knew of it.
-    """
-
-    def __enter__(self) -> Any:
-        self._undo = override(torch.autograd, "has_torch_function", lambda _: False)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> Any:
-        self._undo()
-        return super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch"):
-            frame = frame.f_back
-        if frame.f_globals.get("__name__", "").startswith("zeromesh."):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
+    """The distance of two tensors, as a part of the norm of what is wanted and `scale`; infinite for another shape."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
+    if distance != distance:
+        return float("inf")
+    return distance / max(float(wanted.norm()) + scale, 1e-300) if distance else 0.0
 
 
-class Observer(Callback):
-    """Compares losses, gradients, parameters and, with `modules`, what modules return and read."""
+class Recorder(Callback):
+    """Keeps losses, norms and parameters of a run that nobody else watches."""
 
-    def __init__(self, plain: PlainRun, bounds: Bounds, subject: SmallRun, *, modules: bool) -> None:
-        self.differences: list[Difference] = []
-        self.worst: dict[str, dict[str, float]] = {}
-        """By kind and name: the largest difference of any step, relative."""
+    def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.copies: dict[str, str] = {}
-        """Digests of the parameters that forward read, by step, name and part."""
-        self.compared = 0
-        """Outputs of modules that were compared."""
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._plain, self._bounds, self._subject, self._modules = plain, bounds, subject, modules
-        self._order = {name: place for place, name in enumerate(plain.order)}
-        self._places = {name: place for place, name in enumerate(plain.names)}
-        self._first: dict[str, int] = {}
-        self._trainer: Any = None
-        self._names: dict[int, str] = {}
-        self._specs: dict[str, ParameterSpec] = {}
-        self._step = 0
-        self.begun = False
-        """Whether a step has begun."""
-        self._numbers: dict[int, int] = {}
-        self._seen: set[tuple[int, str, bool]] = set()
-        self._read: set[str] = set()
-        self._remove: Callable[[], None] = lambda: None
-
-    @property
-    def digest(self) -> str:
-        """Of every bit of the losses, gradients and parameters of all steps."""
-        return self._digest.hexdigest()
-
-    @property
-    def step(self) -> int:
-        """The present step, from 1; 0 before the first."""
-        return self._step + self.begun
-
-    # What the run calls
-
-    def on_train_begin(self, trainer: Any) -> None:
-        """Learn the names of the modules that this rank has."""
-        self._trainer = trainer
-        for bucket in all_buckets(trainer.engine.units):
-            for slot in bucket.layout.slots:
-                self._specs |= dict.fromkeys((slot.spec.fqn, *slot.spec.aliases), slot.spec)
-        for name, module in trainer.model.named_modules():
-            # What holds modules of other stages returns what nobody uses.
-            if not any(isinstance(each, Stub) for each in module.modules()):
-                self._names[id(module)] = name
-        if self._modules:
-            self._remove = after_every_module(self._after).remove
-
-    def on_step_begin(self, trainer: Any, step: int) -> None:
-        """Forget the step before."""
-        self._step, self.begun = step - 1, True
-        self._numbers, self._seen, self._read = {}, set(), set()
-
-    def on_pre_optimizer_step(self, trainer: Any, step: int) -> None:
-        """Compare the losses of microbatches and all gradients."""
-        plain = self._plain.steps[step - 1]
-        for number, loss in enumerate(trainer.run.model.stepper.losses):
-            block = self._block(number)
-            if block < len(plain.sums):
-                wanted = plain.sums[block]
-                allowed = self._bounds.number(step - 1, wanted, "loss")
-                self._compare_numbers("loss", "", float(loss), wanted, allowed, microbatch=number)
-        if self._subject.config.optimizer.in_backward:
-            return
-        for name in self._plain.names:
-            found = trainer.gradient(name) if name in self._plain.trained else None
-            if found is not None:
-                allowed = self._bounds.gradient(step - 1, name)
-                self._compare("gradient", name, found, plain.gradients[name], allowed)
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare the numbers of the step, and all parameters."""
-        plain, bounds = self._plain.steps[step - 1], self._bounds
-        self.losses.append(float(metrics["loss"]))
-        self.norms.append(float(metrics["grad_norm"] or 0.0))
-        self._digest.update(repr((self.losses[-1], self.norms[-1])).encode())
-        allowed = bounds.number(step - 1, plain.loss, "loss")
-        self._compare_numbers("loss", "of the step", self.losses[-1], plain.loss, allowed)
-        if not self._subject.config.optimizer.in_backward:
-            allowed = bounds.number(step - 1, plain.norm, "norm")
-            self._compare_numbers("norm", "", self.norms[-1], plain.norm, allowed)
-        for kind, wanted in (("parameter", plain.parameters), ("average", plain.averages)):
-            for name, found in trainer.state_dict(ema=kind == "average") if wanted else ():
-                allowed = bounds.parameter(step - 1, name)
-                self._compare("parameter" if kind == "parameter" else "average", name, found, wanted[name], allowed)
+        self.parameters: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}
+        self._leaving = ExitStack()
 
     def close(self) -> None:
-        """Take the hook off."""
-        self._remove()
-        self._trainer = None
+        """Undo what was done to this process and to the model."""
+        self._leaving.close()
 
-    # What the hook calls
+    def on_train_begin(self, trainer: Any) -> None:
+        if trainer.config.precision.compute == "float64":
+            self._leaving.enter_context(whole_passes_in_float64())
 
-    def _after(self, module: nn.Module, output: Any) -> None:
-        """A module has run, in this rank's part of the model or anywhere else in this process."""
-        name = self._names.get(id(module))
-        if name is None or self._trainer is None or self._trainer.engine is None:
-            return
-        mode, position = self._trainer.engine.present
-        if mode not in (PassMode.FORWARD, PassMode.BACKWARD) or position is None:
-            return
-        number = self._numbers.setdefault(position.first_sample, len(self._numbers))
-        again = mode is PassMode.BACKWARD
-        if (number, name, again) in self._seen:
-            return
-        self._seen.add((number, name, again))
-        if not number and not again:
-            self._look_at_weights(name, module)
-        wanted = self._plain.outputs.get((self._step, self._block(number), name))
-        found = first_tensor(output)
-        if wanted is None or found is None:
-            return
-        if self._trainer.mesh.pipeline.size > 1 and bool(found.isnan().all()):
-            return  # It follows from what stands for a module of another stage, and is used by nothing.
-        with torch.no_grad():
-            share = self._share_of(wanted, found, name, module)
-            if share is not None:
-                self.compared += 1
-                kind: Kind = "recomputed" if again else "output"
-                allowed = self._bounds.outputs(share)
-                self._compare(kind, name, found, share, allowed, microbatch=number)
+    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        self.losses.append(float(metrics["loss"]))
+        norm = metrics.get("grad_norm")
+        self.norms.append(float("nan") if norm is None else float(norm))
 
-    def _look_at_weights(self, name: str, module: nn.Module) -> None:
-        """Compare the parameters of a module that has just run with those that the plain process had then."""
-        for leaf, parameter in module._parameters.items():
-            full = f"{name}.{leaf}" if name else leaf
-            spec = self._specs.get(full)
-            if parameter is None or spec is None or isinstance(parameter, AtRest) or full in self._read:
+    def on_train_end(self, trainer: Any) -> None:
+        self.close()
+        self.parameters = {name: each.cpu().clone() for name, each in trainer.state_dict()}
+        if trainer.config.ema.decay:
+            self.average = {name: each.cpu().clone() for name, each in trainer.state_dict(ema=True)}
+
+
+class Observer(Recorder):
+    """Compares every step with the plain process's. `differences` are those that this rank has found."""
+
+    def __init__(self, plain: PlainRun, bound: float = EXACT) -> None:
+        super().__init__()
+        self.plain, self.bound = plain, bound
+        self.differences: list[Difference] = []
+        self.gradient_sizes: dict[str, float] = defaultdict(float)
+        self.parameter_sizes: dict[str, float] = defaultdict(float)
+        self.compared = 0
+        self.step = 1
+        self._outputs: dict[str, list[list[Tensor]]] = {}
+        self._sums: list[tuple[float, int]] = []
+        places: dict[str, int] = {
+            name: max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
+        }
+        self._places = {name: -place for name, place in places.items()}
+        """Parameters in the order of backward, as far as modules finish in the order of forward."""
+
+    def on_train_begin(self, trainer: Any) -> None:
+        super().on_train_begin(trainer)
+        self._compare_parameters(trainer, self.plain.initial, "initial", 0)
+        self._leaving.callback(watch_outputs(own_modules(trainer.model), self._see))
+        loss = trainer.run.model.loss
+        compute_loss = loss.compute
+
+        def compute(*arguments: Any) -> Any:
+            computed = compute_loss(*arguments)
+            self._sums.append((float(computed[0].detach()), int(computed[2])))
+            return computed
+
+        loss.compute = compute
+
+    def on_step_begin(self, trainer: Any, step: int) -> None:
+        self.step = step
+        self._outputs, self._sums = {}, []
+
+    def on_pre_optimizer_step(self, trainer: Any, step: int) -> None:
+        wanted = self.plain.steps[step - 1].gradients
+        whole = float(torch.stack([each.norm() for each in wanted.values()]).norm()) if wanted else 0.0
+        for name, gradient in wanted.items():
+            try:
+                found = trainer.gradient(name)
+            except PhaseError:
+                return  # It was used inside backward.
+            size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
+            self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
+            self._note("gradient", name, size, place=self._places[name])
+
+    def on_optimizer_step(self, trainer: Any, step: int) -> None:
+        self._compare_outputs(trainer)
+        self._compare_sums(trainer)
+        self._compare_parameters(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        super().on_step_end(trainer, step, metrics)
+        wanted = self.plain.steps[step - 1]
+        for kind, found, number in (("loss", self.losses[-1], wanted.loss), ("norm", self.norms[-1], wanted.norm)):
+            if kind == "loss" or found == found:
+                self._note(kind, "", relative(found, number))
+
+    def on_train_end(self, trainer: Any) -> None:
+        super().on_train_end(trainer)
+        for name, wanted in self.plain.average.items():
+            self._note("average", name, apart(self.average[name], wanted, 1e-12))
+
+    def _note(self, kind: str, name: str, size: float, *, place: int = 0, microbatch: int = -1) -> None:
+        if not size <= self.bound:
+            step = 0 if kind == "initial" else self.step
+            self.differences.append(
+                Difference(kind=kind, step=step, name=name, size=size, place=place, microbatch=microbatch)
+            )
+
+    def _see(self, name: str, output: Any) -> None:
+        # Backward calls what it recomputes again.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._outputs.setdefault(name, []).append(tensors_of(output))
+
+    def _compare_parameters(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
+        steps, rate = step, trainer.config.optimizer.lr
+        for name, tensor in trainer.state_dict():
+            scale = rate * steps * tensor.numel() ** 0.5
+            size = apart(tensor.cpu(), wanted[name], scale) if name in wanted else float("inf")
+            self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
+            self._note(kind, name, size, place=self._places.get(name, 0))
+
+    def _turns(self, trainer: Any) -> list[int]:
+        """The numbers in the global batch of this rank's microbatches that count."""
+        mesh, batch = trainer.mesh, trainer.config.batch
+        blocks = -(-batch.global_size // batch.micro_size)
+        return list(range(mesh.data_index, blocks, mesh.data.size))
+
+    def _compare_sums(self, trainer: Any) -> None:
+        wanted = self.plain.steps[self.step - 1].sums
+        # Where all that modules return is right, what is wrong comes after the last of them: in the head, or in its loss.
+        head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
+        for (total, count), number in zip(self._sums, self._turns(trainer), strict=False):
+            plain, targets = wanted[number]
+            size = float("inf") if count != targets else relative(total, plain)
+            self._note("loss", head, size, microbatch=number)
+
+    def _compare_outputs(self, trainer: Any) -> None:
+        turns, rounds = self._turns(trainer), trainer.run.plan.accumulation
+        plain = self.plain.steps[self.step - 1].outputs
+        for name, calls in self._outputs.items():
+            expected = len(plain[turns[0]].get(name, ())) if turns else 0
+            if not expected or len(calls) != expected * rounds:
                 continue
-            self._read.add(full)
-            with torch.no_grad():
-                value = parameter.detach()
-                wanted = _local(self._plain.steps[self._step].read[full], spec)
-                if wanted.shape == value.shape:
-                    before = max(0, self._step - 1)
-                    self._compare("weight", full, value, wanted, self._bounds.parameter(before, full, read=True))
-                part = "" if spec.region.is_whole else str(self._trainer.mesh.tensor.index)
-                key = f"{self._step}|{spec.name}|{part}"
-                self.copies[key] = hashlib.blake2b(_bytes(value), digest_size=8).hexdigest()
+            for call, tensors in enumerate(calls):
+                turn, again = divmod(call, expected)
+                if turn < len(turns):
+                    wanted = plain[turns[turn]][name][again]
+                    self._compare_output(trainer, name, turns[turn], tensors, wanted)
 
-    def _share_of(self, whole: Tensor, found: Tensor, name: str, module: nn.Module) -> Tensor | None:
-        """What this rank has of a module's output; None where that is not known."""
-        if found.shape == whole.shape:
-            return whole
-        if found.dim() != whole.dim():
-            return None
-        dims = [dim for dim in range(whole.dim()) if found.shape[dim] != whole.shape[dim]]
-        if len(dims) != 1:
-            return None
-        (dim,), tensor = dims, self._trainer.mesh.tensor
-        spec = self._specs.get(f"{name}.weight")
-        if spec is not None and not spec.region.is_whole and dim == whole.dim() - 1:
-            features = spec.region.dims[1 if getattr(module, "transposed", False) else 0]
-            if sum(each.length for each in features) == found.shape[dim]:
-                return torch.cat([whole.narrow(dim, each.start, each.length) for each in features], dim)
-        size = found.shape[dim]
-        return whole.narrow(dim, tensor.index * size, size) if size * tensor.size == whole.shape[dim] else None
-
-    # Comparison
-
-    def _block(self, number: int) -> int:
-        """Which microbatch of the global batch is this rank's number `number`."""
-        return number * self._subject.data_ranks + int(self._trainer.mesh.data_index)
-
-    def _compare(
-        self, kind: Kind, name: str, found: Tensor, wanted: Tensor, allowed: float, *, microbatch: int | None = None
+    def _compare_output(
+        self, trainer: Any, name: str, microbatch: int, found: list[Tensor], wanted: list[Tensor]
     ) -> None:
-        if kind in ("gradient", "parameter"):
-            self._digest.update(_bytes(found))
-        if found.shape != wanted.shape:
-            self._note(
-                kind, name, float("nan"), 0.0, microbatch, f"it is {list(found.shape)}, not {list(wanted.shape)}"
-            )
+        if len(found) != len(wanted):
             return
-        apart, scale = norm_of(found.double() - wanted.double()), norm_of(wanted)
-        relative = apart / scale if scale else apart
-        # Of what is zero but for rounding a part of it says nothing.
-        if allowed and scale > allowed:
-            worst = self.worst.setdefault(kind, {})
-            worst[name] = max(worst.get(name, 0.0), relative)
-        if not apart <= allowed:
-            some = differing_elements(found, wanted, allowed) if kind in ("gradient", "parameter", "weight") else ""
-            self._note(kind, name, relative, allowed / scale if scale else allowed, microbatch, some)
-
-    def _compare_numbers(
-        self, kind: Kind, name: str, found: float, wanted: float, allowed: float, *, microbatch: int | None = None
-    ) -> None:
-        apart, scale = abs(found - wanted), abs(wanted) or 1.0
-        worst = self.worst.setdefault(kind, {})
-        worst[name] = max(worst.get(name, 0.0), apart / scale)
-        if not apart <= allowed:
-            detail = f"{found:.12g}, not {wanted:.12g}"
-            self._note(kind, name, apart / scale, allowed / scale, microbatch, detail)
-
-    def _note(
-        self, kind: Kind, name: str, distance: float, allowed: float, microbatch: int | None, detail: str = ""
-    ) -> None:
-        """Keep a difference, of the first step in which there is one of its kind."""
-        known = [each for each in self.differences if each.kind == kind]
-        if self._first.setdefault(kind, self._step) != self._step or len(known) >= _MOST:
-            return
-        places = self._order if kind in ("output", "recomputed") else self._places
-        self.differences.append(
-            Difference(
-                kind=kind,
-                name=name,
-                step=self._step + 1,
-                microbatch=None if microbatch is None else microbatch + 1,
-                ranks=(int(self._trainer.mesh.rank),),
-                distance=distance,
-                allowed=allowed,
-                place=places.get(name, 0),
-                detail=detail,
-            )
-        )
+        for own, whole in zip(found, wanted, strict=True):
+            share = _share(trainer, name, whole, own)
+            elsewhere = trainer.mesh.pipeline.size > 1 and bool(own.isnan().all())  # Of what another stage has.
+            if share is not None and not elsewhere:
+                self.compared += 1
+                size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+                self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
 
 
-def _local(whole: Tensor, spec: ParameterSpec) -> Tensor:
-    """The part of a whole parameter that a rank has."""
-    region = spec.region
-    if region.is_whole or region.shape != tuple(whole.shape):
+def own_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules below `model` that this rank computes wholly, by name: without those that hold another stage's."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and not any(isinstance(each, Stub) for each in module.modules())
+    ]
+
+
+def relative(found: float, wanted: float) -> float:
+    """The difference of two numbers as a part of the second; infinite where one is not finite."""
+    if found == wanted:
+        return 0.0
+    size = abs(found - wanted) / max(abs(wanted), 1e-300)
+    return size if size == size else float("inf")
+
+
+def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
+    """What this rank's output should be, of the whole one: all of it, its share of the sequence, or the features that its part of
+    the layer computes; None where that is not known."""
+    if own.shape == whole.shape:
         return whole
-    local = whole.new_empty(region.local_shape)
-    for here, there in region.boxes():
-        local[here] = whole[there]
-    return local
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    tensor = trainer.mesh.tensor
+    dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
+    if own.dim() != whole.dim() or len(dims) != 1 or tensor.size == 1:
+        return None
+    dim = dims[0]
+    if trainer.config.parallel.sequence and dim == 1 and whole.shape[1] == tensor.size * own.shape[1]:
+        own_share: Tensor = whole.chunk(tensor.size, dim=1)[tensor.index]
+        return own_share
+    parts = trainer.run.model.divided.cuts.parts
+    for leaf in ("weight", "bias", "base_layer.weight"):
+        part = parts.get(f"{name}.{leaf}")
+        if part is None or dim != whole.dim() - 1:
+            continue
+        for size, here, intervals in zip(part.region.shape, part.region.local_shape, part.region.dims, strict=True):
+            if (size, here) == (whole.shape[-1], own.shape[-1]) and size != here:
+                indices = torch.cat([torch.arange(each.start, each.end) for each in intervals])
+                return whole.index_select(dim, indices)
+    return None

@@ -1,341 +1,357 @@
-"""The other side of the comparison: one plain process, by torch alone.
+"""The other side of a verification: one plain PyTorch process with torch's own optimizers, whose lines a reader can check.
 
-The model runs whole, a microbatch at a time; the loss is a sum that is divided by the targets of the global batch; gradients are
-those of `loss.backward()`, the norm and clipping torch's, the update one of `torch.optim`. Nothing here is of the engine, so that
-what is wrong there is not wrong here too. With a compute dtype below that of the master weights it is mixed precision as it is
-written by hand: gradients of microbatches are added to those of master weights in turn.
+It knows nothing of the engine, of meshes, of how batches are dealt to ranks or of how losses are computed in chunks. It computes
+microbatches one after the other; gradients are summed, clipped and applied once a step.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
 from transformers import get_scheduler
-from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.losses.trial import whole_passes_in_float64
 from zeromesh.trainer.lr_schedule import LRSchedule
-from zeromesh.trainer.models.adapters import pretrained_of
-from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.verification.shrink import STEPS, SmallRun
-from zeromesh.zero.hooks import after_every_module, tensors_in
+from zeromesh.trainer.models.adapters import add_lora, pretrained_of
+from zeromesh.trainer.models.attention import use_attention
+from zeromesh.trainer.models.user_model import ForwardInputs
+from zeromesh.trainer.setup.engine_options import biases_and_norms
+from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
+from zeromesh.trainer.verification.shrink import SmallRun
+from zeromesh.weight_init.weight_sources import wrap_passed_model
+from zeromesh.zero.hooks import watch_outputs
 
-_IGNORED = -100
-_EXEMPT = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""What transformers' Trainer does not decay, beside the parameters of `nn.LayerNorm`."""
-Tensors = dict[str, Tensor]
+IGNORED = -100
+Outputs = dict[str, list[list[Tensor]]]
+"""By module, of each of its calls in a microbatch: the tensors that it returned."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class PlainStep:
-    """What a step of the plain process gave. Tensors are by all names of the whole model, a tied one by each of its names."""
+    """What a step of the plain process came to. Gradients are those of the mean loss, before clipping."""
 
-    loss: float
-    norm: float
-    """Of all gradients, before clipping."""
-    sums: tuple[float, ...]
-    """The summed loss of each microbatch."""
-    read: Tensors
-    """The parameters that forward read, in the compute dtype."""
-    gradients: Tensors
-    parameters: Tensors
-    """Master weights after the update."""
-    averages: Tensors
+    loss: float = 0.0
+    norm: float = 0.0
+    sums: list[tuple[float, int]] = field(default_factory=list)
+    """Of each microbatch: the sum of its losses and its targets."""
+    outputs: list[Outputs] = field(default_factory=list)
+    """Of each microbatch that was watched; of others nothing."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Master weights after the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainRun:
-    """The steps of the plain process, and what its modules returned."""
+    """The whole run of the plain process."""
 
-    steps: tuple[PlainStep, ...]
-    outputs: Mapping[tuple[int, int, str], Tensor]
-    """By step, microbatch and name of the module: the first tensor that it returned, in its first call."""
-    order: tuple[str, ...]
-    """Names of modules, in the order in which their forwards end."""
-    names: tuple[str, ...]
-    """Names of parameters, tied ones once, in the order of the model."""
-    trained: frozenset[str]
+    initial: Mapping[str, Tensor]
+    steps: Sequence[PlainStep]
+    average: Mapping[str, Tensor]
+    """Averaged weights at the end; nothing where none are kept."""
+    order: Mapping[str, int]
+    """The place of each module in the order in which they finish a forward."""
+    users: Mapping[str, tuple[str, ...]]
+    """By parameter: the modules that hold it."""
 
 
 def train_plainly(
-    subject: SmallRun,
-    *,
-    exact: bool,
-    keep_outputs: Callable[[int], bool] = lambda block: False,
-    make_scheduler: MakeScheduler | None = None,
+    subject: SmallRun, config: TrainerConfig, inputs: UserInputs, watched: Collection[int] = ()
 ) -> PlainRun:
-    """Train in this process alone; `exact`: in float64 throughout, else in the precision of the configuration.
-
-    `keep_outputs(block)`: whether the outputs of modules are kept of a microbatch of each step.
-    """
-    return _PlainTraining(subject, exact=exact, make_scheduler=make_scheduler).run(keep_outputs)
-
-
-@dataclass(kw_only=True, slots=True)
-class _OutputRecorder:
-    """Keeps what modules return."""
-
-    names: dict[int, str]
-    outputs: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
-    order: dict[str, None] = field(default_factory=dict)
-    at: tuple[int, int] | None = None
-
-    def see(self, module: nn.Module, output: Any) -> None:
-        name = self.names.get(id(module))
-        found = first_tensor(output)
-        if name is None or found is None:
-            return
-        self.order[name] = None
-        if self.at is not None:
-            self.outputs.setdefault((*self.at, name), found.detach().clone())
+    """Train a copy of the subject's model by `config`, which says in which precision. `watched`: microbatches of each step whose
+    outputs of modules are kept."""
+    model = whole_model(subject, config)
+    if config.model.attention is not None:
+        use_attention(model, config.model.attention, getattr(torch, config.precision.compute), torch.device("cpu"))
+    compute = getattr(torch, config.precision.compute)
+    with whole_passes_in_float64() if compute == torch.float64 else nullcontext():
+        return _Loop(model.train(), subject, config, inputs).run(watched)
 
 
-def first_tensor(output: Any) -> Tensor | None:
-    """The first tensor of real numbers among what a module returned."""
-    return next((each for each in tensors_in(output) if each.is_floating_point()), None)
+def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
+    """A copy of the model, with adapters where the configuration wants them."""
+    model = copy.deepcopy(subject.model)
+    if config.model.lora is None:
+        return model
+    seed = config.run.seed
+    built = add_lora(wrap_passed_model(model, seed), config.model.lora, config.model.head, seed)
+    for name, parameter in built.model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{name} has no values", where="model.lora")
+    return built.model
 
 
-class _PlainTraining:
-    """The model, its optimizer, and master weights where the model computes in another dtype."""
+class _Loop:
+    """The plain training loop."""
 
-    def __init__(self, subject: SmallRun, *, exact: bool, make_scheduler: MakeScheduler | None) -> None:
-        config, precision = subject.config, subject.config.precision
-        compute, master = ("float64", "float64") if exact else (precision.compute, precision.master)
-        self._subject, self._config = subject, config
-        self._arithmetic = InFloat64 if exact else nullcontext
-        self.model = copy.deepcopy(subject.model)
-        self.model.train()
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(getattr(torch, compute))
-        self.aliases = _names_by_parameter(self.model)
-        self.named = dict(self.model.named_parameters())
-        wide = getattr(torch, master)
+    def __init__(self, model: nn.Module, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
+        self.model, self.subject, self.config = model, subject, config
+        compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
         self.masters = {
-            name: parameter
-            if parameter.dtype == wide
-            else nn.Parameter(parameter.detach().to(wide), requires_grad=parameter.requires_grad)
-            for name, parameter in self.named.items()
+            name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
+            for name, each in model.named_parameters()
         }
-        # Initial values are float32, whatever computes with them.
-        for name, parameter in subject.model.named_parameters():
-            if self.masters[name] is not self.named[name]:
-                self.masters[name].data.copy_(parameter.data)
-        reduce = "float64" if exact else precision.reduce
-        self._sums = torch.float32 if reduce == "bfloat16" else getattr(torch, reduce)
-        self._scale = precision.loss_scale.initial_scale if not exact and compute == "float16" else 1.0
-        self._trained = {name: each for name, each in self.masters.items() if each.requires_grad}
-        self._optimizer = _optimizer(config, self.model, self._trained)
-        own = make_scheduler or _scheduler_of(config)
-        self._scheduler = own(self._optimizer) if own is not None else None
-        self._rates = LRSchedule(total_steps=STEPS, **config.schedule.model_dump(exclude={"warmup_ratio"}))
-        self._averages: Tensors = {}
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute)
+        self.trained = {name: each for name, each in self.masters.items() if each.requires_grad}
+        self.optimizer = _optimizer(config, self.trained, biases_and_norms(model))
+        self.schedule: LRSchedule | TorchSchedule
+        scheduler = inputs.lr_scheduler or _scheduler_of(config)
+        if scheduler is not None:
+            self.schedule = TorchSchedule(scheduler, config.optimizer)
+        else:
+            settings = config.schedule.model_dump(exclude={"warmup_ratio"})
+            self.schedule = LRSchedule(total_steps=config.run.max_steps, **settings)
+        self.loss = partial(loss_sum, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
+        scaled = config.precision.compute == "float16"
+        self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
+        self.watch = _Watch(model)
 
-    def run(self, keep_outputs: Callable[[int], bool]) -> PlainRun:
-        """All steps."""
-        recorder = _OutputRecorder(names={id(module): name for name, module in self.model.named_modules()})
-        handle = after_every_module(recorder.see)
-        try:
-            steps = tuple(self._step(step, recorder, keep_outputs) for step in range(STEPS))
-        finally:
-            handle.remove()
+    def run(self, watched: Collection[int]) -> PlainRun:
+        """Train for all steps."""
+        initial, average = _copies(self.masters), dict[str, Tensor]()
+        steps, ema = [], self.config.ema
+        for number in range(self.config.run.max_steps):
+            step = self._step(number, watched)
+            steps.append(step)
+            if ema.decay and (new := _average_of(average, step.parameters, self.config, number)):
+                average = new
+        users: dict[str, list[str]] = defaultdict(list)
+        ids = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, module in self.model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    users[ids[id(parameter)]].append(name)
+        self.watch.close()
+        order = {name: place for place, name in enumerate(self.watch.order)}
         return PlainRun(
+            initial=initial,
             steps=steps,
-            outputs=recorder.outputs,
-            order=tuple(recorder.order),
-            names=tuple(self.named),
-            trained=frozenset(self._trained),
+            average=average,
+            order=order,
+            users={name: tuple(found) for name, found in users.items()},
         )
 
-    def _step(self, step: int, recorder: _OutputRecorder, keep_outputs: Callable[[int], bool]) -> PlainStep:
-        subject, config = self._subject, self._config
-        read = self._by_all_names(self.named)
-        batches = [subject.batch(step, block) for block in range(subject.blocks())]
-        objective = Objective.of(self.model, config, subject.compute_loss)
-        counts = [objective.count(batch) for batch in batches]
-        sums: list[float] = []
-        gradients: Tensors = {}
-        for block, batch in enumerate(batches):
-            recorder.at = (step, block) if keep_outputs(block) else None
-            with self._arithmetic():
-                total, count = objective.total(self.model, batch, counts[block])
-            counts[block] = count
-            sums.append(float(total.detach()))
+    def _step(self, number: int, watched: Collection[int]) -> PlainStep:
+        step = PlainStep()
+        batches = batches_of(self.subject, self.config, number)
+        compute = getattr(torch, self.config.precision.compute)
+        counts = [count_of(self.model, batch) for batch in batches]
+        sums = {name: torch.zeros_like(master) for name, master in self.trained.items()}
+        by_samples = self.config.batch.average == "samples"
+        samples = sum(map(_length, batches))
+        known = None if None in counts else sum(count or 0 for count in counts)
+        for index, batch in enumerate(batches):
+            moved = {name: _as_computed(name, value, compute) for name, value in batch.items()}
+            with self.watch.during(index in watched):
+                total, count = self.loss(self.model, moved)
+            step.outputs.append(self.watch.take())
+            step.sums.append((float(total.detach()), count))
+            share = _length(batch) / samples / max(1, count) if by_samples else 1 / max(1, known) if known else 1.0
             if total.requires_grad:
-                total.backward(torch.full_like(total, self._scale * self._share(batches, counts, block)))  # type: ignore[no-untyped-call]
-            self._collect(gradients)
-        targets = sum(each or 0 for each in counts)
-        late = 1.0 / max(1, targets) if objective.late else 1.0
-        for name, parameter in self._trained.items():
-            parameter.grad = gradients.get(name, torch.zeros_like(parameter, dtype=self._sums)).mul(late / self._scale)
-            parameter.grad = parameter.grad.to(parameter.dtype)
-        found = {
-            name: parameter.grad.clone() for name, parameter in self._trained.items() if parameter.grad is not None
-        }
-        shares = [self._share(batches, counts, block) for block in range(len(batches))]
-        loss = sum(total * share for total, share in zip(sums, shares, strict=True)) * late
-        limit = config.run.clip_norm or float("inf")
-        norm = float(nn.utils.clip_grad_norm_(self._trained.values(), limit))
-        self._update(step)
-        return PlainStep(
-            loss=loss,
-            norm=norm,
-            sums=tuple(sums),
-            read=read,
-            gradients=self._by_all_names(found),
-            parameters=self._by_all_names(self.masters),
-            averages=self._by_all_names(self._averages or self.masters) if config.ema.decay else {},
-        )
-
-    def _share(self, batches: list[dict[str, Any]], counts: list[int | None], block: int) -> float:
-        """What the summed loss of a microbatch is multiplied by in the loss of the step."""
-        if self._subject.compute_loss is not None:
-            return 1.0  # Its count comes after forward, and gradients are divided then.
-        known = [count or 0 for count in counts]
-        if self._config.batch.average == "tokens":
-            return 1.0 / max(1, sum(known))
-        rows = [next(len(each) for each in batch.values() if isinstance(each, Tensor)) for batch in batches]
-        return rows[block] / sum(rows) / max(1, known[block])
-
-    def _collect(self, gradients: Tensors) -> None:
-        """Add the gradients of a microbatch to those before."""
-        for name, parameter in self.named.items():
-            if parameter.grad is not None:
-                own = parameter.grad.to(self._sums)
-                gradients[name] = own if name not in gradients else gradients[name] + own
+                torch.autograd.backward(total * (share * self.scale))
+            for name, parameter in self.model.named_parameters():
+                if name in sums and parameter.grad is not None:
+                    sums[name] += parameter.grad.to(sums[name].dtype)
                 parameter.grad = None
+            step.loss += step.sums[-1][0] * share
+        targets = sum(count for _, count in step.sums)
+        late = 1 / max(1, targets) if known is None and not by_samples else 1.0
+        step.loss *= late
+        self._update(step, number, {name: each.mul_(late / self.scale) for name, each in sums.items()})
+        return step
 
-    def _update(self, step: int) -> None:
-        for group in self._optimizer.param_groups if self._scheduler is None else ():
-            group["lr"] = self._config.optimizer.lr * self._rates.factor(step)
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        for name, master in self.masters.items():
-            if master is not self.named[name]:
-                self.named[name].data.copy_(master.data)
-            master.grad = None
-        ema, number = self._config.ema, step + 1
-        if not ema.decay or number < ema.start_step or number % ema.every_steps:
-            return
-        if not self._averages:
-            self._averages = {name: each.detach().clone() for name, each in self.masters.items()}
-            return
-        average = get_ema_multi_avg_fn(ema.decay)  # type: ignore[no-untyped-call]
-        trained = list(self._trained)
-        average([self._averages[name] for name in trained], [self.masters[name].detach() for name in trained], number)
-
-    def _by_all_names(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            kept = tensor.detach().clone()
-            found |= dict.fromkeys(self.aliases[id(self.named[name])], kept)
-        return found
+    def _update(self, step: PlainStep, number: int, gradients: dict[str, Tensor]) -> None:
+        step.gradients = _copies(gradients)
+        for name, master in self.trained.items():
+            master.grad = gradients[name]
+        limit = self.config.run.clip_norm or float("inf")
+        step.norm = float(nn.utils.clip_grad_norm_(list(self.trained.values()), limit))
+        factor, momentum = self.schedule.factor(number), self.schedule.momentum(number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optimizer.lr * factor
+            if momentum is not None:
+                _set_momentum(group, momentum)
+        if torch.isfinite(torch.tensor(step.norm)):
+            self.optimizer.step()
+        elif self.config.precision.compute == "float16":
+            self.scale *= self.config.precision.loss_scale.backoff_factor
+        self.optimizer.zero_grad()
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(self.masters[name].data)
+        step.parameters = _copies(self.masters)
 
 
-def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
+def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
+    """The microbatches of step `step` (from 0), in the order of their samples."""
+    size, micro = config.batch.global_size, config.batch.micro_size
+    found = []
+    for start in range(step * size, (step + 1) * size, micro):
+        end = min(start + micro, (step + 1) * size)
+        rows = [subject.samples[index % len(subject.samples)] for index in range(start, end)]
+        if subject.collate is not None:
+            found.append(dict(subject.collate(rows)))
+        else:
+            found.append({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
     return found
 
 
-def _optimizer(config: TrainerConfig, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's own, with decay for the parameters that the configuration leaves."""
-    section = config.optimizer
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], _EXEMPT)) if section.exempt != "none" else set(trained)
-    plain = {
-        name for name in trained if name not in decayed or any(fnmatchcase(name, each) for each in section.no_decay)
-    }
-    groups: list[dict[str, Any]] = [
-        {"params": [each for name, each in trained.items() if (name in plain) is exempt], "weight_decay": decay}
-        for exempt, decay in ((False, section.weight_decay), (True, 0.0))
-    ]
-    groups = [group for group in groups if group["params"]]
-    if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
-    if section.name == "adagrad":
-        return torch.optim.Adagrad(groups, lr=section.lr, eps=section.eps)
-    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
+    """The targets of a batch: labels, those after the first where the model predicts the next token, or samples."""
+    kind = _kind(model)
+    labels = batch.get("labels")
+    if kind == "positions":
+        starts, ends = batch["start_positions"], batch["end_positions"]
+        return int(starts.numel() + ends.numel())
+    if kind == "samples" or not isinstance(labels, Tensor):
+        return _length(batch)
+    counted = labels[..., 1:] if kind == "next" else labels
+    return int((counted != IGNORED).sum())
+
+
+def loss_sum(
+    model: Any, batch: Mapping[str, Any], *, compute_loss: ComputeLoss | None = None, smoothing: float = 0.0
+) -> tuple[Tensor, int]:
+    """The sum of the losses of a batch, and its targets: the user's own, or the model's own mean times the targets."""
+    if compute_loss is not None:
+        total, count = compute_loss(model, batch)[:2]
+        return total.reshape(()), int(count)
+    fields = ForwardInputs.of(model, users_loss=False).fields
+    inputs = {name: value for name, value in batch.items() if fields is None or name in fields}
+    if fields is not None and "use_cache" in fields:
+        inputs["use_cache"] = False
+    count = count_of(model, batch) or 0
+    labels = inputs.get("labels")
+    if not count and isinstance(labels, Tensor):
+        inputs["labels"] = torch.zeros_like(labels)  # A mean over nothing is NaN.
+    outputs = model(**inputs)
+    if smoothing and isinstance(labels, Tensor):
+        logits = outputs.logits
+        if _kind(model) == "next":
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing), count
+    mean: Any = (
+        outputs["loss"] if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else outputs
+    )
+    return getattr(mean, "loss", mean).reshape(()) * count, count
+
+
+def _kind(model: nn.Module) -> str:
+    """What the mean of a model's own loss is over: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
+    inside = pretrained_of(model)
+    kind = getattr(inside, "loss_type", None)
+    encodes = bool(getattr(getattr(inside, "config", None), "is_encoder_decoder", False))
+    if inside is not None and type(inside).__name__.endswith("LMHeadModel"):
+        return "next"
+    if kind in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"):
+        return "labels" if kind == "ForMaskedLM" or encodes else "next"
+    if kind == "ForQuestionAnswering":
+        return "positions"
+    return "labels" if kind is not None and "Classification" in kind else "samples"
+
+
+def _length(batch: Mapping[str, Any]) -> int:
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor))
+
+
+def _as_computed(name: str, value: Any, dtype: torch.dtype) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
+    return value.to(dtype) if floats else value
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
-    """The scheduler of transformers; None where the schedule has options of its own."""
-    section = config.schedule
+    """The scheduler of transformers, by which a mistake in the run's own curve shows; None where the schedule has options."""
+    section, steps = config.schedule, config.run.max_steps
     options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
-    if options or section.name not in ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial"):
+    # transformers' own `constant` has no warm-up.
+    name = {"constant": "constant_with_warmup"}.get(section.name, section.name)
+    if options or name not in ("constant_with_warmup", "linear", "cosine"):
         return None
-    return lambda optimizer: get_scheduler(section.name, optimizer, 0, STEPS)
+    return lambda optimizer: get_scheduler(name, optimizer, section.warmup_steps, steps)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Objective:
-    """What the plain process sums over a microbatch, and counts."""
+def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
+    """torch's own optimizer, with weight decay for the parameters that have it."""
+    section = config.optimizer
+    patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        plain = any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+        groups.setdefault(0.0 if plain else section.weight_decay, []).append(parameter)
+    listed: list[dict[str, Any]] = [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
+    make: Mapping[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(listed, lr=section.lr, betas=section.betas, eps=section.eps),
+        "adam": lambda: torch.optim.Adam(listed, lr=section.lr, betas=section.betas, eps=section.eps),
+        "adagrad": lambda: torch.optim.Adagrad(listed, lr=section.lr, eps=section.eps),
+        "sgd": lambda: torch.optim.SGD(listed, lr=section.lr, momentum=section.momentum),
+    }
+    return make[section.name]()
 
-    compute_loss: Any = None
-    """The user's own: `(model, batch) -> (sum, count)`."""
-    labelled: bool = False
-    """Whether the loss is a mean over labels, of which -100 is none."""
-    causal: bool = False
-    """Whether the first label of a sequence is no target."""
-    smoothing: float = 0.0
 
-    @classmethod
-    def of(cls, model: nn.Module, config: TrainerConfig, compute_loss: Any) -> Objective:
-        """That of a run."""
-        smoothing = config.run.label_smoothing
-        inside = pretrained_of(model)
-        if compute_loss is not None or inside is None:
-            return cls(compute_loss=compute_loss)
-        kind = str(getattr(inside, "loss_type", None))
-        if kind in ("ForQuestionAnswering", "ForCTC", "ForSemanticSegmentation"):
-            raise ConfigError(
-                f"verify does not know how a plain process counts the loss of {type(inside).__name__} ({kind}); give Trainer a "
-                "compute_loss=(model, batch) -> (sum, count)",
-                where="model.head",
-            )
-        causal = type(inside).__name__.endswith(("ForCausalLM", "LMHeadModel")) and not inside.config.is_encoder_decoder
-        return cls(labelled=True, causal=causal, smoothing=smoothing)
+def _set_momentum(group: dict[str, Any], momentum: float) -> None:
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    else:
+        group["momentum"] = momentum
 
-    @property
-    def late(self) -> bool:
-        """Whether only the forward tells the number of targets."""
-        return self.compute_loss is not None
 
-    def count(self, batch: Mapping[str, Any]) -> int | None:
-        """Targets of a batch; None where the forward tells."""
-        if self.late:
-            return None
-        if not self.labelled or "labels" not in batch:
-            return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim())
-        labels = batch["labels"][..., 1:] if self.causal else batch["labels"]
-        return int((labels != _IGNORED).sum())
+def _average_of(
+    average: Mapping[str, Tensor], weights: Mapping[str, Tensor], config: TrainerConfig, update: int
+) -> dict[str, Tensor]:
+    """The average after update number `update` (from 0); the first one that counts copies the weights."""
+    ema = config.ema
+    if update + 1 < ema.start_step or (update + 1) % ema.every_steps:
+        return dict(average)
+    return {
+        name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
+        for name, value in weights.items()
+    }
 
-    def total(self, model: nn.Module, batch: Mapping[str, Any], count: int | None) -> tuple[Tensor, int]:
-        """The sum of the losses of a batch, and their number."""
-        if self.compute_loss is not None:
-            total, counted = self.compute_loss(model, batch)[:2]
-            return total.reshape(()), int(counted)
-        if not count:
-            return torch.zeros(()), 0
-        output = model(**batch)
-        if self.smoothing:
-            labels, logits = batch["labels"], output.logits
-            if self.causal:
-                logits, labels = logits[..., :-1, :], labels[..., 1:]
-            wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-            smooth = self.smoothing
-            return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smooth), count
-        found = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else output.loss
-        return found * count, count
+
+class _Watch:
+    """Keeps what modules return, while it is asked to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.order: dict[str, None] = {}
+        self._found: Outputs = {}
+        self._keeps = False
+        self.close = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
+
+    def during(self, keeps: bool) -> Any:
+        self._keeps = keeps
+        return nullcontext()
+
+    def take(self) -> Outputs:
+        found, self._found = self._found, {}
+        return found
+
+    def _see(self, name: str, output: Any) -> None:
+        self.order.setdefault(name)
+        if self._keeps:
+            self._found.setdefault(name, []).append(tensors_of(output))
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating-point tensors among what a module returned, but for losses, as they were at that moment."""
+    leaves = pytree.tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [each.detach().clone() for each in tensors if each.dim()]

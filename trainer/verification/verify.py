@@ -1,298 +1,308 @@
-"""`verify`: a few steps of a small copy of the user's model in the user's layout, beside one plain process.
+"""`verify`: a few steps of a small run in the user's layout beside one plain process, and a certificate of what came of it."""
 
-Every rank runs the plain process by itself, before the engine runs: it takes a second, and each then compares what it has.
-"""
-
-from __future__ import annotations
-
+import contextlib
 import copy
 import io
-import json
+import platform
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import transformers
+import xxhash
+from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, ZeromeshError, summary
+import zeromesh
+from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
+from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.verification.certificate import (
-    Certificate,
-    RoundedRun,
-    StepNumbers,
-    digest_of,
-    largest_of,
-    layout_of,
-)
-from zeromesh.trainer.verification.checks import CHECKS as CHECKS
-from zeromesh.trainer.verification.compare import FACTOR, Bounds, Difference, ExactBounds, RoundedBounds, merged
-from zeromesh.trainer.verification.observe import ModelsInFloat64, Observer
+from zeromesh.trainer.verification.certificate import Certificate, Difference, PassRecord, merged
+from zeromesh.trainer.verification.checks import check_determinism, check_dropout, check_resume
+from zeromesh.trainer.verification.observe import EXACT, Observer, Recorder, apart, relative
 from zeromesh.trainer.verification.reference import PlainRun, train_plainly
-from zeromesh.trainer.verification.shrink import SmallRun, make_subject
-from zeromesh.trainer.weights.safetensors_source import quiet_library
+from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
 
-FOLDER = "verification"
-"""In a run's directory, while it is verified."""
-_EXACT = {"compute": "float64", "master": "float64", "reduce": "float64"}
-_PATIENCE = 5.0
-"""Seconds that rank 0 waits for what others have found, after an error."""
-
+CHECKS = ("determinism", "resume", "dropout")
+"""What is checked on request."""
 MakeTrainer = Callable[..., Any]
-"""Makes a trainer of the model, the configuration, the samples, a callback and a mesh."""
+"""Makes a trainer as `zeromesh.Trainer` does."""
+_ROUNDING = 4.0
+"""How many times as far from the exact result as a plain process in the same precision the user's layout may be."""
+_EPSILONS = 8.0
+"""How many roundings of the compute dtype count as none."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Bench:
-    """What the runs of a verification have in common."""
+@dataclass(kw_only=True)
+class Verification:
+    """The passes of one verification on this rank."""
 
-    subject: SmallRun
+    make: MakeTrainer
     mesh: Mesh
-    make_trainer: MakeTrainer
-    folder: Path
+    config: TrainerConfig
+    inputs: UserInputs
+    subject: SmallRun
+    differences: list[Difference] = field(default_factory=list)
+    passes: dict[str, PassRecord] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+    plain: PlainRun = field(init=False)
+    """The plain process's run in float64."""
+    own: Recorder = field(init=False)
+    """The run in the user's own precision."""
 
-    def train(
-        self,
-        config: TrainerConfig,
-        callback: Any,
-        *,
-        model: nn.Module | None = None,
-        joins: bool = True,
-        around: AbstractContextManager[object] | None = None,
+    def run(
+        self, config: TrainerConfig, recorder: Recorder, model: nn.Module | None = None, samples: Any = None
     ) -> None:
-        """Train a copy of the model by the engine; all ranks call it.
+        """Train a model, which is the small one if none is given, by `config`, without a word."""
+        given = self.inputs
+        with closing(recorder), quiet():
+            trainer = self.make(
+                copy.deepcopy(self.subject.model) if model is None else model,
+                config,
+                self.subject.samples if samples is None else samples,
+                data_collator=self.subject.collate,
+                compute_loss=given.compute_loss,
+                lr_scheduler=given.lr_scheduler,
+                callbacks=[recorder],
+            )
+            with trainer:
+                trainer.fit()
 
-        Args:
-            config: of the run; in float64 where its compute dtype is that.
-            callback: sees the run.
-            model: another one than the subject's.
-            joins: whether the run is on the verification's mesh; else on one of its own, as its configuration says.
-            around: is in force while it trains.
-        """
-        subject = self.subject
-        copied = copy.deepcopy(subject.model if model is None else model)
-        trainer = self.make_trainer(copied, config, subject, callback, self.mesh if joins else None)
-        quiet = io.StringIO()
-        arithmetic = ModelsInFloat64() if config.precision.compute == "float64" else nullcontext()
-        try:
-            with redirect_stdout(quiet), redirect_stderr(quiet):
-                trainer.prepare()  # What is tried on the way is the model in float32.
-                with arithmetic, around or nullcontext():
-                    trainer.fit()
-        finally:
-            if joins:
-                trainer.leave()
+    def watched(self) -> range:
+        """The microbatches of a global batch that are this rank's."""
+        batch = self.subject.config.batch
+        return range(self.mesh.data_index, -(-batch.global_size // batch.micro_size), self.mesh.data.size)
+
+    def check(self, names: Collection[str]) -> None:
+        """What is checked on request; both passes were made before."""
+        small, wide = self.subject.config, exact(self.subject.config)
+        for name in names:
+            if name == "determinism":
+                found, done = list(check_determinism(self.run, small, self.own)), "the same bits in a second run"
+            elif name == "resume":
+                found = list(check_resume(self.run, wide, self.mesh, self.plain))
+                done = "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
             else:
-                trainer.close()
+                model = shrink(self.config, self.inputs, self.mesh, Path(small.run.output_dir), dropout=True).model
+                samples = self.subject.samples
+                found, done = check_dropout(self.run, wide, model, samples, self.mesh, self.plain)
+            self.differences += found
+            self.checks[name] = done
 
-    def exact(self, name: str = "exact", **sections: Mapping[str, Any]) -> TrainerConfig:
-        """The configuration in float64, with a name of its own."""
+    def exact_pass(self) -> None:
+        """In float64: once watched, once as the user trains, without anything that looks at gradients or outputs."""
+        config = exact(self.subject.config)
+        plain = train_plainly(self.subject, config, self.inputs, self.watched())
+        self.plain = plain
+        observer, recorder = Observer(plain), Recorder()
+        self.run(config, observer)
+        self.run(config, recorder)
+        found = [*observer.differences, *_differences(recorder, plain, config, "unwatched")]
+        self.differences += found
+        self.passes["exact"] = PassRecord(
+            losses=observer.losses,
+            plain_losses=[step.loss for step in plain.steps],
+            norms=observer.norms,
+            plain_norms=[step.norm for step in plain.steps],
+            bound=EXACT,
+            gradients=dict(observer.gradient_sizes),
+            parameters=dict(observer.parameter_sizes),
+            outputs=observer.compared,
+        )
+
+    def own_pass(self) -> None:
+        """In the user's own precision: not further from the exact result than a few times a plain process in that precision."""
         config = self.subject.config
-        changed = {**sections, "precision": {**sections.get("precision", {}), **_EXACT}}
-        changed["run"] = {**changed.get("run", {}), "name": name}
-        update = {each: getattr(config, each).model_copy(update=dict(values)) for each, values in changed.items()}
-        return config.model_copy(update=update)
+        true = train_plainly(self.subject, _wide(config), self.inputs)
+        plain = train_plainly(self.subject, config, self.inputs)
+        recorder = self.own = Recorder()
+        self.run(config, recorder)
+        epsilon = torch.finfo(getattr(torch, config.precision.compute)).eps
+        rows = {
+            "loss": ([s.loss for s in true.steps], [s.loss for s in plain.steps], recorder.losses),
+            "norm": ([s.norm for s in true.steps], [s.norm for s in plain.steps], recorder.norms),
+        }
+        bounds = []
+        for kind, (exactly, plainly, found) in rows.items():
+            rounding = max(map(relative, plainly, exactly))
+            bound = max(EXACT, _ROUNDING * rounding + _EPSILONS * epsilon)
+            bounds.append(bound)
+            for step, (number, wanted) in enumerate(zip(found, exactly, strict=True), start=1):
+                if number == number and not relative(number, wanted) <= bound:
+                    self._rounding(kind, "", step, relative(number, wanted), bound)
+        rate, steps = config.optimizer.lr, len(plain.steps)
+        sizes, plain_sizes = {}, {}
+        for name, true_value in true.steps[-1].parameters.items():
+            scale = rate * steps * true_value.numel() ** 0.5
+            sizes[name] = apart(recorder.parameters[name], true_value, scale)
+            plain_sizes[name] = apart(plain.steps[-1].parameters[name], true_value, scale)
+        bound = max(EXACT, _ROUNDING * max(plain_sizes.values()) + _EPSILONS * epsilon)
+        for name, size in sizes.items():
+            if not size <= bound:
+                self._rounding("parameter", name, steps, size, bound)
+        self.passes[config.precision.compute] = PassRecord(
+            losses=recorder.losses,
+            plain_losses=rows["loss"][1],
+            norms=recorder.norms,
+            plain_norms=rows["norm"][1],
+            bound=max(*bounds, bound),
+            parameters=sizes,
+        )
+
+    def _rounding(self, kind: str, name: str, step: int, size: float, bound: float) -> None:
+        what = (
+            f"the {kind}{f' of {name}' if name else ''} in {self.subject.config.precision.compute} (bound {bound:.2g})"
+        )
+        self.differences.append(
+            Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+        )
 
 
 def verify(
+    make: MakeTrainer,
     config: TrainerConfig,
     inputs: UserInputs,
     mesh: Mesh,
-    make_trainer: MakeTrainer,
     *,
-    checks: Sequence[str] = (),
+    checks: Collection[str] = (),
     out: Path | None = None,
 ) -> Certificate:
-    """Verify the layout of a run; all ranks call it, and all get the certificate, which rank 0 writes to `out`.
+    """Train a small run of the user's model in the user's layout beside a plain process; all ranks call it.
+
+    `out` is where rank 0 writes the certificate; None: nowhere.
 
     Raises:
-        ConfigError: for what cannot be verified.
+        ConfigError: for a check that there is not, and for a model that cannot be made small.
+        StorageError: where the certificate cannot be written.
     """
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:
-        raise ConfigError(f"check {unknown[0]!r} is not known; there are {', '.join(CHECKS)}")
+        raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
     began = time.perf_counter()
-    folder = (Path(config.run.output_dir) / config.run.name / FOLDER).expanduser().absolute()
-    if mesh.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    mesh.meet("folder of the verification")
-    with quiet_library():
-        subject = make_subject(config, inputs, mesh.shape, folder)
-    bench = Bench(subject=subject, mesh=mesh, make_trainer=make_trainer, folder=folder)
-    try:
-        certificate = _verified(bench, config, inputs, checks, began)
-    finally:
-        if mesh.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    with scratch(config, mesh) as folder:
+        subject = shrink(config, inputs, mesh, folder)
+        each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
+        each.exact_pass()
+        each.own_pass()
+        each.check(checks)
+        own = [[asdict(found) for found in each.differences], each.checks]
+        rows = mesh.world.gather_json(own, "differences of all ranks")
+    differences = merged([[Difference(**{**found, "ranks": ()}) for found in row[0]] for row in rows])
+    certificate = Certificate(
+        passed=not differences,
+        differences=differences,
+        layout=_layout(config, mesh),
+        versions={
+            "zeromesh": zeromesh.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        digests=_digests(subject),
+        passes=each.passes,
+        checks=each.checks,
+        notes=subject.notes,
+        seconds=time.perf_counter() - began,
+    )
     if out is not None and mesh.rank == 0:
-        certificate.write(out)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(out, certificate.to_json().encode())
+        except OSError as error:
+            raise StorageError(f"the certificate cannot be written to {out}: {error.strerror}") from error
     return certificate
 
 
-def _verified(
-    bench: Bench, config: TrainerConfig, inputs: UserInputs, checks: Sequence[str], began: float
-) -> Certificate:
-    subject, mesh = bench.subject, bench.mesh
-    mine = mesh.data_index
-    plain = train_plainly(
-        subject,
-        exact=True,
-        keep_outputs=lambda block: block % subject.data_ranks == mine,
-        make_scheduler=inputs.lr_scheduler,
-    )
-    bounds = ExactBounds(plain=plain, rate=subject.config.optimizer.lr)
-    # A model that does not fit is gathered again and again, and this one would be kept.
-    budget = {"gathered_budget": 0} if subject.config.zero.stage == 3 else {}
-    observer, failure = _observed(bench, bench.exact(zero=budget), plain, bounds, exact=True)
-    rounded, second, done = None, None, {}
-    if not failure and subject.config.precision.compute != "float64":
-        own = train_plainly(subject, exact=False, make_scheduler=inputs.lr_scheduler)
-        compute = getattr(torch, subject.config.precision.compute)
-        run = subject.config.run.model_copy(update={"name": "rounded"})
-        settings = subject.config.model_copy(update={"run": run})
-        second, failure = _observed(bench, settings, plain, RoundedBounds(plain, own, compute), exact=False)
-        rounded = _rounded(subject.config, second)
-    differences = observer.differences + [
-        each for each in (second.differences if second is not None else []) if not observer.differences
-    ]
-    for name in () if failure else checks:
-        done[name], problems = CHECKS[name](bench, plain, observer.digest)
-        differences += problems
-    rows = _gathered(bench, observer, differences, failure)
-    return _certificate(bench, config, plain, rows, rounded, done, time.perf_counter() - began)
+def _wide(config: TrainerConfig) -> TrainerConfig:
+    """The same in float64, with the optimizer as it is."""
+    return exact(config).model_copy(update={"optimizer": config.optimizer})
 
 
-def _observed(
-    bench: Bench, config: TrainerConfig, plain: PlainRun, bounds: Bounds, *, exact: bool
-) -> tuple[Observer, str]:
-    """Watch a run; returns the observer, and the error by which the run ended, if it did."""
-    observer = Observer(plain, bounds, bench.subject, modules=exact)
+def _differences(recorder: Recorder, plain: PlainRun, config: TrainerConfig, run: str) -> Iterator[Difference]:
+    """What a run that nobody watched has computed otherwise: losses, norms and the last parameters."""
+    for number, step in enumerate(plain.steps):
+        for kind, found, wanted in (("loss", recorder.losses, step.loss), ("norm", recorder.norms, step.norm)):
+            if found[number] == found[number] and not relative(found[number], wanted) <= EXACT:
+                size = relative(found[number], wanted)
+                yield Difference(kind=kind, step=number + 1, name="", size=size, run=run, detail="while nobody watched")
+    last = len(plain.steps)
+    for name, value in plain.steps[-1].parameters.items():
+        size = apart(recorder.parameters[name], value, config.optimizer.lr * last * value.numel() ** 0.5)
+        if not size <= EXACT:
+            yield Difference(kind="parameter", step=last, name=name, size=size, run=run, detail="while nobody watched")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block nothing is written to standard output."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextmanager
+def scratch(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
+    """A folder for the files of the small runs, the same on all ranks, which is removed at the end."""
+    parent = Path(config.run.output_dir).expanduser()
+    made = ""
+    if mesh.rank == 0:
+        parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(prefix=".verify-", dir=parent)
+    name = Path(mesh.world.gather_bytes(made.encode(), "folder of the verification")[0].decode()).name
+    folder = parent / name
+    folder.mkdir(exist_ok=True)
     try:
-        bench.train(config, observer)
-    except Exception as error:  # Whatever ends the run is what was to be found out.
-        if not observer.begun and isinstance(error, ZeromeshError) and isinstance(error, ValueError):
-            raise
-        ranks = (bench.mesh.rank,)
-        place = Difference(kind="error", name="", step=observer.step, ranks=ranks, detail=summary(error, lines=3))
-        observer.differences.append(place)
-        return observer, place.detail
+        yield folder
     finally:
-        observer.close()
-    return observer, ""
+        if mesh.environment.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rounded(config: TrainerConfig, observer: Observer) -> RoundedRun:
-    precision = config.precision
-    largest = {kind: max(values.values(), default=0.0) for kind, values in observer.worst.items()}
-    return RoundedRun(
-        precision=f"{precision.compute} (master {precision.master}, sums {precision.reduce})",
-        bound=f"allowed is {FACTOR:g} times what rounding does to the plain process in the same precision",
-        largest=largest,
-    )
-
-
-def _gathered(bench: Bench, observer: Observer, differences: Sequence[Difference], failure: str) -> list[Any]:
-    """What every rank has found; where the run has ended with an error, through files, as far as they are there in time."""
-    row = {
-        "differences": [asdict(each) for each in differences],
-        "worst": observer.worst,
-        "losses": observer.losses,
-        "norms": observer.norms,
-        "copies": observer.copies,
-        "compared": observer.compared,
-        "digest": observer.digest,
-        "rank": bench.mesh.rank,
+def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
+    """The user's layout in a few words each."""
+    axes = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape.sizes, strict=True) if size > 1]
+    parallel, offload = config.parallel, config.offload.model_dump(mode="json")
+    found: dict[str, Any] = {
+        "layout": f"{mesh.world_size} ranks: {' x '.join(axes) or 'one'}",
+        "zero.stage": config.zero.stage,
+        "precision": f"{config.precision.compute}, master {config.precision.master}, reduce {config.precision.reduce}",
     }
-    mesh = bench.mesh
-    if not failure:
-        return mesh.world.gather_json(row, "results of the verification")
-    path = bench.folder / f"found-{mesh.rank}.json"
-    bench.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(row).encode(), sync=False)
-    until = time.monotonic() + _PATIENCE
-    paths = [bench.folder / f"found-{rank}.json" for rank in range(mesh.world_size)]
-    while time.monotonic() < until and not all(each.exists() for each in paths):
-        time.sleep(0.05)
-    time.sleep(0.2)  # Others read the same files before rank 0 takes them away.
-    return [json.loads(each.read_text(encoding="utf-8")) for each in paths if each.exists()] or [row]
+    if parallel.pipeline > 1:
+        found["schedule"] = f"{parallel.schedule}, {parallel.chunks} stages a rank"
+    if parallel.sequence:
+        found["sequence"] = "shared out to tensor ranks"
+    tiers = {name: offload[name] for name in ("optimizer", "gradients", "parameters", "activations")}
+    moved = [f"{name} {tier}" for name, tier in tiers.items() if tier not in ("none", "auto")]
+    if moved:
+        found["offload"] = ", ".join(moved)
+    return found
 
 
-def _certificate(
-    bench: Bench,
-    config: TrainerConfig,
-    plain: PlainRun,
-    rows: Sequence[Mapping[str, Any]],
-    rounded: RoundedRun | None,
-    checks: Mapping[str, str],
-    seconds: float,
-) -> Certificate:
-    subject, first = bench.subject, rows[0]
-    differences = merged(
-        [Difference(**{**each, "ranks": tuple(each["ranks"])}) for row in rows for each in row["differences"]]
-        + _unequal_copies(rows, plain)
-    )
-    numbers = zip(first["losses"], first["norms"], plain.steps, strict=False)
-    shape = bench.mesh.shape
-    worst = {
-        kind: largest_of([row["worst"].get(kind, {}) for row in rows]) for kind in ("gradient", "parameter", "output")
+def _digests(subject: SmallRun) -> dict[str, str]:
+    weights, data = xxhash.xxh3_128(), xxhash.xxh3_128()
+    for name, parameter in subject.model.named_parameters():
+        weights.update(name.encode())
+        weights.update(_bytes_of(parameter))
+    for sample in subject.samples:
+        for name, value in sorted(sample.items()):
+            data.update(name.encode())
+            data.update(_bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+    text = subject.config.model_copy(
+        update={"run": subject.config.run.model_copy(update={"output_dir": "verify"})}
+    ).to_yaml()
+    return {
+        "config": xxhash.xxh3_128_hexdigest(text.encode()),
+        "weights": weights.hexdigest(),
+        "data": data.hexdigest(),
     }
-    model: nn.Module = subject.model
-    return Certificate(
-        passed=not differences,
-        model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layout=layout_of(subject.config, shape, -(-subject.blocks() // subject.data_ranks)),
-        changes=subject.changes,
-        config_digest=digest_of(config),
-        result_digest=first["digest"],
-        steps=tuple(
-            StepNumbers(step=step, loss=loss, plain_loss=each.loss, norm=norm, plain_norm=each.norm)
-            for step, (loss, norm, each) in enumerate(numbers, 1)
-        ),
-        gradients=worst["gradient"],
-        weights=worst["parameter"],
-        outputs=worst["output"],
-        compared=sum(row["compared"] for row in rows),
-        rounded=rounded,
-        checks=checks,
-        differences=differences,
-        seconds=seconds,
-    )
 
 
-def _unequal_copies(rows: Sequence[Mapping[str, Any]], plain: PlainRun) -> list[Difference]:
-    """Parameters that several ranks read, and that are not the same bits on all of them, in the first step in which that is so."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for row in rows:
-        for key, digest in row["copies"].items():
-            found.setdefault(key, {}).setdefault(digest, []).append(row["rank"])
-    apart = {key: groups for key, groups in found.items() if len(groups) > 1}
-    if not apart:
-        return []
-    places = {name: place for place, name in enumerate(plain.names)}
-    first = min(int(key.partition("|")[0]) for key in apart)
-    made = []
-    for key, groups in apart.items():
-        step, name, _ = key.split("|")
-        if int(step) == first:
-            common = max(groups.values(), key=len)
-            others = sorted(rank for group in groups.values() if group is not common for rank in group)
-            made.append(
-                Difference(
-                    kind="copies",
-                    name=name,
-                    step=first + 1,
-                    ranks=tuple(others),
-                    place=places.get(name, 0),
-                    detail=f"unlike those of ranks {', '.join(map(str, common))}",
-                )
-            )
-    return made
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -162,11 +162,6 @@ class ZeroEngine:
         return FullState(self.model, self.units, self.mesh, self.options.precision.sums, weights_of)
 
     @property
-    def present(self) -> tuple[PassMode, MicrobatchPosition | None]:
-        """What the engine is in the middle of, and the microbatch of training that runs or ran last."""
-        return self._passes.mode, self._passes.position
-
-    @property
     def loss_scale(self) -> float:
         """The factor by which losses of this step are multiplied before backward; 1 without float16 gradients."""
         return self._optimizer_step.scaler.scale

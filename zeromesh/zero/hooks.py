@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -125,6 +124,20 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
+def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
+    """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns what ends that."""
+    handles = [
+        module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
+        for name, module in modules
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
 def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
     """Register a user's hook on the gradient of a parameter such that it runs before the engine's, which takes the gradient."""
     handle: Any = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
@@ -145,15 +158,6 @@ def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) ->
     for tensor in computed:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return computed
-
-
-def after_every_module(call: Callable[[nn.Module, Any], None]) -> RemovableHandle:
-    """Have `call(module, output)` run after the forward of any module of this process, before the hooks of the module itself."""
-
-    def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        _outside_transforms(call, module, output)
-
-    return register_module_forward_hook(hook)
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:

@@ -72,8 +72,6 @@ class Passes:
         self.units = built.units
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
-        self.position: MicrobatchPosition | None = None
-        """The microbatch of training that runs, or ran last."""
         self._mesh = mesh
         self._recorder = mesh.recorder
         self._options = options
@@ -182,7 +180,6 @@ class Passes:
         self._updater.end_backwards()
 
     def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
-        self.position = forward.microbatch
         outputs, self._progress.outputs = self._progress.outputs, []
         if forward.outputs:
             torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges
@@ -251,7 +248,6 @@ class Passes:
             self._progress.streams.begin(self.units[0].name)
 
     def _begin_forward(self, kind: str, microbatch: MicrobatchPosition) -> Streams:
-        self.position = microbatch
         streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
         self._begin(PassMode.FORWARD, kind, PassProgress(streams))
         return streams
