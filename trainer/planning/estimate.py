@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -247,24 +247,28 @@ class Estimator:
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(own), layout.activations, layout.recompute)
         if key not in self._peaks:
-            self._peaks[key] = self._highest(layout, own, schedule, rank)
+            self._peaks[key] = max(during for _, during, _ in self._walk(layout, own, schedule, rank))
         return self._peaks[key]
 
-    def _highest(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
+    def _walk(
+        self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int
+    ) -> Iterator[tuple[Action, int, int]]:
+        """The actions of a pipeline rank, each with the most bytes of activations during it and those after it."""
         kept = [self._kept(layout, chunk) for chunk in own]
-        live = most = 0
+        live = 0
         for action in schedule.actions[rank]:
             chunk, stays = own[action.chunk], kept[action.chunk]
+            during = live
             if action.kind is Kind.FORWARD:
-                most = max(most, live + chunk.forward_peak + chunk.received)
+                during += chunk.forward_peak + chunk.received
                 live += stays
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 live -= min(chunk.deferred, stays)
             else:
                 live -= stays
-                most = max(most, live + max(stays, chunk.backward_peak + chunk.received))
+                during = live + max(stays, chunk.backward_peak + chunk.received)
                 live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
-        return most
+            yield action, during, live
 
     def _kept(self, layout: Layout, chunk: _Chunk) -> int:
         """Bytes that a microbatch leaves on the device from forward to backward."""
