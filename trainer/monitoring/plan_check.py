@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -14,6 +14,10 @@ from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 
 TOLERANCE = 0.15
 """The part of what was measured by which a plan may be off before it says which term was."""
+
+UNCOUNTED = "uncounted"
+"""Bytes of the peak that no purpose of the ledger has."""
+_WORDS = {UNCOUNTED: "activations and libraries"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,49 +58,83 @@ class PlanCheck:
             str(phase): [self.prediction.phases.get(phase, 0.0), self._middle(self._phases[phase])]
             for phase in StepPhase
         }
-        tiers = {
-            tier.value: {
-                purpose.name.lower(): [nbytes, memory.get(tier.value, {}).get(purpose.name.lower(), 0)]
-                for purpose, nbytes in purposes.items()
-            }
-            for tier, purposes in self.prediction.memory.items()
-        }
         seconds = [sum(self.prediction.phases.values()), self._middle(self._seconds)]
+        highest = [self.prediction.peak, peak]
+        tiers = self._memory(memory, highest)
         self.result = {
             "layout": self.prediction.layout,
             "seconds": seconds,
             "phases": {name: pair for name, pair in phases.items() if any(pair)},
             "memory": tiers,
-            "peak": [self.prediction.peak, peak],
-            "most_off": _most_off(seconds, phases) if _off(seconds) > TOLERANCE else None,
+            "peak": highest,
+            "most_off": _most_off(seconds, phases) if off_by(seconds) > TOLERANCE else None,
+            "most_off_memory": _most_off(highest, tiers[Tier.DEVICE.value]) if off_by(highest) > TOLERANCE else None,
         }
         return self.result
+
+    def _memory(self, memory: Mapping[str, Mapping[str, int]], peak: list[int]) -> dict[str, dict[str, list[int]]]:
+        """Bytes by tier and purpose; what of the peak no purpose of the device has is `uncounted` there."""
+        found = {}
+        for tier in {Tier.DEVICE: None, **self.prediction.memory}:
+            said = {purpose.name.lower(): nbytes for purpose, nbytes in self.prediction.memory.get(tier, {}).items()}
+            seen = memory.get(tier.value, {})
+            found[tier.value] = {name: [said.get(name, 0), seen.get(name, 0)] for name in {**said, **seen}}
+        here = found[Tier.DEVICE.value]
+        here.pop(Purpose.ACTIVATIONS.name.lower(), None)  # They come and go, and nobody counts all of them.
+        here[UNCOUNTED] = [highest - sum(pair[at] for pair in here.values()) for at, highest in enumerate(peak)]
+        return found
 
     def _middle(self, values: list[float]) -> float:
         return median(values[1:] or values or [0.0])
 
 
-def _off(pair: list[float]) -> float:
+def off_by(pair: Sequence[float]) -> float:
+    """The part of what was measured by which the prediction in a pair of both is off."""
     predicted, measured = pair
     return abs(predicted - measured) / measured if measured else 0.0
 
 
-def _most_off(whole: list[float], terms: Mapping[str, list[float]]) -> str:
+def _most_off(whole: Sequence[float], terms: Mapping[str, Sequence[float]]) -> str:
     """The term whose difference makes up most of that of the whole."""
     sign = 1 if whole[0] > whole[1] else -1
     return max(terms, key=lambda name: sign * (terms[name][0] - terms[name][1]))
 
 
+ComparisonRow = tuple[str, str, str, str]
+"""The name of a term, predicted, measured, and by how much the plan was off, for a person."""
+
+
+def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
+    """The terms of a record: the step and its phases, the highest memory, and bytes by tier and purpose.
+
+    Raises:
+        ValueError, LookupError, TypeError: for what no record is.
+    """
+    yield _row("step", human_seconds, record["seconds"])
+    for name, pair in dict(record["phases"]).items():
+        yield _row(f"step: {name}", human_seconds, pair)
+    yield _row("highest memory", human_bytes, record["peak"])
+    for tier, purposes in dict(record["memory"]).items():
+        for name, pair in dict(purposes).items():
+            yield _row(f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair)
+
+
+def comparison_remarks(record: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for the step and one for the memory, where the plan was off by more than `TOLERANCE`, that names the term."""
+    for what, whole, term in (("step", "seconds", "most_off"), ("highest memory", "peak", "most_off_memory")):
+        if record.get(term) is not None:
+            *_, off = _row(what, str, record[whole])
+            name = _WORDS.get(record[term], str(record[term]).replace("_", " "))
+            yield f"{what}: the plan was {off} off, most of it {name}"
+
+
 def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record for a person."""
-    rows = [("step", *map(human_seconds, record["seconds"]))]
-    rows += [(name, *map(human_seconds, pair)) for name, pair in record["phases"].items()]
-    for tier, purposes in record["memory"].items():
-        rows += [(f"{tier}: {name.replace('_', ' ')}", *map(human_bytes, pair)) for name, pair in purposes.items()]
-    rows.append(("highest memory", *map(human_bytes, record["peak"])))
-    yield from table_lines(
-        (f"plan of {record['layout']}", "predicted", "measured"), rows, right=("predicted", "measured")
-    )
-    if record["most_off"] is not None:
-        predicted, measured = record["seconds"]
-        yield f"the plan was {predicted / measured - 1:+.0%} off, most of it {record['most_off']}"
+    """A record as a table, with the remarks below it."""
+    columns = (f"plan of {record['layout']}", "predicted", "measured", "off")
+    yield from table_lines(columns, list(comparison_rows(record)), right=columns[1:])
+    yield from comparison_remarks(record)
+
+
+def _row(name: str, shown: Callable[[float], str], pair: Sequence[float]) -> ComparisonRow:
+    predicted, measured = pair
+    return name, shown(predicted), shown(measured), f"{predicted / measured - 1:+.0%}" if measured else ""

@@ -90,6 +90,7 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
         "What differs": _differences(runs),
         "Notes": _each(runs, _notes),
         "Over the steps": element("div", cards, class_="charts") if cards else None,
+        "Plan": _each(runs, _planned),
         "Mesh": _each(runs, _mesh),
         "Communication of a step": _each(runs, _communication),
         "Checkpoints": _each(runs, _checkpoints),
@@ -224,6 +225,15 @@ def _mesh(run: RunRecord) -> Html | None:
 
     drawn = boxes(axes, {}) if shape.world_size <= _RANKS_DRAWN else None
     return element("div", element("p", text), failed, drawn, class_="mesh")
+
+
+def _planned(run: RunRecord) -> Html | None:
+    """What the plan predicted beside what was measured, and which term was far off."""
+    if run.planned is None:
+        return None
+    layout, rows, remarks = run.planned
+    words = [element("p", each, class_="bad") for each in remarks]
+    return element("div", _table([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3)), words)
 
 
 def _communication(run: RunRecord) -> Html | None:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.monitoring.plan_check import ComparisonRow, comparison_remarks, comparison_rows
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
 CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
@@ -21,6 +22,8 @@ _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
 T = TypeVar("T")
 StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 """A step, its seconds, and changes in order of time: seconds since it began, tier, purpose, and bytes from then on."""
+PlanComparison = tuple[str, list[ComparisonRow], list[str]]
+"""The layout, its terms as predicted and as measured, and remarks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,8 @@ class RunRecord:
     ranks: list[dict[str, Any]]
     """The last known activity of each rank."""
     step_memory: StepMemory | None
+    planned: PlanComparison | None
+    """What the plan said and what was measured, where a plan has chosen the layout and the run has come to its end."""
 
     def column(self, *keys: str) -> dict[int, float]:
         """The finite numbers under some keys, by step."""
@@ -107,6 +112,7 @@ def _read(path: Path, name: str) -> RunRecord:
         checkpoints=_tried(path / CHECKPOINTS, _checkpoints, remarks) or [],
         ranks=_tried(path / RANKS, _ranks, remarks) or [],
         step_memory=_tried(path / STEP_MEMORY, _step_memory, remarks),
+        planned=_tried(path / METRICS, lambda _: _planned(lines), remarks),
     )
 
 
@@ -186,6 +192,13 @@ def _step_memory(path: Path) -> StepMemory:
     if times != sorted(times) or not all(0 <= each < math.inf for each in (seconds, *times, *(e[3] for e in events))):
         raise ValueError("times or sizes that cannot be")
     return int(content["step"]), seconds, events
+
+
+def _planned(lines: Sequence[Mapping[str, Any]]) -> PlanComparison | None:
+    record = next((line["plan"] for line in reversed(lines) if "plan" in line), None)
+    if record is None:
+        return None
+    return str(record["layout"]), list(comparison_rows(record)), list(comparison_remarks(record))
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,47 @@
+"""A plan beside what was measured: every term, the one that was most off, and what a person reads."""
+
+from typing import Any
+
+import pytest
+
+from zeromesh.offload import Purpose, Tier
+from zeromesh.telemetry.step_recorder import StepPhase
+from zeromesh.trainer.monitoring.plan_check import PlanCheck, Prediction, comparison_lines
+
+MIB = 1 << 20
+
+
+def compared(*, forward: float = 0.2, peak: int = 100, moments: int = 10, master: int = 0) -> dict[str, Any]:
+    """A plan of 0.3 seconds and 100 MiB, beside these seconds and MiB."""
+    prediction = Prediction(
+        layout="shard 2",
+        phases={StepPhase.FORWARD: 0.2, StepPhase.BACKWARD: 0.1},
+        memory={Tier.DEVICE: {Purpose.MOMENTS: 10 * MIB}, Tier.HOST: {Purpose.MASTER: 20 * MIB}},
+        peak=100 * MIB,
+    )
+    check = PlanCheck(prediction=prediction)
+    for seconds in (9.0, forward, forward):  # The first step does not count.
+        check.add(seconds + 0.1, {"forward": seconds, "backward": 0.1})
+    device = {"moments": moments * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}
+    return check.record({"device": device, "host": {"master": 20 * MIB}}, peak * MIB)
+
+
+def test_every_term_is_beside_what_was_measured() -> None:
+    record = compared(master=5)
+    assert record["seconds"] == [pytest.approx(0.3), pytest.approx(0.3)]
+    assert record["phases"]["forward"] == [0.2, 0.2]
+    # What was measured and not predicted counts too; what nobody counts is the rest of the peak.
+    wanted = {"moments": [10 * MIB, 10 * MIB], "master": [0, 5 * MIB], "uncounted": [90 * MIB, 85 * MIB]}
+    assert record["memory"] == {"device": wanted, "host": {"master": [20 * MIB, 20 * MIB]}}
+    assert (record["most_off"], record["most_off_memory"]) == (None, None)
+    assert [line for line in comparison_lines(record) if "most of it" in line] == []
+
+
+def test_the_term_that_was_most_off_is_named() -> None:
+    slow = compared(forward=0.4)
+    assert (slow["most_off"], slow["most_off_memory"]) == ("forward", None)
+    assert list(comparison_lines(slow))[-1] == "step: the plan was -40% off, most of it forward"
+    large = compared(peak=130, moments=35)
+    assert (large["most_off"], large["most_off_memory"]) == (None, "moments")
+    assert compared(peak=130)["most_off_memory"] == "uncounted"
+    assert "most of it activations and libraries" in list(comparison_lines(compared(peak=130)))[-1]
