@@ -12,11 +12,11 @@ compute also move, so both count.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 
@@ -132,6 +132,34 @@ class _Chunk:
     """Seconds of exchanges between tensor ranks, which are in `forward` and `backward` too."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pipeline:
+    """The chunks of all stages, in their order, which `ranks` pipeline ranks have in turn."""
+
+    chunks: Sequence[_Chunk]
+    ranks: int
+
+    def of_rank(self, rank: int) -> Sequence[_Chunk]:
+        """The chunks of a rank."""
+        return self.chunks[rank :: self.ranks]
+
+    @cached_property
+    def busy(self) -> Sequence[float]:
+        """Seconds that each rank computes for a microbatch."""
+        return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
+
+    @cached_property
+    def ends(self) -> Sequence[float]:
+        """Seconds of each rank before the first and after the last action of a step."""
+        times = [each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1]]
+        return list(accumulate(times, initial=0.0))
+
+    def bound(self, microbatches: int, transfer: float) -> float:
+        """A lower bound of seconds: what a rank computes, and what comes before its first and after its last action."""
+        both = enumerate(zip(self.busy, self.ends, strict=True))
+        return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
+
+
 _DISTINCT = 4
 """Pipeline ranks whose memory is looked at: the first ones and the last one."""
 _ROUNDS = 4
@@ -147,7 +175,7 @@ class Estimator:
         self._device = torch.device(machine.device.kind)
         self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
         self._memory: dict[object, MemoryModel] = {}
-        self._chunks: dict[tuple[int, int, int], dict[int, _Chunk]] = {}
+        self._pipelines: dict[tuple[int, int, int, int], _Pipeline] = {}
         self._peaks: dict[object, int] = {}
 
     def options(self, layout: Layout) -> ZeroOptions:
@@ -181,8 +209,9 @@ class Estimator:
         cut = subject.cut(layout.pipeline * layout.chunks)
         ranks = layout.pipeline
         looked_at = sorted({*range(min(ranks, _DISTINCT)), ranks - 1})
-        chunks = {stage: self._chunk(trace, subject.segments(trace, stage, cut), layout) for stage in range(len(cut))}
-        found: list[tuple[int, Counter[str], MemoryModel, StageUnits]] = []
+        pipeline = self._pipeline(trace, cut, layout)
+        chunks = pipeline.chunks
+        found: list[tuple[int, dict[str, int], MemoryModel, StageUnits]] = []
         # After a few rounds of microbatches a schedule repeats itself.
         few = min(layout.accumulation, _ROUNDS * layout.pipeline * layout.chunks)
         schedule = _schedule(layout.schedule, ranks, few, layout.chunks)
@@ -190,11 +219,10 @@ class Estimator:
             stages = range(rank, len(cut), ranks)
             units = subject.stage_units(layout.tensor, tuple(stages), cut, layout.shard)
             memory = self._states(layout, options, units)
-            own = [chunks[stage] for stage in stages]
-            device = self._bytes(layout, options, memory, own, schedule, rank)
+            device = self._bytes(layout, options, memory, pipeline.of_rank(rank), schedule, rank)
             found.append((sum(device.values()), device, memory, units))
         _, device, memory, _ = max(found, key=lambda each: each[0])
-        phases, bubble = self._phases(layout, options, chunks, found, exact=exact)
+        phases, bubble = self._phases(layout, options, pipeline, found, exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
         away = self._activations_away(layout, chunks)
         disk = memory.on_disk
@@ -210,9 +238,7 @@ class Estimator:
 
     def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
         transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
-        # Ranks whose blocks are alike have the same lists of layouts.
-        lists = tuple(map(id, units.layouts))
-        key = (lists, transport, layout.stage, layout.accumulation > 1, layout.optimizer, layout.parameters)
+        key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.optimizer, layout.parameters)
         if key not in self._memory:
             self._memory[key] = predict_layouts(units.layouts, options, layout.shard, transport, None, self._device)
         return self._memory[key]
@@ -225,27 +251,28 @@ class Estimator:
         own: Sequence[_Chunk],
         schedule: PipelineSchedule,
         rank: int,
-    ) -> Counter[str]:
-        device = Counter({purpose.value: nbytes for purpose, nbytes in memory.terms.items()})
-        device[GATHERED] = memory.gathered
-        device[Purpose.GRADIENTS.value] += memory.passing
-        shards = 0
-        if not options.gradients_stay(self._device):
-            shards = device.pop(Purpose.GRADIENTS.value, 0)
+    ) -> dict[str, int]:
+        device = {purpose.value: nbytes for purpose, nbytes in memory.terms.items()}
+        gradients = device.pop(Purpose.GRADIENTS.value, 0)
+        stay = options.gradients_stay(self._device)
         activations = self._activations(layout, own, schedule, rank)
         # Gradient shards come while activations go, in the blocks that an accelerator's allocator has just got back. The C
         # library's heap on a CPU seldom finds them room there.
-        device[Purpose.ACTIVATIONS.value] = activations
-        device[Purpose.GRADIENTS.value] += shards if self._machine.is_cpu else max(0, shards - activations)
+        beside = 0 if stay or self._machine.is_cpu else min(gradients + memory.passing, activations)
         library = self._machine.library
         busy = min(self._host, layout.ranks)
-        device[LIBRARY] = library.host + library.shared // busy if self._machine.is_cpu else library.device
-        return Counter({name: nbytes for name, nbytes in device.items() if nbytes})
+        device |= {
+            GATHERED: memory.gathered,
+            Purpose.GRADIENTS.value: gradients + memory.passing - beside,
+            Purpose.ACTIVATIONS.value: activations,
+            LIBRARY: library.host + library.shared // busy if self._machine.is_cpu else library.device,
+        }
+        return {name: nbytes for name, nbytes in device.items() if nbytes}
 
     def _activations(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
         """The most bytes of activations of a pipeline rank over its actions."""
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
-        key = (shape, rank, tuple(own), layout.activations, layout.recompute)
+        key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
         if key not in self._peaks:
             self._peaks[key] = max(during for _, during, _ in self._walk(layout, own, schedule, rank))
         return self._peaks[key]
@@ -276,26 +303,27 @@ class Estimator:
         leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
 
-    def _activations_away(self, layout: Layout, chunks: Mapping[int, _Chunk]) -> int:
+    def _activations_away(self, layout: Layout, chunks: Sequence[_Chunk]) -> int:
         """Bytes of the inputs of blocks that rest elsewhere, of one rank."""
         if not layout.activations.leaves(self._device) or layout.recompute == "none":
             return 0
-        most = max(chunk.kept for chunk in chunks.values()) * layout.chunks
+        most = max(chunk.kept for chunk in chunks) * layout.chunks
         return int(layout.activations.fraction * most) * min(layout.accumulation, layout.pipeline)
 
-    def _chunks_of(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Mapping[int, _Chunk]:
-        """The chunks of all stages, by stage."""
-        key = (id(trace), len(cut), min(self._host, layout.ranks))
-        if key not in self._chunks:
+    def _pipeline(self, trace: Trace, cut: Sequence[range], layout: Layout) -> _Pipeline:
+        """The chunks of all stages. Layouts that differ in other things alone share them."""
+        key = (id(trace), len(cut), layout.pipeline, min(self._host, layout.ranks))
+        if key not in self._pipelines:
             alike: dict[tuple[int, ...], _Chunk] = {}
-            found = self._chunks[key] = {}
+            chunks = []
             for stage in range(len(cut)):
                 segments = self._subject.segments(trace, stage, cut)
                 kinds = tuple(id(segment.forward) for segment in segments)
                 if kinds not in alike:
                     alike[kinds] = self._chunk(trace, segments, layout)
-                found[stage] = alike[kinds]
-        return self._chunks[key]
+                chunks.append(alike[kinds])
+            self._pipelines[key] = _Pipeline(chunks=chunks, ranks=layout.pipeline)
+        return self._pipelines[key]
 
     def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> _Chunk:
         base = forward_peak = backward_peak = deferred = 0
@@ -349,27 +377,22 @@ class Estimator:
         self,
         layout: Layout,
         options: ZeroOptions,
-        chunks: Mapping[int, _Chunk],
-        found: Sequence[tuple[int, Counter[str], MemoryModel, StageUnits]],
+        pipeline: _Pipeline,
+        found: Sequence[tuple[int, Mapping[str, int], MemoryModel, StageUnits]],
         *,
         exact: bool,
     ) -> tuple[dict[PlanPhase, float], float]:
         """Seconds by phase, and the part of the step that is bubble."""
         count = layout.accumulation
-        busiest = max(
-            range(layout.pipeline),
-            key=lambda rank: sum(
-                chunks[stage].forward + chunks[stage].backward for stage in range(rank, len(chunks), layout.pipeline)
-            ),
-        )
-        own = _of_rank(chunks, busiest, layout.pipeline)
+        own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
         share = exchanges / (forward + backward) if forward + backward else 0.0
-        length = self._pipeline_seconds(layout, chunks, exact=exact) if layout.pipeline > 1 else forward + backward
+        length = self._pipeline_seconds(layout, pipeline, exact=exact) if layout.pipeline > 1 else forward + backward
         compute = (forward + backward) - exchanges
-        data = [self._data_seconds(layout, options, memory, units, compute) for _, _, memory, units in found]
-        updates = [self._update_seconds(layout, options, units) for *_, units in found]
+        distinct = {id(units): (memory, units) for _, _, memory, units in found}.values()
+        data = [self._data_seconds(layout, options, memory, units, compute) for memory, units in distinct]
+        updates = [self._update_seconds(layout, options, units) for _, units in distinct]
         optimizer, offload = max(updates, key=sum)
         phases = {
             PlanPhase.FORWARD: forward * (1 - share),
@@ -383,15 +406,16 @@ class Estimator:
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
-    def _pipeline_seconds(self, layout: Layout, chunks: Mapping[int, _Chunk], *, exact: bool) -> float:
+    def _pipeline_seconds(self, layout: Layout, pipeline: _Pipeline, *, exact: bool) -> float:
         """Seconds of all forwards and backwards of a step."""
-        ranks, hidden = layout.pipeline, max(each.received for each in chunks.values())
+        chunks, ranks = pipeline.chunks, layout.pipeline
+        hidden = max(each.received for each in chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
         transfer = self._machine.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
         transfer += self._machine.waiting_seconds(min(self._host, layout.ranks))
         if not exact:
-            return _bound(chunks, ranks, layout.accumulation, transfer)
+            return pipeline.bound(layout.accumulation, transfer)
 
         def seconds(rank: int, action: Action) -> float:
             chunk = chunks[action.chunk * ranks + rank]
@@ -481,10 +505,6 @@ class Estimator:
         return here + norm, moved
 
 
-def _of_rank(chunks: Mapping[int, _Chunk], rank: int, ranks: int) -> list[_Chunk]:
-    return [chunks[stage] for stage in range(rank, len(chunks), ranks)]
-
-
 def _inputs_and_gradients(work: Work) -> int:
     """Bytes of the inputs of linear layers and of the gradients of their outputs."""
     width = {"float64": 8, "float32": 4}
@@ -498,15 +518,3 @@ def _inputs_and_gradients(work: Work) -> int:
 @lru_cache(4096)
 def _schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
     return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-
-
-def _bound(chunks: Mapping[int, _Chunk], ranks: int, microbatches: int, transfer: float) -> float:
-    """A lower bound of a pipeline's seconds: what a rank computes, and what comes before its first and after its last action."""
-    stages = len(chunks)
-    times = [chunks[stage].forward + chunks[stage].backward for stage in range(stages)]
-    most = 0.0
-    for rank in range(ranks):
-        busy = microbatches * sum(times[stage] for stage in range(rank, stages, ranks))
-        ends = sum(chunks[stage].forward + chunks[stage].backward - chunks[stage].weights for stage in range(rank))
-        most = max(most, busy + ends + 2 * rank * transfer)
-    return most

@@ -78,6 +78,7 @@ class Subject:
         self._units: dict[int, tuple[UnitPlan, ...]] = {}
         self._cuts: dict[int, tuple[range, ...]] = {}
         self._stage_units: dict[object, StageUnits] = {}
+        self._alike: dict[tuple[int, ...], StageUnits] = {}
         self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
 
     @classmethod
@@ -194,10 +195,11 @@ class Subject:
         return self._units[tensor]
 
     def stage_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
-        """The units of a rank that has these stages of a cut, for `parts` data ranks."""
+        """The units of a rank that has these stages of a cut, for `parts` data ranks: one object where they are alike."""
         key = (tensor, tuple(stages), len(cut), parts)
         if key not in self._stage_units:
-            self._stage_units[key] = self._units_of_stages(tensor, stages, cut, parts)
+            found = self._units_of_stages(tensor, stages, cut, parts)
+            self._stage_units[key] = self._alike.setdefault(tuple(map(id, found.layouts)), found)
         return self._stage_units[key]
 
     def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
