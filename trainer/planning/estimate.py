@@ -29,7 +29,8 @@ from zeromesh.trainer.monitoring.plan_check import Prediction
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import StageUnits, Subject
-from zeromesh.trainer.planning.trace import Segment, Trace
+from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.trace import Trace
 from zeromesh.trainer.planning.work import Work
 from zeromesh.zero.memory_model import MemoryModel, predict_layouts
 

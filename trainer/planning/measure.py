@@ -37,7 +37,7 @@ from zeromesh.optim.fused_optimizer import fused_update
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.planning.machine import Machine, torch_dtype
-from zeromesh.trainer.planning.trace import Trace, TraceOptions, forget_gradient, trace_microbatch
+from zeromesh.trainer.planning.tracing.trace import Trace, TraceOptions, forget_gradient, trace_microbatch
 from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 

@@ -22,7 +22,8 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.prepare import Mode
-from zeromesh.trainer.planning.trace import Segment, Trace, TraceOptions, Tracer
+from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.trace import Trace, TraceOptions, Tracer
 from zeromesh.trainer.planning.work import Product, TensorExchange, Work
 from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.units.plan import ROOT, UnitPlan

@@ -16,7 +16,8 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
-from zeromesh.trainer.planning.trace import AFTER, BEFORE, TraceOptions, trace_microbatch
+from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE
+from zeromesh.trainer.planning.tracing.trace import TraceOptions, trace_microbatch
 from zeromesh.units.plan import block_modules
 
 _LLAMA = {

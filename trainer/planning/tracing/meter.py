@@ -1,0 +1,210 @@
+"""What is alive while a model runs without values, and what is done, by segment: the blocks, and what is before and after them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
+from zeromesh.trainer.planning.tracing.without_values import Operators
+from zeromesh.trainer.planning.work import Product, TensorExchange, Work
+from zeromesh.zero.hooks import on_gradient_of
+
+_ALIGNMENT = 64
+"""Bytes to which PyTorch's allocator on CPUs rounds up."""
+BEFORE, AFTER = "before", "after"
+"""The segments before the first block and after the last one, with the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A block, or what comes before or after all of them. Bytes are above those that earlier segments keep."""
+
+    name: str
+    kept: int
+    """Bytes that stay from forward to backward, its output among them."""
+    forward_peak: int
+    """The most bytes in forward."""
+    backward_peak: int
+    """The most bytes in backward, gradients among them."""
+    output: int
+    """Bytes of the hidden state that it passes on; its gradient has as many."""
+    forward: Work
+    backward: Work
+    """With what is computed again."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stretch:
+    """A stretch of the run that belongs to one segment."""
+
+    name: str
+    backward: bool
+    begin: int
+    peak: int
+    end: int = 0
+    output: int = 0
+    products: list[Product] = field(default_factory=list)
+    exchanges: list[TensorExchange] = field(default_factory=list)
+    moved: int = 0
+    operations: int = 0
+
+    @property
+    def work(self) -> Work:
+        return Work(
+            products=_counted(self.products),
+            exchanges=_counted(self.exchanges),
+            moved=self.moved,
+            operations=self.operations,
+        )
+
+
+def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
+    """What follows itself, once and with how often."""
+    return tuple((each, sum(1 for _ in group)) for each, group in groupby(run))
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators without values, and counts."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = operators
+        self._live = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._spans: list[_Stretch] = []
+        self._order: list[str] = []
+        self._begin(BEFORE, backward=False)
+
+    # Segments
+
+    def run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a block. In backward, where it is recomputed, the segment is that of backward."""
+        if self._spans[-1].backward or name in self._order:
+            return forward(*args, **kwargs)
+        if not self._order:
+            self._listen(BEFORE, (args, kwargs))
+        self._order.append(name)
+        self._begin(name, backward=False)
+        output = forward(*args, **kwargs)
+        self._listen(name, output)
+        self._begin(AFTER, backward=False)
+        return output
+
+    def turn(self) -> None:
+        """Backward begins."""
+        self._begin(AFTER, backward=True)
+
+    def close(self) -> None:
+        """The microbatch is done."""
+        self._spans[-1].end = self._live
+
+    def _listen(self, name: str, structure: Any) -> None:
+        """Once the gradient of a segment's output is there, backward is in that segment."""
+        floats = (each for each in pytree.tree_leaves(structure) if isinstance(each, Tensor) and each.requires_grad)
+        hidden = next(floats, None)
+        if hidden is None:
+            return
+        self._spans[-1].output = hidden.nbytes
+
+        def arrived() -> None:
+            if self._spans[-1].name != name:
+                self._begin(name, backward=True)
+
+        on_gradient_of([hidden], arrived)
+
+    def _begin(self, name: str, *, backward: bool) -> None:
+        if self._spans:
+            self._spans[-1].end = self._live
+        self._spans.append(_Stretch(name=name, backward=backward, begin=self._live, peak=self._live))
+
+    def segments(self) -> list[Segment]:
+        """What was found, in the order of forward. What runs between two blocks belongs to the later one."""
+        names = [BEFORE, *self._order, AFTER]
+        forward = [each for each in self._spans if not each.backward]
+        last = max(index for index, each in enumerate(forward) if each.name == AFTER)
+        owners = [
+            AFTER if index == last else each.name if each.name != AFTER else forward[index + 1].name
+            for index, each in enumerate(forward)
+        ]
+        found = []
+        for name in names:
+            own = [each for each, owner in zip(forward, owners, strict=True) if owner == name]
+            back = [each for each in self._spans if each.backward and each.name == name]
+            begin = own[0].begin
+            found.append(
+                Segment(
+                    name=name,
+                    kept=own[-1].end - begin,
+                    forward_peak=max(each.peak for each in own) - begin,
+                    backward_peak=max((each.peak for each in back), default=begin) - begin,
+                    output=own[-1].output,
+                    forward=sum((each.work for each in own), Work()),
+                    backward=sum((each.work for each in back), Work()),
+                )
+            )
+        return found
+
+    # Bytes
+
+    def know(self, tensor: Tensor) -> None:
+        """A tensor that was there before: it is a state, and no activation."""
+        self._storages[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        nbytes = -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        self._live += nbytes
+        self._spans[-1].peak = max(self._spans[-1].peak, self._live)
+
+        def gone(_: object) -> None:
+            self._live -= nbytes
+            del self._storages[key]
+
+        self._storages[key] = weakref.ref(storage, gone)
+
+    # Operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = self._operators.call(func, args, dict(kwargs or {}))
+        for tensor in call.made:
+            self._hold(tensor)
+        if call.cost is not None:
+            span = self._spans[-1]
+            span.operations += 1
+            span.products.extend(call.cost.products)
+            span.moved += call.cost.moved
+        return call.out
+
+    def exchanged(self, kind: ExchangeKind, nbytes: int) -> None:
+        """Tensor ranks exchange a tensor of so many bytes."""
+        self._spans[-1].exchanges.append(TensorExchange(kind.collective.value, nbytes))
+
+
+class TracedExchange(Exchange):
+    """Exchanges of tensor rank 0 with ranks that are not there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.meter: Meter | None = None
+
+    def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+        shape = list(tensor.shape)
+        if kind is not ExchangeKind.SUM:
+            shape[dim] = sum(lengths) if kind is ExchangeKind.GATHER else lengths[0]
+        made = tensor.new_empty(shape)
+        if self.meter is not None:
+            self.meter.exchanged(kind, max(made.nbytes, tensor.nbytes))
+        return Pending(lambda: made)

@@ -1,0 +1,188 @@
+"""What one microbatch needs and does, block by block, found by running the user's own model without values.
+
+Floating-point tensors are on the meta device and have a shape alone; whole numbers are real, so that masks, positions and the
+choice of experts (which is even here) are what they are. Every operator passes by a mode that counts bytes that are alive, as
+PyTorch's allocator would, and the work that it stands for:
+
+    live ^        ____/\\__/\\__                      before | block 0 | block 1 | after      forward
+         |    ___/            \\____               after | block 1 | block 0 | before      backward
+         |___/                     \\____
+
+Blocks that are alike are run twice at most, however many there are, and so a model of any depth takes a second. Gradients of
+parameters are freed as soon as they are there: what becomes of them belongs to the states (`zero/memory_model.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError, ZeromeshError, summary
+from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.options import ZeroOptions
+from zeromesh.overrides import override
+from zeromesh.tensor.parallelize_module import Parallelized
+from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.trainer.losses.losses import Loss
+from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
+from zeromesh.trainer.planning.tracing.meter import Meter, Segment, TracedExchange
+from zeromesh.trainer.planning.tracing.operations import kernels_of
+from zeromesh.trainer.planning.tracing.short_model import expand, shorten, without_values
+from zeromesh.trainer.planning.tracing.without_values import Operators
+from zeromesh.trainer.planning.work import Work
+from zeromesh.units.plan import ModelCuts, ModelPlan, block_modules, plan_model
+from zeromesh.zero.hooks import hook_before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """The segments of a microbatch, in the order in which they run forward: before, every block, after."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of activations and gradients at any moment, where one rank runs all segments."""
+        found = base = 0
+        for segment in self.segments:
+            found = max(found, base + segment.forward_peak, base + segment.backward_peak)
+            base += segment.kept
+        return found
+
+    @property
+    def work(self) -> Work:
+        """All of it, forward and backward."""
+        return sum((each.forward + each.backward for each in self.segments), Work())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceOptions:
+    """How the model is run: in which dtype, on which kind of device, divided among how many tensor ranks, with which activations
+    recomputed."""
+
+    compute: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    tensor: int = 1
+    rules: tuple[tuple[str, str], ...] = ()
+    """The user's own styles of layers, by pattern of their names."""
+    sequence: bool = False
+    recompute: Mode = "none"
+
+
+class Tracer:
+    """Traces microbatches of one whole model, which may have values or not and is without them until `close`."""
+
+    def __init__(self, model: nn.Module, loss: Loss, compute: torch.dtype) -> None:
+        """`loss` is that of the whole model; parameters stand in the dtype `compute`."""
+        self.model, self.loss = model, loss
+        self._operators = Operators()
+        self._undo = ExitStack()
+        self._undo.callback(keep_attributes(model))
+        self._undo.enter_context(without_values(model, compute))
+        self._blocks = shorten(model, self._undo)
+
+    def close(self) -> None:
+        """Give the model back what it had."""
+        self._undo.close()
+
+    def trace(self, batch: Mapping[str, Any], options: TraceOptions) -> Trace:
+        """Run a microbatch. `batch` holds real whole numbers; of its other tensors only shapes matter.
+
+        Raises:
+            ConfigError: for a model that cannot be run without values, with the operator or the reason.
+            LayoutError: for a model that cannot be divided so.
+        """
+        put_back = keep_attributes(self.model)
+        try:
+            meter = _run(self.model, batch, self.loss, options, self._operators)
+        except ZeromeshError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
+                f"{summary(error)}; give the layout yourself"
+            ) from error
+        finally:
+            put_back()
+        return Trace(segments=tuple(expand(meter.segments(), self._blocks)))
+
+    def plan(self, zero: ZeroOptions, options: TraceOptions) -> ModelPlan:
+        """Cut the model of one tensor rank into units. Blocks that are alike have the same specs.
+
+        Raises:
+            LayoutError: for a model that cannot be divided so.
+        """
+        divided = _divide(self.model, TracedExchange(options.tensor), options)
+        try:
+            # Chunks of a pipeline keep small blocks as units of their own, as it is wanted here.
+            cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
+            found = plan_model(self.model, options.compute, GroupRules(zero.optimizer).group_of, cuts)
+        finally:
+            if divided is not None:
+                divided.restore()
+        units = {unit.module: unit for unit in found.units}
+        stands = {stand for _, stand in self._blocks}
+        blocks = [replace(units[stand], module=name) for name, stand in self._blocks if stand in units]
+        return ModelPlan(units=(*(unit for name, unit in units.items() if name not in stands), *blocks))
+
+
+def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Trace:
+    """Trace one microbatch of a model, which is afterwards as it was. Raises as `Tracer.trace` does."""
+    tracer = Tracer(model, loss, options.compute)
+    try:
+        return tracer.trace(batch, options)
+    finally:
+        tracer.close()
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions, operators: Operators) -> Meter:
+    """Forward and backward of one microbatch."""
+    exchange = TracedExchange(options.tensor)
+    divided = _divide(model, exchange, options)
+    undo: list[Callable[[], object]] = []
+    try:
+        model.train()
+        known = set(block_modules(model))
+        blocks = {name: block for name, block in model.named_modules() if block in known}
+        if options.recompute != "none":
+            enable_activation_checkpointing(model, options.recompute, blocks=block_modules(model))
+        meter = exchange.meter = Meter(operators)
+        for name, block in blocks.items():
+            undo.append(override(block, "forward", partial(meter.run, name, block.forward)))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                undo.append(hook_before(parameter, forget_gradient).remove)
+        for tensor in (*model.parameters(), *model.buffers()):
+            meter.know(tensor)
+        with meter, kernels_of(options.device):
+            total = loss(model, dict(batch), seed=1.0)
+            meter.turn()
+            if total.requires_grad:
+                total.backward(torch.ones_like(total))  # type: ignore[no-untyped-call]
+            del total
+            meter.close()
+        return meter
+    finally:
+        while undo:
+            undo.pop()()
+        if divided is not None:
+            divided.restore()
+
+
+def _divide(model: nn.Module, exchange: TracedExchange, options: TraceOptions) -> Parallelized | None:
+    """Leave tensor rank 0's part of each layer."""
+    if options.tensor == 1:
+        return None
+    plan = plan_tensor(model, options.tensor, dict(options.rules) or None)
+    return Parallelized(model, exchange, plan, sequence=options.sequence)
+
+
+def forget_gradient(parameter: Tensor) -> None:
+    """Free a gradient as soon as it is there, as the engine does."""
+    parameter.grad = None
