@@ -7,7 +7,7 @@ from typing import Any
 
 from zeromesh.errors import ranks_text, some
 
-KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "check")
+KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "error", "check")
 """What may differ, in the order in which a step computes it."""
 _SHOWN = 12
 
@@ -23,7 +23,7 @@ class Difference:
     name: str
     """The module or the parameter; empty for a number of the whole step."""
     size: float
-    """The relative difference; infinite for another shape, or for what is not finite."""
+    """The relative difference; infinite for another shape, or for what is not finite; 0 where there is no number for it."""
     place: int = 0
     """Where it comes in the order of the step: modules by their forward, parameters by their backward."""
     microbatch: int = -1
@@ -42,13 +42,14 @@ class Difference:
         """What differs, when, where and by how much."""
         words = {"output": "the output of", "initial": "the initial value of", "average": "the averaged weight of"}
         what = f"{words.get(self.kind, f'the {self.kind} of')} {self.name}" if self.name else f"the {self.kind}"
-        if self.kind in ("check", "rounding"):
+        own = self.kind in ("check", "rounding", "error")
+        if own:
             what = self.detail or what
-        when = f" in step {self.step}" if self.step else ""
+        when = f" in step {self.step}" if self.step and self.kind != "error" else ""
         when += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
         where = f" on {ranks_text(self.ranks, 8)}" if self.ranks else ""
-        more = f" ({self.detail})" if self.detail and self.kind not in ("check", "rounding") else ""
-        return f"{what}{when}{where} differs by {self.size:.3g}{more}"
+        more = f" ({self.detail})" if self.detail and not own else ""
+        return f"{what}{when}{where}{f' differs by {self.size:.3g}' if self.size else ''}{more}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,23 +1,32 @@
 """What a verification checks on request: the same bits again, a resumed run in another layout, streams of dropout."""
 
-import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.verification.certificate import Difference
-from zeromesh.trainer.verification.observe import EXACT, Recorder, apart, own_modules
-from zeromesh.trainer.verification.reference import PlainRun, tensors_of
-from zeromesh.zero.hooks import watch_outputs
+from zeromesh.trainer.verification.observe import EXACT, Recorder, apart
+from zeromesh.trainer.verification.reference import PlainRun, batches_of, loss_sum, whole_model
+from zeromesh.trainer.verification.shrink import SmallRun
 
 Run = Callable[..., None]
-"""`(config, recorder, resume=..., model=..., samples=...)`: trains in the user's layout, see `Verification.run`."""
+"""`(config, recorder, subject)`: trains in the user's layout, see `Verification.run`."""
+_LEAST = 32
+"""Elements of a mask that is compared: fewer may be alike by chance."""
+_STEPS = 2
+"""In which masks are compared."""
 
 
 def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Iterator[Difference]:
@@ -87,97 +96,118 @@ def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     return TrainerConfig.model_validate(values)
 
 
-class _Streams(Recorder):
-    """Keeps digests of what modules return in the first step, in forward and where backward computes it again."""
+class _Draws(TorchDispatchMode):
+    """Keeps a digest of every mask that modules draw from PyTorch's generators, whichever way: in `nn.Dropout`, by a function, or
+    inside a kernel of attention, of which its random numbers or, where it does not tell them, its output is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.forward: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         self.again: dict[str, list[str]] = defaultdict(list)
-        self.draws: list[str] = []
+        """What backward draws, where it computes forward again."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = _generators()
+        made = func(*args, **(kwargs or {}))
+        tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
+        mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
+        # Attention draws nothing where its rate is 0.
+        if mask is not None and max(each.numel() for each in tensors) >= _LEAST and before != _generators():
+            name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(_bytes_of(mask))
+            if torch._C._current_graph_task_id() == -1:
+                self.forward[name].append((mark, tuple(mask.shape)))
+            else:
+                self.again[name].append(mark)
+        return made
+
+    def _drawing(self) -> str:
+        """The innermost module of the model whose code runs."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            name = self._names.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+
+class _Streams(Recorder):
+    """Keeps what the first two steps draw, and ends the run after them."""
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
-        modules = own_modules(trainer.model)
-        self.draws = [name for name, module in modules if isinstance(module, nn.Dropout) and module.p > 0]
-        self._leaving.callback(watch_outputs(modules, self._see))
+        self.draws = self._leaving.enter_context(_Draws(trainer.model))
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         super().on_step_end(trainer, step, metrics)
-        trainer.request(stop=True)
-
-    def _see(self, name: str, output: Any) -> None:
-        tensors = [each for each in tensors_of(output) if each.dim() > 1]
-        if not tensors or not torch.is_grad_enabled() or bool(tensors[0].isnan().all()):
-            return
-        mark = xxhash.xxh3_64_hexdigest(_bytes_of(tensors[0]))
-        if torch._C._current_graph_task_id() == -1:
-            self.forward[name].append((mark, tuple(tensors[0].shape)))
-        else:
-            self.again[name].append(mark)
+        if step == _STEPS:
+            trainer.request(stop=True)
 
 
 def check_dropout(
-    run: Run, config: TrainerConfig, model: nn.Module, samples: Sequence[Any], mesh: Mesh, plain: PlainRun
+    run: Run, subject: SmallRun, config: TrainerConfig, mesh: Mesh, compute_loss: ComputeLoss | None
 ) -> tuple[list[Difference], str]:
-    """One step on copies of a single sample, so that what differs between microbatches was drawn; returns what is wrong, and what
-    was checked."""
-    random = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if not random:
-        return [], "nothing to check: no nn.Dropout of the model draws"
-    watch, size = _Streams(), config.batch.micro_size
-    whole = config.batch.global_size - config.batch.global_size % (size * mesh.data.size)
-    even = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": whole})})
-    full = max(samples, key=lambda sample: int((torch.as_tensor(sample.get("labels", 0)) != -100).sum()))
-    run(even, watch, model=copy.deepcopy(model), samples=[full] * whole)
-    found: list[Difference] = []
-    for name, marks in watch.again.items():
-        known = {mark for mark, _ in watch.forward[name]}
-        if name in watch.draws and not known.issuperset(marks):
-            found.append(_found("dropout", f"what {name} draws when backward computes it again", 1.0, name=name))
-    own = {
-        "place": [mesh.data_index, mesh.tensor.index, mesh.pipeline.index],
-        "draws": {name: watch.forward[name] for name in watch.draws},
-        "whole": {
-            name: marks for name, marks in watch.forward.items() if _is_whole(name, marks, plain, mesh.data_index)
-        },
-    }
-    rows = mesh.world.gather_json(own, "streams of dropout")
-    seen: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        for name, marks in row["draws"].items():
-            for turn, (mark, _) in enumerate(marks):
-                place = [row["place"][0], turn]
-                other = seen.setdefault((name, mark), place)
+    """Two steps of a subject with its dropout; returns what is wrong, and what was checked."""
+    model = whole_model(subject, config)
+    plain = _Draws(model)
+    with plain:
+        loss_sum(model.train(), batches_of(subject, config, 0)[0], compute_loss=compute_loss)
+    if not plain.forward:
+        return [], "nothing to check: the model draws nothing"
+    batch, size = config.batch, config.batch.micro_size * mesh.data.size
+    # A rank without a microbatch of its own would repeat another's.
+    even = config.model_copy(
+        update={"batch": batch.model_copy(update={"global_size": batch.global_size // size * size})}
+    )
+    watch = _Streams()
+    run(even, watch, subject)
+    found = [
+        _found("dropout", f"{name} draws otherwise when backward computes it again", name=name)
+        for name, marks in watch.draws.again.items()
+        if not {mark for mark, _ in watch.draws.forward[name]}.issuperset(marks)
+    ]
+    own = [mesh.data_index, mesh.tensor.index, watch.draws.forward]
+    rows = mesh.world.gather_json(own, "masks of dropout")
+    return [*found, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
+
+
+def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
+    """What is alike and should not be, or the other way round. `rows`: of each rank its data and tensor index, and what it drew."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    drawn: dict[tuple[Any, ...], str] = {}
+    for data, tensor, forward in rows:
+        for name, marks in forward.items():
+            whole = [shape for _, shape in plain.forward.get(name, [])]
+            for call, (mark, shape) in enumerate(marks):
+                share = -1 if tuple(shape) in whole else tensor
+                place = (name, data, call, share)
+                other = seen.setdefault(mark, place)
                 if other != place:
-                    what = (
-                        f"{name} draws alike in data rank {other[0]}, microbatch {other[1]}, and data rank {place[0]}, "
+                    first, second = (
+                        f"data rank {each[1]}, microbatch {each[2] // max(1, len(whole))}" for each in (other, place)
                     )
-                    found.append(_found("dropout", f"{what}microbatch {turn}", 1.0, name=name))
-    groups: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        data, _, stage = row["place"]
-        first = groups.setdefault(f"{data}/{stage}", row["whole"])
-        for name in first.keys() & row["whole"].keys():
-            if first[name] != row["whole"][name]:
-                found.append(
-                    _found("dropout", f"the output of {name} on tensor ranks that compute it alike", 1.0, name=name)
-                )
-    unique = {each.detail: each for each in found}
-    return list(unique.values()), f"{len(random)} modules that draw, {whole} copies of one sample"
+                    who = f"{name} draws" if other[0] == name else f"{other[0]} and {name} draw"
+                    shares = f" (shares {other[3]} and {share})" if share >= 0 else ""
+                    yield _found("dropout", f"{who} alike in {first} and {second}{shares}", name=name)
+                elif drawn.setdefault(place, mark) != mark:
+                    yield _found("dropout", f"{name} draws otherwise on tensor ranks that compute it alike", name=name)
 
 
-def _is_whole(name: str, marks: Sequence[tuple[str, tuple[int, ...]]], plain: PlainRun, data_index: int) -> bool:
-    """Whether this rank computes the whole output of a module."""
-    outputs = plain.steps[0].outputs[data_index].get(name) if data_index < len(plain.steps[0].outputs) else None
-    tensors = [each for each in outputs[0] if each.dim() > 1] if outputs else []
-    return bool(tensors) and all(shape == tuple(tensors[0].shape) for _, shape in marks)
+def _generators() -> tuple[bytes, ...]:
+    """The states of the generators of the CPU and of the device."""
+    states = (torch.get_rng_state(), accelerator.generator_state())
+    return tuple(_bytes_of(each) for each in states if each is not None)
 
 
-def _found(check: str, what: str, size: float, *, name: str = "", step: int = 0) -> Difference:
+def _found(check: str, what: str, size: float = 0.0, *, name: str = "", step: int = 0) -> Difference:
     return Difference(kind="check", step=step, name=name, size=size, run=check, detail=f"{check}: {what}")
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    found: bytes = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    found: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return found

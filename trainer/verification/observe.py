@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import PhaseError
+from zeromesh.flat.layout import Region
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.losses.trial import whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
+from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
 EXACT = 1e-9
@@ -42,6 +44,8 @@ class Recorder(Callback):
         self.norms: list[float] = []
         self.parameters: dict[str, Tensor] = {}
         self.average: dict[str, Tensor] = {}
+        self.began = False
+        """Whether training has begun: until then the configuration may be refused."""
         self._leaving = ExitStack()
 
     def close(self) -> None:
@@ -49,6 +53,7 @@ class Recorder(Callback):
         self._leaving.close()
 
     def on_train_begin(self, trainer: Any) -> None:
+        self.began = True
         if trainer.config.precision.compute == "float64":
             self._leaving.enter_context(whole_passes_in_float64())
 
@@ -85,7 +90,7 @@ class Observer(Recorder):
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
-        self._compare_parameters(trainer, self.plain.initial, "initial", 0)
+        self._compare_own(trainer, self.plain.initial, "initial", 0)
         self._leaving.callback(watch_outputs(own_modules(trainer.model), self._see))
         loss = trainer.run.model.loss
         compute_loss = loss.compute
@@ -116,7 +121,7 @@ class Observer(Recorder):
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_outputs(trainer)
         self._compare_sums(trainer)
-        self._compare_parameters(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
+        self._compare_own(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         super().on_step_end(trainer, step, metrics)
@@ -142,13 +147,18 @@ class Observer(Recorder):
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._outputs.setdefault(name, []).append(tensors_of(output))
 
-    def _compare_parameters(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
-        steps, rate = step, trainer.config.optimizer.lr
-        for name, tensor in trainer.state_dict():
-            scale = rate * steps * tensor.numel() ** 0.5
-            size = apart(tensor.cpu(), wanted[name], scale) if name in wanted else float("inf")
-            self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-            self._note(kind, name, size, place=self._places.get(name, 0))
+    def _compare_own(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
+        """Compare the master weights that this rank updates: its shards, and its copies of what others have too."""
+        rate = trainer.config.optimizer.lr * step
+        for bucket in all_buckets(trainer.engine.units):
+            master = bucket.master.load(torch.device("cpu"))
+            for piece in bucket.layout.pieces(bucket.interval):
+                name, part = piece.spec.name, piece.in_parameter
+                own = master[piece.in_shard.start : piece.in_shard.end]
+                whole = _region_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
+                size = apart(own, whole, rate * part.length**0.5)
+                self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
+                self._note(kind, name, size, place=self._places.get(name, 0))
 
     def _turns(self, trainer: Any) -> list[int]:
         """The numbers in the global batch of this rank's microbatches that count."""
@@ -199,6 +209,16 @@ def own_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if name and not any(isinstance(each, Stub) for each in module.modules())
     ]
+
+
+def _region_of(whole: Tensor, region: Region) -> Tensor:
+    """The part of a whole parameter that a tensor rank has."""
+    if region.is_whole:
+        return whole
+    local = whole.new_empty(region.local_shape)
+    for here, there in region.boxes():
+        local[here] = whole[there]
+    return local
 
 
 def relative(found: float, wanted: float) -> float:

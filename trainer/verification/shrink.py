@@ -60,6 +60,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
             to.
     """
     model, notes = _small_model(config, inputs, mesh)
+    _vary(model)
     if not dropout:
         without_dropout(model)
     small = small_config(config, mesh, folder, dropout=dropout)
@@ -131,6 +132,15 @@ def exact(config: TrainerConfig) -> TrainerConfig:
     optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, _EPSILON)})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
+
+
+def _vary(model: nn.Module) -> None:
+    """Let biases, scales and whatever else begins with one value differ, so that each shows where it goes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.numel() and bool((parameter == parameter.view(-1)[0]).all()):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
 def without_dropout(model: nn.Module) -> None:

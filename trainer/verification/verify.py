@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 import zeromesh
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError, StorageError, ZeromeshError, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
@@ -57,24 +57,35 @@ class Verification:
     """The plain process's run in float64."""
     own: Recorder = field(init=False)
     """The run in the user's own precision."""
+    failed: Exception | None = None
+    """What has ended a run in the user's layout."""
 
-    def run(
-        self, config: TrainerConfig, recorder: Recorder, model: nn.Module | None = None, samples: Any = None
-    ) -> None:
-        """Train a model, which is the small one if none is given, by `config`, without a word."""
-        given = self.inputs
+    def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
+        """Train a copy of the model of a subject, the small run if none is given, by `config`, without a word."""
+        given, subject = self.inputs, subject or self.subject
         with closing(recorder), quiet():
             trainer = self.make(
-                copy.deepcopy(self.subject.model) if model is None else model,
+                copy.deepcopy(subject.model),
                 config,
-                self.subject.samples if samples is None else samples,
-                data_collator=self.subject.collate,
+                subject.samples,
+                data_collator=subject.collate,
                 compute_loss=given.compute_loss,
                 lr_scheduler=given.lr_scheduler,
                 callbacks=[recorder],
             )
-            with trainer:
-                trainer.fit()
+            try:
+                with trainer:
+                    trainer.fit()
+            except Exception as error:  # Whatever ends the run is what was to be found out, but for what is refused.
+                if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
+                    self.failed = error
+                    step, said = (
+                        len(recorder.losses) + 1,
+                        f"the run ends in step {len(recorder.losses) + 1}: {summary(error)}",
+                    )
+                    self.differences += getattr(recorder, "differences", [])
+                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
+                raise
 
     def watched(self) -> range:
         """The microbatches of a global batch that are this rank's."""
@@ -91,9 +102,9 @@ class Verification:
                 found = list(check_resume(self.run, wide, self.mesh, self.plain))
                 done = "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
             else:
-                model = shrink(self.config, self.inputs, self.mesh, Path(small.run.output_dir), dropout=True).model
-                samples = self.subject.samples
-                found, done = check_dropout(self.run, wide, model, samples, self.mesh, self.plain)
+                drops = shrink(self.config, self.inputs, self.mesh, Path(small.run.output_dir), dropout=True)
+                given = self.inputs.compute_loss
+                found, done = check_dropout(self.run, drops, exact(drops.config), self.mesh, given)
             self.differences += found
             self.checks[name] = done
 
@@ -190,12 +201,18 @@ def verify(
     with scratch(config, mesh) as folder:
         subject = shrink(config, inputs, mesh, folder)
         each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
-        each.exact_pass()
-        each.own_pass()
-        each.check(checks)
-        own = [[asdict(found) for found in each.differences], each.checks]
-        rows = mesh.world.gather_json(own, "differences of all ranks")
-    differences = merged([[Difference(**{**found, "ranks": ()}) for found in row[0]] for row in rows])
+        try:
+            each.exact_pass()
+            each.own_pass()
+            each.check(checks)
+            own = [asdict(found) for found in each.differences]
+            rows = mesh.world.gather_json(own, "differences of all ranks")
+        except Exception as error:
+            if error is not each.failed:
+                raise
+            # Others have left too, or do so when they hear of it: nothing is gathered any more.
+            rows = [[]] * mesh.rank + [[asdict(found) for found in each.differences]]
+    differences = merged([[Difference(**{**found, "ranks": ()}) for found in row] for row in rows])
     certificate = Certificate(
         passed=not differences,
         differences=differences,

@@ -14,8 +14,6 @@ from workers import Workers
 from zeromesh.trainer.config.load import load_config
 
 SHORT = {"row-sum-missing", "lost-bucket"}
-UNSEEN = dict.fromkeys(("other-dropout-again", "same-dropout"), "the small run has no dropout")
-"""Bugs that a verification does not find, or whose cause it does not name, and why."""
 PARAMETERS = [pytest.param(bug, id=bug.name, marks=[] if bug.name in SHORT else pytest.mark.full) for bug in BUGS]
 
 
@@ -59,14 +57,8 @@ def sound() -> set[str]:
     return set()
 
 
-def _verified_parameter(bug: SeededBug) -> Any:
-    marks = [pytest.mark.full] if bug.name != "lost-bucket" else []
-    if bug.name in UNSEEN:
-        marks.append(pytest.mark.xfail(reason=UNSEEN[bug.name], raises=AssertionError, strict=True))
-    return pytest.param(bug, id=bug.name, marks=marks)
-
-
-@pytest.mark.parametrize("bug", [_verified_parameter(bug) for bug in BUGS])
+@pytest.mark.full
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_verification_finds_and_names_it(workers: Workers, tmp_path: Path, sound: set[str], bug: SeededBug) -> None:
     def verified(planted: bool) -> list[str]:
         case = "seeded_bug_cases:verified"
