@@ -96,12 +96,12 @@ def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     return TrainerConfig.model_validate(values)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps a digest of every mask that modules draw from PyTorch's generators, whichever way: in `nn.Dropout`, by a function, or
     inside a kernel of attention, of which its random numbers or, where it does not tell them, its output is kept."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.forward: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         self.again: dict[str, list[str]] = defaultdict(list)
         """What backward draws, where it computes forward again."""
@@ -128,12 +128,9 @@ class _Draws(TorchDispatchMode):
     def _drawing(self) -> str:
         """The innermost module of the model whose code runs."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            name = self._names.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                return name
+        while frame is not None and id(frame.f_locals.get("self")) not in self._names:
             frame = frame.f_back
-        return ""
+        return "" if frame is None else self._names[id(frame.f_locals["self"])]
 
 
 class _Streams(Recorder):
