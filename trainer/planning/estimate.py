@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -178,10 +178,17 @@ class Estimator:
         self._memory: dict[object, MemoryModel] = {}
         self._pipelines: dict[tuple[int, int, int, int], _Pipeline] = {}
         self._peaks: dict[object, int] = {}
+        self._options: dict[object, ZeroOptions] = {}
+        self._collective_seconds = cache(machine.collective_seconds)
 
     def options(self, layout: Layout) -> ZeroOptions:
         """The options of the engine for a layout."""
-        zero = self._subject.zero
+        key = (layout.stage, layout.accumulation, layout.optimizer, layout.parameters, layout.activations)
+        if key not in self._options:
+            self._options[key] = self._options_of(layout, self._subject.zero)
+        return self._options[key]
+
+    def _options_of(self, layout: Layout, zero: ZeroOptions) -> ZeroOptions:
         offload = replace(
             zero.offload,
             optimizer=layout.optimizer,
@@ -360,7 +367,7 @@ class Estimator:
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    count * (machine.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor) + waits)
+                    count * (self._collective_seconds(each.kind, each.nbytes, ranks=layout.tensor) + waits)
                     for each, count in work.exchanges
                 )
                 for work in (forward, backward)
@@ -413,7 +420,7 @@ class Estimator:
         hidden = max(each.received for each in chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
-        transfer = self._machine.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
+        transfer = self._collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
         transfer += self._machine.waiting_seconds(min(self._host, layout.ranks))
         if not exact:
             return pipeline.bound(layout.accumulation, transfer)
@@ -448,7 +455,7 @@ class Estimator:
         def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
             # One exchange for each unit.
             number = max(1, len(units.layouts))
-            each = machine.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
+            each = self._collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
             return number * (each + machine.waiting_seconds(min(self._host, layout.ranks)))
 
         total += layout.accumulation * self._sum_seconds(options, units, shard)

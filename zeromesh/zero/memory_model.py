@@ -118,20 +118,26 @@ class _Formula:
         whole = sum(sizes)
         self.kept = kept_units(sizes, gathered_budget(whole, options, self.device, transport, budget, whole))
         """Whether the parameters of each unit stay gathered."""
-        self.buckets = [(layout, stays) for unit, stays in zip(units, self.kept, strict=True) for layout in unit]
-        self.trained = [layout for layout, _ in self.buckets if layout.first.requires_grad]
+        buckets = [(layout, stays) for unit, stays in zip(units, self.kept, strict=True) for layout in unit]
+        alike = Counter((id(layout), stays) for layout, stays in buckets)
+        distinct = {(id(layout), stays): layout for layout, stays in buckets}
+        self.buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
+        """Each layout with whether its parameters stay, and how many buckets have it: blocks that are alike may share theirs."""
+        self.trained = [layout for layout, _ in buckets if layout.first.requires_grad]
 
     def result(self) -> MemoryModel:
         options, memory, files = self.options, Counter[Purpose](), Counter[Purpose]()
         # On a CPU the host's memory is the device's.
         hosted = Counter[Purpose]() if is_accelerator(self.device) else memory
-        for layout, stays in self.buckets:
+        for layout, stays, count in self.buckets:
             for purpose, dtype, choice in self.resting(layout, stays=stays):
-                on = {tier: choice.on(tier, self.own(layout)) * dtype.itemsize for tier in Tier}
+                on = {tier: choice.on(tier, self.own(layout)) * dtype.itemsize * count for tier in Tier}
                 files[purpose] += on[Tier.FILE]
                 memory[purpose] += on[Tier.DEVICE]
                 hosted[purpose] += on[Tier.HOST]
-        memory[Purpose.PARAMETERS] += int(self.share * sum(layout.nbytes for layout, stays in self.buckets if stays))
+        memory[Purpose.PARAMETERS] += int(
+            self.share * sum(count * layout.nbytes for layout, stays, count in self.buckets if stays)
+        )
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self.passing_gradients()
         if options.sums_before_reducing and self.parts > 1:
@@ -183,7 +189,7 @@ class _Formula:
         """Bytes of the buffers of the update stream."""
         widths = [
             sum(not choice.in_reach(self.own(layout), self.device) for *_, choice in self.resting(layout, stays=stays))
-            for layout, stays in self.buckets
+            for layout, stays, _ in self.buckets
             if layout.first.requires_grad
         ]
         longest = max(map(self.own, self.trained), default=0) * self.options.precision.master.itemsize
