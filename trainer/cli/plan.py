@@ -16,7 +16,7 @@ from zeromesh.trainer.config.load import load_config
 
 if TYPE_CHECKING:
     from zeromesh.trainer.planning.machine import Machine
-    from zeromesh.trainer.planning.measure import Clock
+    from zeromesh.trainer.planning.measuring.clock import Clock
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
@@ -108,7 +108,8 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.offload import reuse_freed_memory
     from zeromesh.offload.accelerator import pick_device
     from zeromesh.trainer.planning.machine import machine_file, write_machine
-    from zeromesh.trainer.planning.measure import MachineMeter, sizes_for
+    from zeromesh.trainer.planning.measuring.clock import sizes_for
+    from zeromesh.trainer.planning.measuring.measure import MachineMeter
 
     reuse_freed_memory()
     environment = read_environment()

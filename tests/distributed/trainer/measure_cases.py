@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.planning.measure import TINY_SIZES, MachineMeter
+from zeromesh.trainer.planning.measuring.clock import TINY_SIZES
+from zeromesh.trainer.planning.measuring.measure import MachineMeter
 
 
 def measured(mesh: Mesh, folder: str) -> dict[str, Any]:

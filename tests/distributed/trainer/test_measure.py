@@ -7,7 +7,7 @@ import pytest
 from workers import PoolOptions, Workers
 
 from zeromesh.trainer.planning.machine import find_machine, read_machine
-from zeromesh.trainer.planning.measure import TINY_SIZES
+from zeromesh.trainer.planning.measuring.clock import TINY_SIZES
 
 KINDS = {"all-gather", "reduce-scatter", "all-reduce", "agreement", "point to point"}
 

@@ -1,0 +1,1 @@
+"""The figures of the machine that is here, measured."""
