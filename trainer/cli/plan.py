@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +59,9 @@ def _plan(options: argparse.Namespace) -> int:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in plan_lines(plan, shown=options.top, more=more))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        lines = plan_lines(plan, shown=options.top, more=more, width=width)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0 if plan.best is not None else 1
 
 

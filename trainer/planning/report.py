@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
@@ -11,29 +13,49 @@ from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 
 SHOWN = 12
 """Rows of a table."""
-_REFUSALS = 6
+_REFUSALS, _LEAST_WIDTH = 6, 24
 
 
-def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None) -> list[str]:
+def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
     """The plan as lines: a table, why others do not fit, and what more memory or more ranks would buy. `more` is the plan of more
-    ranks."""
+    ranks, `width` the columns of a terminal."""
     ranks = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
-    lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
-    if fitting:
-        columns = ("layout", "step", "memory", "of", "host", "disk", "longest")
-        cells = [_cells(plan, row) for row in fitting[:shown]]
-        lines += table_lines(columns, cells, right=("step", "memory", "of", "host", "disk"))
+    lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
+    table = _table(plan, fitting[:shown], width) if fitting else []
     left = len(fitting) - shown
     if left > 0:
-        lines.append(f"... and {left:,} more that fit")
+        table.append(f"... and {left:,} more that fit")
+    after = [""]
     if rest:
-        lines += ["", f"{len(rest):,} layouts do not fit; those that need least:"]
-        lines += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
-    lines += [f"  {kind}: not possible: {reason}" for kind, reason in plan.refused.items()]
-    lines += ["", *_advice(plan, more)]
-    return lines
+        after += [f"{len(rest):,} layouts do not fit; those that need least:"]
+        after += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
+    after += [f"  {kind}: not possible: {reason}" for kind, reason in plan.refused.items()]
+    after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
+    return [*_wrapped(lines, width), *table, *_wrapped(after, width)]
+
+
+def _table(plan: Plan, rows: Sequence[PlanRow], width: int | None) -> list[str]:
+    """The table without columns that are empty; layouts go on in the next line where the terminal is too narrow for them."""
+    columns = ("layout", "step", "memory", "of", "host", "disk", "longest")
+    cells = [_cells(plan, row) for row in rows]
+    used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
+    others = sum(max(len(columns[at]), *(len(row[at]) for row in cells)) + 2 for at in used[1:])
+    room = max(_LEAST_WIDTH, width - others) if width is not None else sys.maxsize
+    found = []
+    for row in cells:
+        layout, *more = textwrap.wrap(row[0], room)
+        found.append([layout, *(row[at] for at in used[1:])])
+        found += [[f"  {each}", *("" for _ in used[1:])] for each in textwrap.wrap(" ".join(more), room - 2)]
+    return table_lines([columns[at] for at in used], found, right=columns[1:6])
+
+
+def _wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
+    """Lines that are no longer than the terminal is wide; what goes on is indented."""
+    for line in lines:
+        rest = "  " * (len(line) - len(line.lstrip()) + 1)
+        yield from [line] if width is None else textwrap.wrap(line, width, subsequent_indent=rest) or [""]
 
 
 def _cells(plan: Plan, row: PlanRow) -> tuple[str, ...]:
@@ -58,7 +80,8 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         yield f"nothing fits; the least is {human_bytes(least.estimate.device_bytes)} a rank: {least.estimate.layout}"
     else:
         settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.keys().items())
-        yield f"the first row is bound by {plan.bound_by}; its keys: {settings}"
+        yield f"the first row is bound by {plan.bound_by}"
+        yield f"its keys: {settings}"
         room = plan.with_more(GIB)
         gain = 0.0 if room is None else 1 - room.estimate.seconds / best.estimate.seconds
         if room is not None and gain > 0:
