@@ -1,8 +1,6 @@
 """`zeromesh checkpoint`: looks at checkpoints, verifies, exports, merges and compares them."""
 
 import argparse
-import contextlib
-import os
 import sys
 from collections.abc import Callable
 
@@ -31,11 +29,8 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
         return _ACTIONS[options.action](options)
-    except BrokenPipeError:
-        # Who read the output has seen enough; what is flushed at exit has nowhere to go either.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # `main` knows what to do.
+        raise
     except OSError as error:
         raise StorageError(f"{error.filename or options.action}: {error.strerror or error}") from error
     finally:

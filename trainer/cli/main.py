@@ -9,9 +9,12 @@ allow are added here. Completing starts no Python.
 
 import argparse
 import math
+import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +37,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     options.began = began
     try:
-        return _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options)
+        _reader_has_gone()
+        return code
     except KeyboardInterrupt:
         if not options.worker:
             train.say("interrupted")
         return 128 + int(signal.SIGINT)
+    except BrokenPipeError:
+        if options.worker or not _reader_has_gone():
+            raise
+        return 1
     except ZeromeshError as error:
         if options.worker:
             raise
         train.say(f"{train.rank_prefix()}{error}")
         return train.exit_code_of(error)
+
+
+def _reader_has_gone() -> bool:
+    """Whether whoever read the output, as `head` does, has seen enough; what is flushed at exit has nowhere to go then."""
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):  # It may be no file.
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
+    return False
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -136,7 +158,7 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--device", "NAME|FILE", str, machine)
     _value(command, "--top", "N", _positive, "rows to print (default 12)", default=12)
     _flag(command, "--json", "print every row as JSON")
-    _value(command, "--picture", "FILE", Path, "write charts of memory by purpose and time by phase, a page of HTML")
+    _value(command, "--picture", "FILE", Path, "write charts of memory over a step and by purpose, and of time by phase: a page of HTML")
     _flag(command, "--measure", "measure the machine on its ranks, for about a minute, and write a machine file")
     where = (
         "the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)"

@@ -44,15 +44,18 @@ def run_plan(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
+    from zeromesh.trainer.planning.report import plan_json, plan_lines
 
     config = load_config(options.config, options.overrides, ranks=options.ranks)
-    plan, more = plan_config(
+    plan, more, estimator = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
+        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
+
         try:
-            write_whole(options.picture, plan_picture(plan).encode())
+            moments = estimator.over_step(plan.rows[0].estimate.layout)
+            write_whole(options.picture, plan_picture(plan, list(moments)).encode())
         except OSError as error:
             raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
     if options.json:

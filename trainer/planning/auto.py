@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from zeromesh.environment import LaunchEnvironment, available_cores
@@ -15,7 +16,7 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.planning.estimate import Estimate
+from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import NAMES, Layout
 from zeromesh.trainer.planning.machine import Machine, find_machine, shipped
 from zeromesh.trainer.planning.planner import Plan, Planner
@@ -72,10 +73,10 @@ def plan_config(
     ranks: int | None = None,
     host: int | None = None,
     more: bool = False,
-) -> tuple[Plan, Plan | None]:
+) -> tuple[Plan, Plan | None, Estimator]:
     """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout is to have as it says.
 
-    Returns the plan and, with `more`, that of one rank more, or of one host more where ranks fill hosts.
+    Returns the plan; with `more` that of one rank more, or of one host more where ranks fill hosts; and what estimates layouts.
 
     Raises:
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -84,14 +85,12 @@ def plan_config(
     subject = Subject.of(config, device=machine.device.kind)
     planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
     ranks = ranks or ranks_here(machine)
-    plan = planner.plan(ranks)
-    if not more:
-        return plan, None
+    plan, after = planner.plan(ranks), None
     each = host or machine.host.devices
-    try:
-        return plan, planner.plan(ranks + (1 if ranks < each else each))
-    except ConfigError:  # So many ranks divide nothing.
-        return plan, None
+    # So many ranks may divide nothing.
+    with suppress(ConfigError):
+        after = planner.plan(ranks + (1 if ranks < each else each)) if more else None
+    return plan, after, Estimator(subject, machine, each)
 
 
 _AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "chunks")

@@ -23,7 +23,7 @@ import torch
 from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, make_schedule, simulate
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, Timeline, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import Prediction
 from zeromesh.trainer.planning.layouts import Layout
@@ -34,7 +34,7 @@ from zeromesh.trainer.planning.tracing.trace import Trace
 from zeromesh.trainer.planning.work import Work
 from zeromesh.zero.memory_model import MemoryModel, predict_layouts
 
-LIBRARY, GATHERED = "libraries", "parameters around their use"
+LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
 """Names of bytes that have no purpose in the ledger."""
 
 
@@ -65,6 +65,8 @@ class Estimate:
     """Seconds of a step."""
     bubble: float = 0.0
     """The part of the step in which stages wait for each other."""
+    rank: int = 0
+    """The pipeline rank that needs most."""
 
     @property
     def device_bytes(self) -> int:
@@ -84,7 +86,6 @@ class Estimate:
     def prediction(self) -> Prediction:
         """What a run can compare itself with."""
         here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
-        here.pop(Purpose.ACTIVATIONS, None)  # Those that come and go are not in the ledger.
         beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
         phases: dict[StepPhase, float] = {}
         for phase, seconds in self.phases.items():
@@ -102,6 +103,15 @@ _MEASURED_AS = {
     PlanPhase.OPTIMIZER: StepPhase.OPTIMIZER,
     PlanPhase.OFFLOAD: StepPhase.OFFLOAD_WAIT,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A moment of a step: seconds since it began, an action that begins or ends then, and bytes by purpose on the device."""
+
+    seconds: float
+    action: str
+    device: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +175,7 @@ _DISTINCT = 4
 """Pipeline ranks whose memory is looked at: the first ones and the last one."""
 _ROUNDS = 4
 """Rounds of microbatches after which memory has had its peak."""
+_HIGHEST = " at its highest"
 
 
 class Estimator:
@@ -229,7 +240,8 @@ class Estimator:
             memory = self._states(layout, options, units)
             device = self._bytes(layout, options, memory, pipeline.of_rank(rank), schedule, rank)
             found.append((sum(device.values()), device, memory, units))
-        _, device, memory, _ = max(found, key=lambda each: each[0])
+        most = max(range(len(found)), key=lambda at: found[at][0])
+        _, device, memory, _ = found[most]
         phases, bubble = self._phases(layout, options, pipeline, found, exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
         away = self._activations_away(layout, chunks)
@@ -240,7 +252,41 @@ class Estimator:
             disk += away
         if not self._machine.is_cpu:
             host[LIBRARY] = self._machine.library.host
-        return Estimate(layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble)
+        return Estimate(
+            layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble, rank=looked_at[most]
+        )
+
+    def over_step(self, layout: Layout) -> Iterator[Moment]:
+        """The memory of the rank that needs most over a step, which grows or shrinks evenly between two moments: activations come
+        while forward makes them and go while backward uses them, and gradient shards that do not stay come meanwhile."""
+        subject, options, estimate = self._subject, self.options(layout), self.estimate(layout)
+        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
+        cut, rank = subject.cut(layout.pipeline * layout.chunks), estimate.rank
+        units = subject.stage_units(layout.tensor, tuple(range(rank, len(cut), layout.pipeline)), cut, layout.shard)
+        memory, pipeline = self._states(layout, options, units), self._pipeline(trace, cut, layout)
+        schedule = _schedule(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
+        timeline, stay = self._timeline(layout, pipeline), options.gradients_stay(self._device)
+        shards = memory.terms.get(Purpose.GRADIENTS, 0) + memory.passing
+        backwards, done, live, length = layout.accumulation * layout.chunks, 0, 0, timeline.duration
+
+        def moment(seconds: float, action: str, activations: int, **more: int) -> Moment:
+            now = {ACTIVATIONS: activations}
+            if not stay and (not action.endswith(_HIGHEST) or action.startswith(Kind.FORWARD.value)):
+                now[Purpose.GRADIENTS.value] = shards * done // backwards
+            return Moment(seconds=seconds, action=action, device={**estimate.device, **now, **more})
+
+        yield moment(0.0, "the step begins", 0)
+        walk = self._walk(layout, pipeline.of_rank(rank), schedule, rank)
+        for (action, during, after), start, end in zip(walk, timeline.starts[rank], timeline.ends[rank], strict=True):
+            backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            yield moment(start, f"{action} begins", live)
+            yield moment(start if backward else end, f"{action}{_HIGHEST}", during)
+            done, live = done + backward, after
+            yield moment(end, f"{action} ends", live)
+        update = {GATHERED: 0} if layout.stage == 3 else {}
+        yield moment(length, "all actions have ended", 0)
+        yield moment(length, "what nothing hides, and the update", 0, **update)
+        yield moment(max(length, estimate.seconds), "the step ends", 0, **update)
 
     # Bytes
 
@@ -272,7 +318,7 @@ class Estimator:
         device |= {
             GATHERED: memory.gathered,
             Purpose.GRADIENTS.value: gradients + memory.passing - beside,
-            Purpose.ACTIVATIONS.value: activations,
+            ACTIVATIONS: activations,
             LIBRARY: library.host + library.shared // busy if self._machine.is_cpu else library.device,
         }
         return {name: nbytes for name, nbytes in device.items() if nbytes}
@@ -416,14 +462,21 @@ class Estimator:
 
     def _pipeline_seconds(self, layout: Layout, pipeline: _Pipeline, *, exact: bool) -> float:
         """Seconds of all forwards and backwards of a step."""
-        chunks, ranks = pipeline.chunks, layout.pipeline
-        hidden = max(each.received for each in chunks)
+        if not exact:
+            return pipeline.bound(layout.accumulation, self._transfer(layout, pipeline))
+        return self._timeline(layout, pipeline).duration
+
+    def _transfer(self, layout: Layout, pipeline: _Pipeline) -> float:
+        """Seconds in which a microbatch goes from a stage to the next one."""
+        hidden = max(each.received for each in pipeline.chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
         transfer = self._collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
-        transfer += self._machine.waiting_seconds(min(self._host, layout.ranks))
-        if not exact:
-            return pipeline.bound(layout.accumulation, transfer)
+        return transfer + self._machine.waiting_seconds(min(self._host, layout.ranks))
+
+    def _timeline(self, layout: Layout, pipeline: _Pipeline) -> Timeline:
+        """When each rank does what."""
+        chunks, ranks = pipeline.chunks, layout.pipeline
 
         def seconds(rank: int, action: Action) -> float:
             chunk = chunks[action.chunk * ranks + rank]
@@ -434,7 +487,7 @@ class Estimator:
             return chunk.weights if action.kind is Kind.BACKWARD_WEIGHT else chunk.backward - chunk.weights
 
         schedule = _schedule(layout.schedule, ranks, layout.accumulation, layout.chunks)
-        return simulate(schedule, seconds, transfer=transfer).duration
+        return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
 
     def _hosts(self, layout: Layout) -> int:
         """Hosts over which ranks with the same states are spread."""

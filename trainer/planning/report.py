@@ -1,4 +1,4 @@
-"""A plan as a person reads it, as JSON, and as a picture."""
+"""A plan as a person reads it, and as JSON."""
 
 from __future__ import annotations
 
@@ -117,32 +117,3 @@ def row_json(estimate: Estimate) -> dict[str, Any]:
         "phases": {str(phase): seconds for phase, seconds in estimate.phases.items()},
         "bubble": estimate.bubble,
     }
-
-
-def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
-    """A page of HTML with two charts of the first rows: memory by purpose, and the time of a step by phase."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    rows = plan.rows[:shown]
-    names = [str(row.estimate.layout) for row in rows]
-    figure = make_subplots(
-        rows=1, cols=2, subplot_titles=("memory of a rank, GiB", "seconds of a step"), shared_yaxes=True
-    )
-    purposes = dict.fromkeys(name for row in rows for name in row.estimate.device)
-    for purpose in purposes:
-        values = [row.estimate.device.get(purpose, 0) / GIB for row in rows]
-        figure.add_trace(go.Bar(name=purpose, y=names, x=values, orientation="h", legend="legend"), row=1, col=1)
-    phases = dict.fromkeys(phase for row in rows for phase in row.estimate.phases)
-    for phase in phases:
-        times = [row.estimate.phases.get(phase, 0.0) for row in rows]
-        figure.add_trace(go.Bar(name=str(phase), y=names, x=times, orientation="h", legend="legend2"), row=1, col=2)
-    figure.add_vline(x=plan.room.device / GIB, line_dash="dot", row=1, col=1)
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.update_layout(
-        barmode="stack",
-        title=f"{plan.subject} on {plan.ranks} ranks of {plan.machine}",
-        legend={"orientation": "h", "y": -0.1, "x": 0.0, "xanchor": "left"},
-        legend2={"orientation": "h", "y": -0.1, "x": 1.0, "xanchor": "right"},
-    )
-    return str(figure.to_html(include_plotlyjs=True))

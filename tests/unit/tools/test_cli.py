@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -246,6 +247,15 @@ def test_the_installed_command_knows_its_version() -> None:
 
 
 # evaluate and init
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as stdout:
+        ended = subprocess.run([sys.executable, "-m", "zeromesh", "init"], stdout=stdout, stderr=subprocess.PIPE)
+    assert ended.returncode in (0, 1)
+    assert ended.stderr == b""
 
 
 def test_init_lists_examples_and_writes_one(

@@ -1,0 +1,75 @@
+"""The picture of a plan: memory over a step is as high as the plan says, and everything drawn is in the plan."""
+
+from typing import Any
+
+import pytest
+from test_machine import MACHINE
+
+from zeromesh.offload import Purpose
+from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.planning.estimate import ACTIVATIONS, GATHERED, Estimator
+from zeromesh.trainer.planning.layouts import Layout
+from zeromesh.trainer.planning.picture import plan_figure
+from zeromesh.trainer.planning.planner import GIB, Planner
+from zeromesh.trainer.planning.subject import Subject
+
+_MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+_KEYS = ("data.sequence_length=32", "batch.global_size=8", "precision.compute=float32")
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject.of(load_config(None, [f"model.config={_MODEL}", *_KEYS]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(micro=8),
+        Layout(micro=2, accumulation=4, stage=1),
+        Layout(shard=2, stage=3, micro=4),
+        Layout(pipeline=2, micro=1, accumulation=8),
+        Layout(pipeline=2, micro=1, accumulation=8, schedule="zero_bubble"),
+        Layout(pipeline=2, micro=1, accumulation=8, schedule="interleaved", chunks=3, recompute="block"),
+    ],
+    ids=str,
+)
+def test_memory_over_a_step_is_as_high_as_the_plan_says(subject: Subject, layout: Layout) -> None:
+    estimator = Estimator(subject, MACHINE, 2)
+    estimate, moments = estimator.estimate(layout), list(estimator.over_step(layout))
+    sums = [sum(each.device.values()) for each in moments]
+    times = [each.seconds for each in moments]
+    # The plan has room for gradient shards that come in backward beside activations that are highest in forward.
+    passing = 0 if layout.accumulation > 1 else estimate.device[Purpose.GRADIENTS.value]
+    assert estimate.device_bytes - passing <= max(sums) <= estimate.device_bytes
+    assert times == sorted(times)
+    assert times[0] == 0
+    assert times[-1] == pytest.approx(estimate.seconds)
+    activations = [each.device[ACTIVATIONS] for each in moments]
+    assert activations[0] == activations[-1] == 0
+    assert max(activations) == estimate.device[ACTIVATIONS]
+    if layout.stage == 3 and layout.shard > 1:
+        assert moments[-1].device.get(GATHERED, 0) == 0
+    assert len(moments) == 3 * layout.accumulation * layout.chunks * (3 if layout.schedule == "zero_bubble" else 2) + 4
+
+
+def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
+    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
+    best = plan.rows[0].estimate
+    figure = plan_figure(plan, list(Estimator(subject, MACHINE, 2).over_step(best.layout)), shown=2)
+    areas: list[Any] = [each for each in figure.data if each.type == "scatter"]
+    assert {each.name for each in areas} <= set(best.device)
+    heights = [sum(column) for column in zip(*(each.y for each in areas), strict=True)]
+    assert max(heights) == pytest.approx(best.device_bytes / GIB)  # It accumulates.
+    # Areas are stacked by equal x, each later than the one before.
+    (xs,) = {tuple(each.x) for each in areas}
+    assert list(xs) == sorted(set(xs))
+    bars = {each.name: each.x[0] for each in figure.data if each.type == "bar"}
+    assert sum(bars[name] for name in best.device) == pytest.approx(best.device_bytes / GIB)
+    assert sum(bars[str(phase)] for phase in best.phases) == pytest.approx(best.seconds)
