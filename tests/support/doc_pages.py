@@ -233,7 +233,7 @@ class Page:
 
     def _filled(self, words: tuple[str, ...]) -> list[str] | None:
         """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""
-        slow = words[1] in ("doctor", "verify") or "--measure" in words
+        slow = words[1] in ("doctor", "verify") or {"--measure", "parallel=auto"} & {*words}
         if words[0] != "zeromesh" or slow or words[1:3] == ("checkpoint", "merge"):
             return None
         if words[1] in ("train", "evaluate") and self.name not in TRAINED:
