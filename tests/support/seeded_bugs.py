@@ -363,6 +363,13 @@ BUGS: tuple[SeededBug, ...] = (
         plant=seeded_patches.same_dropout,
     ),
     SeededBug(
+        name="same-dropout-of-heads",
+        text="two tensor ranks draw the same dropout for their heads",
+        layout={**_TENSOR, "model.config.attention_dropout": 0.2},
+        named=r"layers\.0\.self_attn",
+        plant=seeded_patches.same_dropout_of_heads,
+    ),
+    SeededBug(
         name="experts-halved",
         text="gradients of experts are half of what they are",
         layout={

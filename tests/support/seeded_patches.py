@@ -21,6 +21,7 @@ from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.rng import seed_all
 from zeromesh.tensor import parallelize_module
+from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.lr_schedule import LRSchedule
@@ -514,6 +515,10 @@ def same_dropout(swap: Swap) -> None:
         return planted
 
     swap(Passes, "_begin_forward", make)
+
+
+def same_dropout_of_heads(swap: Swap) -> None:
+    swap(ShardedRandomness, "enter", lambda _: lambda self: None)
 
 
 def experts_halved(swap: Swap) -> None:

@@ -46,6 +46,7 @@ def test_a_right_layout_passes(workers: Workers, tmp_path: Path) -> None:
     [
         pytest.param("output", "output", "model.layers.1.mlp", id="a module"),
         pytest.param("scale", "gradient", "", id="a scale"),
+        pytest.param("error", "error", "", id="an error"),
     ],
 )
 def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, fault: str, kind: str, name: str) -> None:
@@ -53,6 +54,9 @@ def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, faul
     assert not found["passed"]
     first = found["found"][0]
     assert (first[0], first[2]) == (kind, 1)
+    if kind == "error":
+        assert "the run ends in step 1: " in found["located"]
+        assert "shapes do not fit" in found["located"]
     if name:
         assert first[1] == name
         assert first[3] == [1]
