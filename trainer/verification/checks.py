@@ -17,7 +17,7 @@ from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.verification.certificate import Difference
-from zeromesh.trainer.verification.observe import EXACT, Recorder, apart
+from zeromesh.trainer.verification.observe import Recorder, apart, bytes_of, differences_of
 from zeromesh.trainer.verification.reference import PlainRun, batches_of, loss_sum, whole_model
 from zeromesh.trainer.verification.shrink import SmallRun
 
@@ -25,8 +25,6 @@ Run = Callable[..., None]
 """`(config, recorder, subject)`: trains in the user's layout, see `Verification.run`."""
 _LEAST = 32
 """Elements of a mask that is compared: fewer may be alike by chance."""
-_STEPS = 2
-"""In which masks are compared."""
 
 
 def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Iterator[Difference]:
@@ -43,42 +41,16 @@ def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Itera
             yield _found("determinism", f"{name} after an equal run", size, name=name)
 
 
-class _Leaver(Recorder):
-    """Saves, and ends the run after a step."""
-
-    def __init__(self, last: int) -> None:
-        super().__init__()
-        self._last = last
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        super().on_step_end(trainer, step, metrics)
-        if step == self._last:
-            trainer.request(save=True, stop=True)
-
-
 def check_resume(run: Run, config: TrainerConfig, mesh: Mesh, plain: PlainRun) -> Iterator[Difference]:
     """Two steps, one more in another layout, and the others in the user's again: what an uninterrupted run has trained."""
-    named = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"name": "verify-resume"}),
-            "checkpoint": config.checkpoint.model_copy(
-                update={"every_steps": 0, "resume": "auto", "asynchronous": False}
-            ),
-        }
-    )
-    other = other_layout(named, mesh)
+    checkpoint = config.checkpoint.model_copy(update={"resume": "auto", "asynchronous": False})
+    named = config.run.model_copy(update={"name": "verify-resume"})
+    config = config.model_copy(update={"run": named, "checkpoint": checkpoint})
     last = Recorder()
-    run(named, _Leaver(2))
-    run(other, _Leaver(3))
-    run(named, last)
-    for step, loss in zip(plain.steps[3:], last.losses, strict=True):
-        size = abs(loss - step.loss) / abs(step.loss)
-        if not size <= EXACT:
-            yield _found("resume", "a loss after the run was resumed", size)
-    for name, wanted in plain.steps[-1].parameters.items():
-        size = apart(last.parameters[name], wanted, config.optimizer.lr * len(plain.steps) * wanted.numel() ** 0.5)
-        if not size <= EXACT:
-            yield _found("resume", f"{name} after the run was resumed", size, name=name)
+    run(config, Recorder(leaves_after=2, saves=True))
+    run(other_layout(config, mesh), Recorder(leaves_after=3, saves=True))
+    run(config, last)
+    yield from differences_of(last, plain, config.optimizer.lr, run="resume", first=3)
 
 
 def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
@@ -118,7 +90,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # Attention draws nothing where its rate is 0.
         if mask is not None and max(each.numel() for each in tensors) >= _LEAST and before != _generators():
-            name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(_bytes_of(mask))
+            name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))
             else:
@@ -134,16 +106,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Streams(Recorder):
-    """Keeps what the first two steps draw, and ends the run after them."""
+    """Keeps what a run draws."""
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self.draws = self._leaving.enter_context(_Draws(trainer.model))
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        super().on_step_end(trainer, step, metrics)
-        if step == _STEPS:
-            trainer.request(stop=True)
 
 
 def check_dropout(
@@ -161,7 +128,7 @@ def check_dropout(
     even = config.model_copy(
         update={"batch": batch.model_copy(update={"global_size": batch.global_size // size * size})}
     )
-    watch = _Streams()
+    watch = _Streams(leaves_after=2)
     run(even, watch, subject)
     found = [
         _found("dropout", f"{name} draws otherwise when backward computes it again", name=name)
@@ -198,13 +165,8 @@ def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
 def _generators() -> tuple[bytes, ...]:
     """The states of the generators of the CPU and of the device."""
     states = (torch.get_rng_state(), accelerator.generator_state())
-    return tuple(_bytes_of(each) for each in states if each is not None)
+    return tuple(bytes_of(each) for each in states if each is not None)
 
 
 def _found(check: str, what: str, size: float = 0.0, *, name: str = "", step: int = 0) -> Difference:
     return Difference(kind="check", step=step, name=name, size=size, run=check, detail=f"{check}: {what}")
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    found: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return found

@@ -5,8 +5,9 @@ parameters as it reads them. So what differs on some ranks alone is known to dif
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Region
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.losses.trial import whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
@@ -39,7 +42,9 @@ def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
 class Recorder(Callback):
     """Keeps losses, norms and parameters of a run that nobody else watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, leaves_after: int = 0, saves: bool = False) -> None:
+        """`leaves_after`: the step after which the run ends, and is saved before if `saves`; 0: all."""
+        self._last, self._saves = leaves_after, saves
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.parameters: dict[str, Tensor] = {}
@@ -61,6 +66,8 @@ class Recorder(Callback):
         self.losses.append(float(metrics["loss"]))
         norm = metrics.get("grad_norm")
         self.norms.append(float("nan") if norm is None else float(norm))
+        if step == self._last:
+            trainer.request(save=self._saves, stop=True)
 
     def on_train_end(self, trainer: Any) -> None:
         self.close()
@@ -160,23 +167,17 @@ class Observer(Recorder):
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
                 self._note(kind, name, size, place=self._places.get(name, 0))
 
-    def _turns(self, trainer: Any) -> list[int]:
-        """The numbers in the global batch of this rank's microbatches that count."""
-        mesh, batch = trainer.mesh, trainer.config.batch
-        blocks = -(-batch.global_size // batch.micro_size)
-        return list(range(mesh.data_index, blocks, mesh.data.size))
-
     def _compare_sums(self, trainer: Any) -> None:
         wanted = self.plain.steps[self.step - 1].sums
         # Where all that modules return is right, what is wrong comes after the last of them: in the head, or in its loss.
         head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
-        for (total, count), number in zip(self._sums, self._turns(trainer), strict=False):
+        for (total, count), number in zip(self._sums, own_microbatches(trainer.config, trainer.mesh), strict=False):
             plain, targets = wanted[number]
             size = float("inf") if count != targets else relative(total, plain)
             self._note("loss", head, size, microbatch=number)
 
     def _compare_outputs(self, trainer: Any) -> None:
-        turns, rounds = self._turns(trainer), trainer.run.plan.accumulation
+        turns, rounds = own_microbatches(trainer.config, trainer.mesh), trainer.run.plan.accumulation
         plain = self.plain.steps[self.step - 1].outputs
         for name, calls in self._outputs.items():
             expected = len(plain[turns[0]].get(name, ())) if turns else 0
@@ -200,6 +201,34 @@ class Observer(Recorder):
                 self.compared += 1
                 size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
                 self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+
+
+def differences_of(
+    recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
+) -> Iterator[Difference]:
+    """What a run that nobody watched, which began after step `first`, has computed otherwise: losses, norms and the last
+    parameters."""
+    note = partial(Difference, run=run, detail=run)
+    steps = zip(plain.steps[first:], recorder.losses, recorder.norms, strict=True)
+    for number, (step, *found) in enumerate(steps, start=first + 1):
+        for kind, own, wanted in zip(("loss", "norm"), found, (step.loss, step.norm), strict=True):
+            if own == own and not (size := relative(own, wanted)) <= EXACT:
+                yield note(kind=kind, step=number, name="", size=size)
+    last = len(plain.steps)
+    for name, value in plain.steps[-1].parameters.items():
+        if not (size := apart(recorder.parameters[name], value, rate * last * value.numel() ** 0.5)) <= EXACT:
+            yield note(kind="parameter", step=last, name=name, size=size)
+
+
+def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
+    """The microbatches of a global batch that are this rank's and count, by their numbers."""
+    return range(mesh.data_index, -(-config.batch.global_size // config.batch.micro_size), mesh.data.size)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """What a tensor is in memory."""
+    found: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found
 
 
 def own_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

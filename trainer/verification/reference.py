@@ -157,8 +157,8 @@ class _Loop:
         known = None if None in counts else sum(count or 0 for count in counts)
         for index, batch in enumerate(batches):
             moved = {name: _as_computed(name, value, compute) for name, value in batch.items()}
-            with self.watch.during(index in watched):
-                total, count = self.loss(self.model, moved)
+            self.watch.keeps = index in watched
+            total, count = self.loss(self.model, moved)
             step.outputs.append(self.watch.take())
             step.sums.append((float(total.detach()), count))
             share = _length(batch) / samples / max(1, count) if by_samples else 1 / max(1, known) if known else 1.0
@@ -333,12 +333,8 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self.order: dict[str, None] = {}
         self._found: Outputs = {}
-        self._keeps = False
+        self.keeps = False
         self.close = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
-
-    def during(self, keeps: bool) -> Any:
-        self._keeps = keeps
-        return nullcontext()
 
     def take(self) -> Outputs:
         found, self._found = self._found, {}
@@ -346,7 +342,7 @@ class _Watch:
 
     def _see(self, name: str, output: Any) -> None:
         self.order.setdefault(name)
-        if self._keeps:
+        if self.keeps:
             self._found.setdefault(name, []).append(tensors_of(output))
 
 

@@ -61,17 +61,16 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
     """
     model, notes = _small_model(config, inputs, mesh)
     _vary(model)
-    if not dropout:
-        without_dropout(model)
+    off = () if dropout or not without_dropout(model) else ("dropout is off; --check dropout compares what is drawn",)
     small = small_config(config, mesh, folder, dropout=dropout)
     wanted = STEPS * small.batch.global_size
     if inputs.train_dataset is not None and not notes:
         data: Any = inputs.train_dataset
         found = list(islice((data[index] for index in range(len(data))) if hasattr(data, "__len__") else data, wanted))
-        return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data",))
+        return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data", *off))
     length = _LENGTH + -_LENGTH % mesh.tensor.size
     samples = make_samples(model, small, wanted, length)
-    notes = (*notes, f"{len(samples)} samples of {length} random tokens, with other numbers of targets in each")
+    notes = (*notes, f"{len(samples)} samples of {length} random tokens, with other numbers of targets in each", *off)
     return SmallRun(model=model, config=small, samples=samples, collate=None, notes=notes)
 
 
@@ -143,18 +142,22 @@ def _vary(model: nn.Module) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
-def without_dropout(model: nn.Module) -> None:
-    """Turn off whatever draws random numbers in training."""
+def without_dropout(model: nn.Module) -> bool:
+    """Turn off whatever draws random numbers in training; returns whether anything did."""
+    found = []
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "layerdrop"))):
+            drops = "dropout" in name or name.endswith(("_pdrop", "layerdrop"))
+            if isinstance(value, float) and (
+                drops or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            ):
+                found.append(value)
                 setattr(module, name, 0.0)
     for config in {id(each): each for each in map(_config_of, model.modules()) if each is not None}.values():
         for name in ("apply_spec_augment", "layerdrop"):
             if hasattr(config, name):
                 setattr(config, name, type(getattr(config, name))(0))
+    return any(found)
 
 
 def _config_of(module: nn.Module) -> Any:

@@ -27,7 +27,16 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.verification.certificate import Certificate, Difference, PassRecord, merged
 from zeromesh.trainer.verification.checks import check_determinism, check_dropout, check_resume
-from zeromesh.trainer.verification.observe import EXACT, Observer, Recorder, apart, relative
+from zeromesh.trainer.verification.observe import (
+    EXACT,
+    Observer,
+    Recorder,
+    apart,
+    bytes_of,
+    differences_of,
+    own_microbatches,
+    relative,
+)
 from zeromesh.trainer.verification.reference import PlainRun, train_plainly
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
 
@@ -79,18 +88,11 @@ class Verification:
             except Exception as error:  # Whatever ends the run is what was to be found out, but for what is refused.
                 if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
                     self.failed = error
-                    step, said = (
-                        len(recorder.losses) + 1,
-                        f"the run ends in step {len(recorder.losses) + 1}: {summary(error)}",
-                    )
+                    step = len(recorder.losses) + 1
+                    said = f"the run ends in step {step}: {summary(error)}"
                     self.differences += getattr(recorder, "differences", [])
                     self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
                 raise
-
-    def watched(self) -> range:
-        """The microbatches of a global batch that are this rank's."""
-        batch = self.subject.config.batch
-        return range(self.mesh.data_index, -(-batch.global_size // batch.micro_size), self.mesh.data.size)
 
     def check(self, names: Collection[str]) -> None:
         """What is checked on request; both passes were made before."""
@@ -111,13 +113,12 @@ class Verification:
     def exact_pass(self) -> None:
         """In float64: once watched, once as the user trains, without anything that looks at gradients or outputs."""
         config = exact(self.subject.config)
-        plain = train_plainly(self.subject, config, self.inputs, self.watched())
-        self.plain = plain
+        self.plain = plain = train_plainly(self.subject, config, self.inputs, own_microbatches(config, self.mesh))
         observer, recorder = Observer(plain), Recorder()
         self.run(config, observer)
         self.run(config, recorder)
-        found = [*observer.differences, *_differences(recorder, plain, config, "unwatched")]
-        self.differences += found
+        self.differences += observer.differences
+        self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
         self.passes["exact"] = PassRecord(
             losses=observer.losses,
             plain_losses=[step.loss for step in plain.steps],
@@ -131,49 +132,41 @@ class Verification:
 
     def own_pass(self) -> None:
         """In the user's own precision: not further from the exact result than a few times a plain process in that precision."""
-        config = self.subject.config
-        true = train_plainly(self.subject, _wide(config), self.inputs)
-        plain = train_plainly(self.subject, config, self.inputs)
+        config, rate = self.subject.config, self.subject.config.optimizer.lr
+        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (_wide(config), config))
         recorder = self.own = Recorder()
         self.run(config, recorder)
-        epsilon = torch.finfo(getattr(torch, config.precision.compute)).eps
-        rows = {
-            "loss": ([s.loss for s in true.steps], [s.loss for s in plain.steps], recorder.losses),
-            "norm": ([s.norm for s in true.steps], [s.norm for s in plain.steps], recorder.norms),
-        }
-        bounds = []
-        for kind, (exactly, plainly, found) in rows.items():
-            rounding = max(map(relative, plainly, exactly))
-            bound = max(EXACT, _ROUNDING * rounding + _EPSILONS * epsilon)
-            bounds.append(bound)
-            for step, (number, wanted) in enumerate(zip(found, exactly, strict=True), start=1):
-                if number == number and not relative(number, wanted) <= bound:
-                    self._rounding(kind, "", step, relative(number, wanted), bound)
-        rate, steps = config.optimizer.lr, len(plain.steps)
-        sizes, plain_sizes = {}, {}
-        for name, true_value in true.steps[-1].parameters.items():
-            scale = rate * steps * true_value.numel() ** 0.5
-            sizes[name] = apart(recorder.parameters[name], true_value, scale)
-            plain_sizes[name] = apart(plain.steps[-1].parameters[name], true_value, scale)
-        bound = max(EXACT, _ROUNDING * max(plain_sizes.values()) + _EPSILONS * epsilon)
-        for name, size in sizes.items():
-            if not size <= bound:
-                self._rounding("parameter", name, steps, size, bound)
-        self.passes[config.precision.compute] = PassRecord(
+        rows: dict[str, list[tuple[int, str, float, float]]] = {"loss": [], "norm": [], "parameter": []}
+        """Of each number: the step, the name, how far the layout is from the exact result, and how far a plain process."""
+        numbers = zip(recorder.losses, recorder.norms, plain.steps, true.steps, strict=True)
+        for step, (loss, norm, one, exactly) in enumerate(numbers, start=1):
+            rows["loss"].append((step, "", relative(loss, exactly.loss), relative(one.loss, exactly.loss)))
+            if norm == norm:
+                rows["norm"].append((step, "", relative(norm, exactly.norm), relative(one.norm, exactly.norm)))
+        last = len(plain.steps)
+        for name, value in true.steps[-1].parameters.items():
+            sizes = [
+                apart(each[name], value, rate * last * value.numel() ** 0.5)
+                for each in (recorder.parameters, plain.steps[-1].parameters)
+            ]
+            rows["parameter"].append((last, name, sizes[0], sizes[1]))
+        bounds, compute = [], config.precision.compute
+        for kind, row in rows.items():
+            rounding = max((plainly for *_, plainly in row), default=0.0)
+            bounds.append(max(EXACT, _ROUNDING * rounding + _EPSILONS * torch.finfo(getattr(torch, compute)).eps))
+            for step, name, size, _ in row:
+                if not size <= bounds[-1]:
+                    what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[-1]:.2g})"
+                    self.differences.append(
+                        Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+                    )
+        self.passes[compute] = PassRecord(
             losses=recorder.losses,
-            plain_losses=rows["loss"][1],
+            plain_losses=[step.loss for step in plain.steps],
             norms=recorder.norms,
-            plain_norms=rows["norm"][1],
-            bound=max(*bounds, bound),
-            parameters=sizes,
-        )
-
-    def _rounding(self, kind: str, name: str, step: int, size: float, bound: float) -> None:
-        what = (
-            f"the {kind}{f' of {name}' if name else ''} in {self.subject.config.precision.compute} (bound {bound:.2g})"
-        )
-        self.differences.append(
-            Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+            plain_norms=[step.norm for step in plain.steps],
+            bound=max(bounds),
+            parameters={name: size for _, name, size, _ in rows["parameter"]},
         )
 
 
@@ -243,20 +236,6 @@ def _wide(config: TrainerConfig) -> TrainerConfig:
     return exact(config).model_copy(update={"optimizer": config.optimizer})
 
 
-def _differences(recorder: Recorder, plain: PlainRun, config: TrainerConfig, run: str) -> Iterator[Difference]:
-    """What a run that nobody watched has computed otherwise: losses, norms and the last parameters."""
-    for number, step in enumerate(plain.steps):
-        for kind, found, wanted in (("loss", recorder.losses, step.loss), ("norm", recorder.norms, step.norm)):
-            if found[number] == found[number] and not relative(found[number], wanted) <= EXACT:
-                size = relative(found[number], wanted)
-                yield Difference(kind=kind, step=number + 1, name="", size=size, run=run, detail="while nobody watched")
-    last = len(plain.steps)
-    for name, value in plain.steps[-1].parameters.items():
-        size = apart(recorder.parameters[name], value, config.optimizer.lr * last * value.numel() ** 0.5)
-        if not size <= EXACT:
-            yield Difference(kind="parameter", step=last, name=name, size=size, run=run, detail="while nobody watched")
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside the block nothing is written to standard output."""
@@ -306,11 +285,11 @@ def _digests(subject: SmallRun) -> dict[str, str]:
     weights, data = xxhash.xxh3_128(), xxhash.xxh3_128()
     for name, parameter in subject.model.named_parameters():
         weights.update(name.encode())
-        weights.update(_bytes_of(parameter))
+        weights.update(bytes_of(parameter))
     for sample in subject.samples:
         for name, value in sorted(sample.items()):
             data.update(name.encode())
-            data.update(_bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+            data.update(bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
     text = subject.config.model_copy(
         update={"run": subject.config.run.model_copy(update={"output_dir": "verify"})}
     ).to_yaml()
@@ -319,7 +298,3 @@ def _digests(subject: SmallRun) -> dict[str, str]:
         "weights": weights.hexdigest(),
         "data": data.hexdigest(),
     }
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
