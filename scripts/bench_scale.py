@@ -4,7 +4,8 @@ For each number of ranks it builds what every one of them has: its coordinate, n
 the flat buckets of a Llama of 70 billion parameters, cut over pipeline and tensor; then what each rank computes of the world as
 a whole, once: its list, the order of ranks, who is far. The exponent is that of the growth from the row before; 1 is in proportion
 to the ranks. A second table has pipeline schedules: made, proven (`validate`) and simulated, with the time for each of their
-actions. Peak memory is that of the process so far, imports included. Takes about half a minute.
+actions. A third one plans that Llama on H100s, in hosts of 8: the layouts that are estimated, and how many fit, with the time from
+the configuration to the ranked table. Peak memory is that of the process so far, imports included. Takes about a minute.
 
     --ranks     numbers of ranks, by default 64 256 1024 4096 16384
 """
@@ -137,17 +138,53 @@ def print_schedules() -> None:
         print(f"| {name} | {ranks} x {chunks} | {microbatches} | {actions} | {times} | {_peak_mib()} |", flush=True)
 
 
+def print_plans(counts: Sequence[int]) -> None:
+    """The table of plans. Each is made anew, with its model and traces."""
+    # Later than the mesh, whose memory would be that of the trainer's libraries too.
+    from zeromesh.trainer.config.load import load_config
+    from zeromesh.trainer.planning.machine import find_machine
+    from zeromesh.trainer.planning.planner import Plan, Planner
+    from zeromesh.trainer.planning.subject import Subject
+
+    machine = find_machine("h100")
+    model = f"{{model_type: llama, hidden_size: {HIDDEN}, intermediate_size: {WIDE}, num_hidden_layers: {BLOCKS}, "
+    model += f"num_attention_heads: 64, num_key_value_heads: 8, vocab_size: {VOCABULARY}}}"
+    keys = [
+        f"model.config={model}",
+        "data.sequence_length=4096",
+        "batch.global_size=2048",
+        "precision.compute=bfloat16",
+    ]
+
+    def plan(ranks: int) -> Plan:
+        return Planner(Subject.of(load_config(None, keys), device=machine.device.kind), machine).plan(ranks)
+
+    print("| ranks | layouts | that fit | planned, s | exponent | peak MiB |")
+    print("|---|---|---|---|---|---|")
+    plan(HOST)  # what is imported at the first trace is no part of a plan
+    before: tuple[int, float] | None = None
+    for ranks in counts:
+        seconds, made = timed(partial(plan, ranks))
+        grown = f"{math.log(seconds / before[1]) / math.log(ranks / before[0]):.2f}" if before else ""
+        fits = sum(row.fits for row in made.rows)
+        print(f"| {ranks} | {len(made.rows)} | {fits} | {seconds:.2f} | {grown} | {_peak_mib()} |", flush=True)
+        before = ranks, seconds
+
+
 def _peak_mib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
-    print_ranks(parser.parse_args().ranks)
+    counts = parser.parse_args().ranks
+    print_ranks(counts)
     print()
     print_schedules()
+    print()
+    print_plans(counts)
 
 
 if __name__ == "__main__":
