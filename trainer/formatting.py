@@ -1,9 +1,13 @@
 """Numbers as people read them, with units, and tables."""
 
 import math
-from collections.abc import Collection, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from zeromesh.errors import printable
+
+_INDENT, _LEAST_WIDTH = "  ", 14
 
 
 def human_bytes(count: float) -> str:
@@ -37,14 +41,58 @@ def human_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str] = ()) -> list[str]:
-    """Rows under the names of their columns, as lines; the columns in `right` stand to the right, as numbers do."""
-    every = [columns, *([printable(str(cell)) for cell in row] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*every, strict=True)]
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str] = (), *, width: int | None = None
+) -> list[str]:
+    """Rows under the names of their columns, as lines; the columns in `right` stand to the right, as numbers do.
+
+    With `width` what is in other columns goes on in the next lines where the table would be wider, the widest first.
+    """
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    parts = [[[cell] for cell in row] for row in (columns, *cells)]
+    if width is not None:
+        _narrow(widths, columns, cells, right, width)
+        indents = ["" if name in right else _INDENT for name in columns]
+        parts = [
+            [
+                textwrap.wrap(cell, most, subsequent_indent=indent)
+                for cell, most, indent in zip(row, widths, indents, strict=True)
+            ]
+            for row in (columns, *cells)
+        ]
+    lines = [line for row in parts for line in zip_longest(*row, fillvalue="")]
     return [
         "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(columns, row, widths, strict=True)
+            cell.rjust(most) if name in right else cell.ljust(most)
+            for name, cell, most in zip(columns, line, widths, strict=True)
         ).rstrip()
-        for row in every
+        for line in lines
     ]
+
+
+def _narrow(
+    widths: list[int], columns: Sequence[str], cells: Sequence[Sequence[str]], right: Collection[str], width: int
+) -> None:
+    """Take from the widths of columns until a table is no wider than `width`: from names of columns first."""
+    least = [
+        max([len(word) for word in name.split()] + [len(row[at]) for row in cells if name in right])
+        for at, name in enumerate(columns)
+    ]
+    least = [each if name in right else max(each, _LEAST_WIDTH) for name, each in zip(columns, least, strict=True)]
+
+    def room(at: int) -> int:
+        return widths[at] - least[at]
+
+    while sum(widths) + 2 * len(widths) - 2 > width:
+        at = max(range(len(widths)), key=lambda at: (columns[at] in right and room(at) > 0, room(at)))
+        if room(at) <= 0:
+            return
+        widths[at] -= 1
+
+
+def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
+    """Lines that are no longer than `width`; what goes on in the next one is indented further."""
+    for line in lines:
+        indent = _INDENT + " " * (len(line) - len(line.lstrip()))
+        yield from [line] if width is None else textwrap.wrap(line, width, subsequent_indent=indent) or [""]

@@ -23,14 +23,14 @@ from rich.text import Text
 from zeromesh.errors import StorageError, printable, ranks_text
 from zeromesh.files import read_whole, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
-from zeromesh.trainer.formatting import table_lines
+from zeromesh.trainer.formatting import table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
 _STALE_SECONDS = 10.0
-_ANSWER_SECONDS = 10.0
-_ROWS = 64
+_ANSWER_SECONDS, _SHORT_SECONDS = 10.0, 1.0
+_ROWS, _HINTS = 64, 8
 """Ranks that a table shows: of more, those that are waited for and those that have been at something the longest."""
 
 
@@ -64,8 +64,8 @@ def run_status(options: argparse.Namespace) -> int:
             show = lambda lines: live.update(Text("\n".join(map(printable, lines))), refresh=True)  # noqa: E731
         try:
             while True:
-                found = _snapshot(options.run)
-                show([_as_json(found)] if options.json else _lines(options.run, found))
+                found, width = _snapshot(options.run), console.width if console.is_terminal else None
+                show([_as_json(found)] if options.json else _lines(options.run, found, width))
                 if found.verdict or not options.watch:
                     return found.code
                 time.sleep(options.interval)
@@ -77,15 +77,17 @@ def run_status(options: argparse.Namespace) -> int:
 
 def _snapshot(run: Path) -> RunSnapshot:
     metrics, path, lock = run / METRICS, run / RANKS, run / LOCK
-    if not metrics.exists():
-        raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl")
-    last = (read_metrics(metrics) or [{}])[-1]
+    if not metrics.exists() and not lock.exists():
+        raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{_runs_in(run)}")
+    last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
     ranks = _ranks(path) if path.exists() else []
     try:
         note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
     except OSError as error:
         raise StorageError(f"{str(lock)!r} cannot be read: {error.strerror or error}") from error
-    written = path if path.exists() else metrics
+    if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
+        ranks = [{**row, "stopped": True} if _stopped(row) else row for row in ranks]
+    written = next((each for each in (path, metrics) if each.exists()), lock)
     code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
     return RunSnapshot(
@@ -98,6 +100,12 @@ def _snapshot(run: Path) -> RunSnapshot:
     )
 
 
+def _runs_in(folder: Path) -> str:
+    """A hint at the runs in a folder, the latest first."""
+    found = sorted(folder.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_HINTS]
+    return "; runs in it are " + ", ".join(str(each.parent) for each in found) if found else ""
+
+
 def _as_json(found: RunSnapshot) -> str:
     blamed = [asdict(each) for each in blames(found.ranks)]
     values = {"time": time.time(), "step": found.step, "loss": found.loss, "state": found.verdict or "goes on"}
@@ -105,8 +113,8 @@ def _as_json(found: RunSnapshot) -> str:
     return json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))
 
 
-def _lines(run: Path, found: RunSnapshot) -> list[str]:
-    """The tables and sentences of a snapshot."""
+def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
+    """The tables and sentences of a snapshot, as wide as a terminal is."""
     lines = [f"{run}: step {found.step}, loss {found.loss}"]
     blamed = blames(found.ranks)
     guilty = {each.rank for each in blamed}
@@ -114,23 +122,26 @@ def _lines(run: Path, found: RunSnapshot) -> list[str]:
     rows = sorted(order[:_ROWS], key=lambda row: row["rank"])
     if rows:
         columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
-        lines += table_lines(columns, list(map(_cells, rows)), columns[4::2])
+        lines += table_lines(columns, list(map(_cells, rows)), columns[4::2], width=width)
     if len(rows) < len(order):
         lines.append(f"and {len(order) - len(rows)} more ranks")
     over = bool(found.verdict)
-    lines += [] if over else sentences(blamed)
+    said = [f"rank {row['rank']} failed: {row['failure']}" for row in rows if row["failure"]]
+    said += [] if over else sentences(blamed)
+    lines += wrapped(said, width)
     parts = recent(rows)
     if len(parts) > 1:
         shown = (*BUSY, "waiting", "link")
         cells = [(rank, *(f"{1e3 * each[part]:,.1f}" for part in shown)) for rank, each in parts.items()]
         lines += ["milliseconds of a step, lately:", *table_lines(("rank", *shown), cells, shown)]
-        lines += verdicts(found.ranks, found.traffic)
+        lines += wrapped(verdicts(found.ranks, found.traffic), width)
     return [*lines, found.verdict] if over else lines
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
-    step = f"{row['step']}, microbatch {row['microbatch']}" if row.get("microbatch") else row["step"]
-    waits, doing = row.get("waits"), row["failure"] or row["doing"] + (f", {row['disk']}" if row.get("disk") else "")
+    step = f"{row['step']}, micro {row['microbatch']}" if row.get("microbatch") else row["step"]
+    waits, doing = row.get("waits"), row["doing"] + (f", {row['disk']}" if row.get("disk") else "")
+    doing = "failed" if row["failure"] else f"stopped {doing}" if row.get("stopped") else doing
     awaited = f"{waits['for']}: {ranks_text(waits['ranks']) if waits['ranks'] else 'the link'}" if waits else ""
     silent = f"{row['seconds_without_progress']:.1f}"
     return row["rank"], row["pid"], step, doing, f"{row.get('seconds', 0.0):.1f}", awaited, silent
@@ -144,6 +155,17 @@ def _ranks(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(f"{str(path)!r} cannot be read: {error}") from error
     return rows
+
+
+def _stopped(row: Mapping[str, Any]) -> bool:
+    """Whether the process of a rank of this host is stopped, by a signal or a debugger."""
+    if row["seconds_without_progress"] < _SHORT_SECONDS:
+        return False
+    try:
+        stat = read_whole(Path(f"/proc/{row['pid']}/stat"), 4096)
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
 
 
 def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from zeromesh.offload import Purpose, Tier
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
+from zeromesh.trainer.monitoring.plan_comparison import UNCOUNTED
 
 TOLERANCE = 0.15
 """The part of what was measured by which a plan may be off before it says which term was."""
-
-UNCOUNTED = "uncounted"
-"""Bytes of the peak that no purpose of the ledger has."""
-_WORDS = {UNCOUNTED: "activations and libraries"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,43 +94,3 @@ def _most_off(whole: Sequence[float], terms: Mapping[str, Sequence[float]]) -> s
     """The term whose difference makes up most of that of the whole."""
     sign = 1 if whole[0] > whole[1] else -1
     return max(terms, key=lambda name: sign * (terms[name][0] - terms[name][1]))
-
-
-ComparisonRow = tuple[str, str, str, str]
-"""The name of a term, predicted, measured, and by how much the plan was off, for a person."""
-
-
-def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
-    """The terms of a record: the step and its phases, the highest memory, and bytes by tier and purpose.
-
-    Raises:
-        ValueError, LookupError, TypeError: for what no record is.
-    """
-    yield _row("step", human_seconds, record["seconds"])
-    for name, pair in dict(record["phases"]).items():
-        yield _row(f"step: {name}", human_seconds, pair)
-    yield _row("highest memory", human_bytes, record["peak"])
-    for tier, purposes in dict(record["memory"]).items():
-        for name, pair in dict(purposes).items():
-            yield _row(f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair)
-
-
-def comparison_remarks(record: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for the step and one for the memory, where the plan was off by more than `TOLERANCE`, that names the term."""
-    for what, whole, term in (("step", "seconds", "most_off"), ("highest memory", "peak", "most_off_memory")):
-        if record.get(term) is not None:
-            *_, off = _row(what, str, record[whole])
-            name = _WORDS.get(record[term], str(record[term]).replace("_", " "))
-            yield f"{what}: the plan was {off} off, most of it {name}"
-
-
-def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record as a table, with the remarks below it."""
-    columns = (f"plan of {record['layout']}", "predicted", "measured", "off")
-    yield from table_lines(columns, list(comparison_rows(record)), right=columns[1:])
-    yield from comparison_remarks(record)
-
-
-def _row(name: str, shown: Callable[[float], str], pair: Sequence[float]) -> ComparisonRow:
-    predicted, measured = pair
-    return name, shown(predicted), shown(measured), f"{predicted / measured - 1:+.0%}" if measured else ""

@@ -31,7 +31,7 @@ class Blame:
 
     rank: int | None
     cause: str
-    """`data`, `compute`, `disk`, `between steps`, `failed`, `link`, or `each other` where ranks wait in a circle."""
+    """`data`, `compute`, `disk`, `between steps`, `failed`, `stopped`, `link`, or `each other` where ranks wait in a circle."""
     doing: str
     seconds: float
     """For how long it does that; of a link or a circle, for how long it was waited for."""
@@ -84,6 +84,8 @@ def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
 def _cause(row: Row) -> str:
     if row["failure"]:
         return "failed"
+    if row.get("stopped"):
+        return "stopped"
     if row.get("disk"):
         return "disk"
     return {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}.get(row["activity"], "compute")
@@ -93,15 +95,16 @@ def sentences(found: Sequence[Blame]) -> list[str]:
     """The same in words, a line each."""
     lines = []
     for each in found:
-        who = f"rank{'s' * (len(each.waiting) > 1)} {_listed(each.waiting)}"
+        several = len(each.waiting) > 1
+        who, wait = f"rank{'s' * several} {_listed(each.waiting)}", "wait" if several else "waits"
         if each.rank is not None:
             lines.append(
-                f"{who} wait for rank {each.rank}: {each.cause} (rank {each.rank} is {each.doing}, for {each.seconds:.1f} s)"
+                f"{who} {wait} for rank {each.rank}: {each.cause} (rank {each.rank} is {each.doing}, for {each.seconds:.1f} s)"
             )
         elif each.cause == "link":
             lines.append(f"{who}: link (all ranks have come to {each.doing}, for {each.seconds:.1f} s)")
         else:
-            lines.append(f"{who} wait for each other (in {each.doing}, for {each.seconds:.1f} s)")
+            lines.append(f"{who} {wait} for each other (in {each.doing}, for {each.seconds:.1f} s)")
     return lines
 
 

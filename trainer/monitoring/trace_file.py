@@ -120,7 +120,8 @@ def trace_of(
             end = max(waits.begin, waits.end - 1)
             events.append({"ph": "f", "bp": "e", "pid": waiter, "tid": waits.row, "ts": _micro(end, zero), **common})
     events += _memory(metrics, kept.get(0, []), zero)
-    events.sort(key=lambda event: event["ts"])
+    # Of slices that begin together the longer one holds the other.
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     return {"traceEvents": [*_titles(rings), *events], "displayTimeUnit": "ms"}
 
 
@@ -254,7 +255,12 @@ def _memory(metrics: Sequence[Mapping[str, Any]], slices: Sequence[Slice], zero:
 def _titles(rings: Sequence[RankRing]) -> Iterator[dict[str, Any]]:
     for ring in rings:
         common = {"ph": "M", "ts": 0.0, "pid": ring.rank}
-        yield {**common, "tid": 0, "name": "process_name", "args": {"name": f"rank {ring.rank} on {ring.host}"}}
+        yield {
+            **common,
+            "tid": 0,
+            "name": "process_name",
+            "args": {"name": f"rank {ring.rank} on {ring.host.partition(' ')[0]}"},
+        }
         yield {**common, "tid": 0, "name": "process_sort_index", "args": {"sort_index": ring.rank}}
         for row, name in _ROWS.items():
             yield {**common, "tid": row, "name": "thread_name", "args": {"name": name}}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 
 SHOWN = 12
 """Rows of a table."""
-_REFUSALS, _LEAST_WIDTH = 6, 24
+_REFUSALS = 6
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
@@ -33,29 +31,16 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
         after += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
     after += [f"  {kind}: not possible: {reason}" for kind, reason in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
-    return [*_wrapped(lines, width), *table, *_wrapped(after, width)]
+    return [*wrapped(lines, width), *table, *wrapped(after, width)]
 
 
 def _table(plan: Plan, rows: Sequence[PlanRow], width: int | None) -> list[str]:
-    """The table without columns that are empty; layouts go on in the next line where the terminal is too narrow for them."""
+    """The table, without columns that are empty."""
     columns = ("layout", "step", "memory", "of", "host", "disk", "longest")
     cells = [_cells(plan, row) for row in rows]
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
-    others = sum(max(len(columns[at]), *(len(row[at]) for row in cells)) + 2 for at in used[1:])
-    room = max(_LEAST_WIDTH, width - others) if width is not None else sys.maxsize
-    found = []
-    for row in cells:
-        layout, *more = textwrap.wrap(row[0], room)
-        found.append([layout, *(row[at] for at in used[1:])])
-        found += [[f"  {each}", *("" for _ in used[1:])] for each in textwrap.wrap(" ".join(more), room - 2)]
-    return table_lines([columns[at] for at in used], found, right=columns[1:6])
-
-
-def _wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
-    """Lines that are no longer than the terminal is wide; what goes on is indented."""
-    for line in lines:
-        rest = "  " * (len(line) - len(line.lstrip()) + 1)
-        yield from [line] if width is None else textwrap.wrap(line, width, subsequent_indent=rest) or [""]
+    shown = [[row[at] for at in used] for row in cells]
+    return table_lines([columns[at] for at in used], shown, right=columns[1:6], width=width)
 
 
 def _cells(plan: Plan, row: PlanRow) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -50,12 +52,10 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scripts of all shells, as `completion.SHELL` in one directory, beside a file `c.yaml`."""
     folder = tmp_path_factory.mktemp("completion")
     (folder / "c.yaml").write_text("{}")
-    with pytest.MonkeyPatch.context() as patch:
-        for shell in SHELLS:
-            written: list[str] = []
-            patch.setattr("sys.stdout", type("Out", (), {"write": staticmethod(written.append)}))
+    for shell in SHELLS:
+        with redirect_stdout(StringIO()) as written:
             assert main(["completion", shell]) == 0
-            (folder / f"completion.{shell}").write_text("".join(written))
+        (folder / f"completion.{shell}").write_text(written.getvalue())
     return folder
 
 

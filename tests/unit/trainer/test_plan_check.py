@@ -6,7 +6,8 @@ import pytest
 
 from zeromesh.offload import Purpose, Tier
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.trainer.monitoring.plan_check import PlanCheck, Prediction, comparison_lines
+from zeromesh.trainer.monitoring.plan_check import PlanCheck, Prediction
+from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
 
 MIB = 1 << 20
 

@@ -38,7 +38,7 @@ def test_all_have_come_or_all_wait_for_each_other() -> None:
     # A transfer among some, while a third is late, is not what is waited for.
     assert causes(row(0, waits=[1, 2]), row(1, waits=[]), row(2, "data")) == [(2, "data", (0,)), (None, "link", (1,))]
     assert sentences(blames([row(0, waits=[1]), row(1, "data")])) == [
-        "rank 0 wait for rank 1: data (rank 1 is doing data, for 3.0 s)"
+        "rank 0 waits for rank 1: data (rank 1 is doing data, for 3.0 s)"
     ]
 
 
