@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.launch import run_ranks
-from bench.planned import STEPS
+from bench.planned import WARM
 
 from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
@@ -115,7 +115,7 @@ def overrides(model: str, layout: Layout | None = None) -> list[str]:
         "data.eval_fraction": 0.0,
         "batch.global_size": SAMPLES,
         "precision.compute": compute,
-        "run.max_steps": STEPS,
+        "run.max_steps": WARM + 4,
         "run.eval_at_end": False,
         "checkpoint.every_steps": 0,
         "checkpoint.resume": "never",

@@ -1,7 +1,7 @@
-"""One rank of a planned layout: `python -m bench.planned CONFIGURATION`, started by `launch.run_ranks`.
+"""One rank of a planned layout: `python -m bench.planned KEYS [FILE]`, started by `launch.run_ranks`.
 
-Trains as a user does and prints one line that begins with `RESULT`: the seconds of the timed steps, and the highest memory of the
-others above that after imports, as in `bench.probe`.
+Trains as a user does and prints one line that begins with `RESULT`: the layout, the seconds of the timed steps, and the highest
+memory of the others above that after imports, as in `bench.probe`.
 """
 
 import json
@@ -17,14 +17,15 @@ from zeromesh import Callback, Trainer
 from zeromesh.environment import read_environment
 from zeromesh.trainer.config.load import load_config
 
-STEPS, TIMED = 7, 4
-"""Steps of a run, and how many at its end are timed. Memory is looked at in those before them, which the looking slows down."""
+WARM = 3
+"""Steps before those that are timed. Memory is looked at in them, which the looking slows down."""
 
 
 class Watch(Callback):
     """Looks at memory until the timed steps begin."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, steps: int) -> None:
+        self.steps = steps
         self.base = memory_now(ranks)
         self.sampler = Sampler(ranks)
         self.sampler.watch(on=True)
@@ -39,12 +40,12 @@ class Watch(Callback):
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Note a step; the last one that is not timed ends the looking."""
-        if step == STEPS - TIMED:
+        if step == WARM:
             self.sampler.watch(on=False)
             self.peak = self.sampler.peak
-        if step == STEPS:
+        if step == self.steps:
             self.ledger = {each.name: nbytes for each, nbytes in trainer.engine.ledger.by_purpose().items()}
-        if step > STEPS - TIMED:
+        if step > WARM:
             self.seconds.append(metrics["step_seconds"])
             self.phases.append(metrics["phases"])
 
@@ -53,11 +54,14 @@ def main() -> None:
     """Train, print."""
     die_with_parent()
     torch.set_num_threads(1)
-    config = load_config(None, json.loads(sys.argv[1]))
-    watch = Watch(read_environment().world_size)
+    ranks = read_environment().world_size
+    config = load_config(sys.argv[2] if len(sys.argv) > 2 else None, json.loads(sys.argv[1]), ranks=ranks)
+    watch = Watch(ranks, config.run.max_steps)
     with Trainer(config=config, callbacks=[watch]) as trainer:
         trainer.fit()
+        notes = [note for note in trainer.config.notes if note.startswith("auto: ")]
     found = {
+        "auto": notes[-1].removeprefix("auto: ").partition(", the first row")[0] if notes else "",
         "seconds": watch.seconds,
         "phases": watch.phases,
         "peak": (watch.peak - watch.base).total,

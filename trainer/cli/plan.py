@@ -149,9 +149,14 @@ def _lines(machine: Machine) -> list[str]:
         )
     )
     rows.append(("an operation's launch", f"{machine.device.launch_seconds * 1e6:.1f} us"))
-    for ranks, factor, seconds in machine.host.crowding or ():
-        waits = f", {seconds * 1e3:.2f} ms of waiting at an exchange" if seconds else ""
-        rows.append((f"{ranks} ranks at once", f"{factor:.2f} times as long{waits}"))
+    for ranks, factor in machine.host.crowding or ():
+        waits = ", ".join(
+            f"{waited * 1e3:.2f} ms after {computing * 1e3:.1f}"
+            for of, computing, waited in machine.host.waiting or ()
+            if of == ranks
+        )
+        waiting = f", waiting at an exchange {waits}" if waits else ""
+        rows.append((f"{ranks} ranks at once", f"{factor:.2f} times as long{waiting}"))
     for where, links in (("inside a host", machine.links.inside), ("between hosts", machine.links.between)):
         for name in type(links).model_fields:
             link = getattr(links, name)

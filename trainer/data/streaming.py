@@ -142,10 +142,11 @@ def digest(sample: Any, limit: int | None = None) -> int:
     if not isinstance(sample, Mapping):
         sample = dict(enumerate(sample if isinstance(sample, list | tuple) else [sample]))
     for name, value in sample.items():
-        content = repr(value).encode()
         if isinstance(value, torch.Tensor):
             content = value.detach().reshape(-1)[:limit].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        elif not isinstance(value, str) and _ADDRESS.search(content):
-            continue
+        else:
+            content = repr(value).encode()
+            if not isinstance(value, str) and _ADDRESS.search(content):
+                continue
         found = crc32(content, crc32(str(name).encode(), found))
     return found

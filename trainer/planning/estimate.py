@@ -408,15 +408,15 @@ class Estimator:
         key = (id(segment.forward), id(segment.backward), busy)
         if key not in self._seconds:
             machine, forward, backward = self._machine, segment.forward, segment.backward
-            waits = machine.waiting_seconds(busy)
             weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    count * (self._collective_seconds(each.kind, each.nbytes, ranks=layout.tensor) + waits)
+                    count * self._collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
                     for each, count in work.exchanges
                 )
-                for work in (forward, backward)
+                + self._waits(sum(count for _, count in work.exchanges), computing, layout)
+                for work, computing in ((forward, computes[0]), (backward, computes[1]))
             ]
             self._seconds[key] = _SegmentSeconds(
                 forward=computes[0],
@@ -472,7 +472,8 @@ class Estimator:
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
         transfer = self._collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
-        return transfer + self._machine.waiting_seconds(min(self._host, layout.ranks))
+        mean = sum(each.forward + each.backward for each in pipeline.chunks) / (2 * len(pipeline.chunks))
+        return transfer + self._waits(1, mean, layout)
 
     def _timeline(self, layout: Layout, pipeline: _Pipeline) -> Timeline:
         """When each rank does what."""
@@ -488,6 +489,11 @@ class Estimator:
 
         schedule = _schedule(layout.schedule, ranks, layout.accumulation, layout.chunks)
         return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
+
+    def _waits(self, exchanges: int, computing: float, layout: Layout) -> float:
+        """Seconds in which ranks of a host wait for each other at so many exchanges in as many seconds of computing."""
+        each = self._machine.waiting_seconds(min(self._host, layout.ranks), computing / max(1, exchanges))
+        return exchanges * each
 
     def _hosts(self, layout: Layout) -> int:
         """Hosts over which ranks with the same states are spread."""
@@ -509,7 +515,7 @@ class Estimator:
             # One exchange for each unit.
             number = max(1, len(units.layouts))
             each = self._collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
-            return number * (each + machine.waiting_seconds(min(self._host, layout.ranks)))
+            return number * each + self._waits(number, compute / layout.accumulation, layout)
 
         total += layout.accumulation * self._sum_seconds(options, units, shard)
         each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation

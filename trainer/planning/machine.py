@@ -63,13 +63,16 @@ def _table(text: str) -> Any:
 
 ProductRow = Annotated[tuple[Count, Count, Count, Count, Positive], _Row]
 SizeRow = Annotated[tuple[Count, Positive], _Row]
-CrowdRow = Annotated[tuple[Count, Positive, NotNegative], _Row]
+WaitRow = Annotated[tuple[Count, Positive, NotNegative], _Row]
 CollectiveRow = Annotated[tuple[Kind, Count, Count, Positive], _Row]
 ProductRows = Annotated[
     tuple[ProductRow, ...], _Row, Field(min_length=1), _table("[batch, rows, inner, columns, operations a second]")
 ]
 SizeRows = Annotated[tuple[SizeRow, ...], _Row, Field(min_length=1), _table("[bytes, bytes a second]")]
-CrowdRows = Annotated[tuple[CrowdRow, ...], _Row, Field(min_length=1), _table("[ranks, factor, seconds of waiting]")]
+CrowdRows = Annotated[tuple[SizeRow, ...], _Row, Field(min_length=1), _table("[ranks, factor]")]
+WaitRows = Annotated[
+    tuple[WaitRow, ...], _Row, Field(min_length=1), _table("[ranks, seconds of computing, seconds of waiting]")
+]
 CollectiveRows = Annotated[
     tuple[CollectiveRow, ...], _Row, Field(min_length=1), _table("[kind, ranks, bytes, seconds]")
 ]
@@ -123,8 +126,10 @@ class HostRates(Section):
     memory_bandwidth: Positive
     """Bytes a second, of all cores together."""
     crowding: CrowdRows | None = None
-    """`[ranks, factor, seconds]`: how many times longer computing takes when so many ranks compute on a host at once, and how long
-    they wait for each other where they exchange something amid it."""
+    """`[ranks, factor]`: how many times longer computing takes when so many ranks compute on a host at once."""
+    waiting: WaitRows | None = None
+    """`[ranks, seconds, seconds]`: how long so many ranks of a host wait for each other at an exchange, after how much
+    computing since the one before, which is the first of the two."""
 
 
 class LinkRates(Section):
@@ -266,14 +271,19 @@ class Machine(Section):
         Without a table it is 1 on accelerators, and on a CPU the ranks that share a core. Beyond the last row, the ranks of a CPU
         share what there is.
         """
-        rows = sorted(self.host.crowding or ((1, 1.0, 0.0),))
+        rows = sorted(self.host.crowding or ((1, 1.0),))
         share = max(1.0, ranks_on_host / max(rows[-1][0], self.host.cores)) if self.is_cpu else 1.0
-        return share * _interpolated([(float(ranks), factor) for ranks, factor, _ in rows], ranks_on_host)
+        return share * _interpolated([(float(ranks), factor) for ranks, factor in rows], ranks_on_host)
 
-    def waiting_seconds(self, ranks_on_host: int) -> float:
-        """How long ranks of a host, of which so many compute, wait for each other at an exchange amid computing."""
-        rows = sorted(self.host.crowding or ((1, 1.0, 0.0),))
-        return max((seconds for ranks, _, seconds in rows if ranks <= ranks_on_host), default=0.0)
+    def waiting_seconds(self, ranks_on_host: int, between: float) -> float:
+        """How long ranks of a host, of which so many compute, wait for each other at an exchange, after `between` seconds of
+        computing since the one before. Where more ranks than cores compute, a rank waits for one that has no core."""
+        rows = self.host.waiting or ()
+        most = max((ranks for ranks, *_ in rows if ranks <= ranks_on_host), default=0)
+        parts = [
+            (computing, waited / computing) for ranks, computing, waited in sorted(rows) if ranks == most and waited
+        ]
+        return between * _interpolated(parts, between) if parts and between else 0.0
 
     def transport(self, hosts: int = 1) -> str:
         """The transport that `parallel.transport: auto` takes for ranks of so many hosts."""

@@ -28,7 +28,8 @@ SMALL = {
         "cores": 2,
         "memory_bytes": 1 << 34,
         "memory_bandwidth": 1.5e10,
-        "crowding": [[1, 1.0, 0.0], [2, 1.5, 1e-4]],
+        "crowding": [[1, 1.0], [2, 1.5]],
+        "waiting": [[2, 1e-3, 1e-4], [2, 1e-2, 4e-3]],
     },
     "links": {
         "inside": {

@@ -26,8 +26,10 @@ from zeromesh.trainer.planning.measuring.clock import Clock, MeasureSizes
 from zeromesh.trainer.planning.measuring.device_meter import DeviceMeter
 from zeromesh.trainer.planning.measuring.link_meter import LinkMeter, doubled
 
-_AMID = 20
+_AMID = 10
 """Exchanges in a row that are timed amid computing."""
+_PRODUCTS = (2, 12, 36)
+"""Products of matrices between two of them."""
 
 
 class MachineMeter:
@@ -55,7 +57,7 @@ class MachineMeter:
         found = self._one_by_one("products, memory and launches", self._alone.rates)
         update = self._one_by_one("updates and copies", self._alone.updates)
         disk = self._one_by_one("the disk", partial(self._alone.disk, self._directory))
-        crowding, together = self._crowd()
+        crowding, waiting, together = self._crowd()
         links = LinkMeter(self._mesh, self._hosts, self.clock, self._sizes, self._tell).links()
         data = None
         if self._mesh.rank == 0:
@@ -71,6 +73,7 @@ class MachineMeter:
                     "memory_bytes": machine_bytes(),
                     "memory_bandwidth": max(together, device["memory_bandwidth"] if not self._on_device else 0.0),
                     "crowding": crowding,
+                    "waiting": waiting or None,
                 },
                 "links": links,
                 "disk": disk,
@@ -109,25 +112,29 @@ class MachineMeter:
 
     # All ranks at once
 
-    def _crowd(self) -> tuple[list[list[float]], float]:
-        """`[ranks, factor, seconds]` for ever more ranks of the first host, and bytes a second of memory that all have together."""
+    def _crowd(self) -> tuple[list[list[float]], list[list[float]], float]:
+        """For ever more ranks of the first host `[ranks, factor]` and what `_waiting` gives, and bytes a second of memory that all
+        have together."""
         self._tell("how ranks hinder each other")
         step, _ = self._alone.transformer(**self._sizes.model)
         wide = self._alone.random(max(self._sizes.moved))
         found: list[list[float]] = []
+        waiting: list[list[float]] = []
         alone = bandwidth = 0.0
         for ranks in doubled(len(self._hosts[0])):
             seconds = self._beside(step, ranks)
             alone = alone or seconds
-            found.append([ranks, max(1.0, seconds / alone), self._waiting(ranks)])
+            found.append([ranks, max(1.0, seconds / alone)])
+            waiting += self._waiting(ranks)
             moved = self._beside(lambda: torch.add(wide, wide, out=wide), ranks)
             bandwidth = max(bandwidth, ranks * 3 * wide.nbytes / moved)
-        return found, bandwidth
+        return found, waiting, bandwidth
 
-    def _waiting(self, ranks: int) -> float:
-        """Seconds that an exchange of two takes amid computing, beside what it takes to move: ranks never compute equally fast."""
+    def _waiting(self, ranks: int) -> list[list[float]]:
+        """`[ranks, seconds, seconds]`: after more and more seconds of computing, those that an exchange of two takes: ranks never
+        compute equally fast, and ranks that share a core do so in turns."""
         if ranks == 1 or self._on_device:
-            return 0.0
+            return []
         here = self._hosts[0][:ranks]
         pairs = [here[start : start + 2] for start in range(0, ranks - 1, 2)]
         groups = [self._mesh.process_sets.add(pair, name=f"pair {pair[0]} of {ranks}") for pair in pairs]
@@ -135,25 +142,28 @@ class MachineMeter:
         matrix, tensor = self._alone.random(256, 256), self._alone.random(1 << 14)
         exchange = open_exchange(mine, self.device, "auto") if mine is not None else None
 
-        def compute() -> None:
-            torch.mm(torch.mm(matrix, matrix), matrix)
+        def taken(products: int, *, exchanging: bool) -> float:
+            def call() -> None:
+                for _ in range(products):
+                    torch.mm(matrix, matrix)
+                if exchanging and exchange is not None:
+                    exchange.sum(tensor).wait()
 
-        def both() -> None:
-            compute()
-            if exchange is not None:
-                exchange.sum(tensor).wait()
-
-        taken = []
-        for call in (compute, both):
             rounds = []
-            for _ in range(2 * self._sizes.rounds):
+            for _ in range(self._sizes.rounds):
                 self._mesh.world.barrier("the beginning of a round")
                 rounds.append(self.clock.take(call, _AMID) / _AMID if mine is not None else 0.0)
-            taken.append(self.clock.median(rounds))
-        found = self._mesh.world.gather_json(max(0.0, taken[1] - taken[0]), "seconds of waiting")
+            return self.clock.median(rounds)
+
+        rows: list[list[float]] = []
+        for products in _PRODUCTS:
+            computing = taken(products, exchanging=False)
+            waited = max(0.0, taken(products, exchanging=True) - computing)
+            found = self._mesh.world.gather_json([computing, waited], "seconds of waiting")
+            rows.append([ranks, *(statistics.median(found[rank][each] for rank in here) for each in (0, 1))])
         for group in groups:
             self._mesh.process_sets.remove(group)
-        return float(statistics.median(found[rank] for rank in here))
+        return rows
 
     def _beside(self, call: Callable[[], object], ranks: int) -> float:
         """Seconds of a call while the first `ranks` ranks of the first host make it, the mean over them.
