@@ -20,7 +20,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from zeromesh.errors import StorageError, printable, ranks_text
+from zeromesh.errors import ConfigError, StorageError, printable, ranks_text
 from zeromesh.files import read_whole, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
 from zeromesh.trainer.formatting import table_lines, wrapped
@@ -190,14 +190,18 @@ def run_trace(options: argparse.Namespace) -> int:
 
     Raises:
         StorageError: where there is no run, or no trace of it, and where files cannot be read or written.
+        ConfigError: for steps of which nothing is known.
     """
     if not _snapshot(options.run).verdict:
         _ask(options.run)
     rings, remarks = read_rings(options.run / FOLDER)
     out = options.out or options.run / FOLDER / "trace.json.gz"
+    memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
+    trace = trace_of(rings, memory, options.steps)
+    if options.steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
+        raise ConfigError(f"--steps {options.steps[0]}:{options.steps[-1]}: the ranks remember none of these steps")
     try:
-        memory = read_metrics(options.run / METRICS)
-        write_whole(out, trace_content(trace_of(rings, memory, options.steps), packed=out.suffix == ".gz"), sync=False)
+        write_whole(out, trace_content(trace, packed=out.suffix == ".gz"), sync=False)
     except OSError as error:
         raise StorageError(f"{str(out)!r} cannot be written: {error.strerror or error}; give --out FILE") from error
     for remark in remarks:

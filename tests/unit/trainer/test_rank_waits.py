@@ -29,6 +29,7 @@ def test_the_rank_at_the_end_of_a_chain_is_named_with_what_it_does() -> None:
     assert causes(row(0, waits=[1]), row(1, "forward")) == [(1, "compute", (0,))]
     assert causes(row(0, waits=[1]), row(1, "optimizer", disk="write of 'x' for 3 seconds")) == [(1, "disk", (0,))]
     assert causes(row(0, waits=[1]), row(1, failure="OSError: x")) == [(1, "failed", (0,))]
+    assert causes(row(0, waits=[1]), row(1, "forward", stopped=True)) == [(1, "stopped", (0,))]
     assert causes(row(0, waits=[1]), row(1, "idle")) == [(1, "between steps", (0,))]
 
 
