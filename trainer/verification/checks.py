@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
@@ -18,8 +18,9 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.observe import Recorder, apart, bytes_of, differences_of
-from zeromesh.trainer.verification.reference import PlainRun, batches_of, loss_sum, whole_model
+from zeromesh.trainer.verification.reference import PlainRun, batches_of, loss_sum, tensors_of, whole_model
 from zeromesh.trainer.verification.shrink import SmallRun
+from zeromesh.zero.hooks import watch_outputs
 
 Run = Callable[..., None]
 """`(config, recorder, subject)`: trains in the user's layout, see `Verification.run`."""
@@ -33,7 +34,7 @@ def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Itera
     run(config, again)
     for kind, one, two in (("loss", first.losses, again.losses), ("norm", first.norms, again.norms)):
         for step, (before, now) in enumerate(zip(one, two, strict=True), start=1):
-            if before != now and now == now:
+            if repr(before) != repr(now):  # NaN is equal to itself here.
                 yield _found("determinism", f"the {kind} of step {step} of an equal run", abs(now - before), step=step)
     for name, value in first.parameters.items():
         if not torch.equal(value, again.parameters[name]):
@@ -56,15 +57,12 @@ def check_resume(run: Run, config: TrainerConfig, mesh: Mesh, plain: PlainRun) -
 def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     """A layout of as many ranks that keeps states otherwise: data ranks alone and, where these were so already, another stage."""
     divided = mesh.tensor.size * mesh.pipeline.size * mesh.replicate.size > 1
-    alone = {"replicate": 1, "shard": "auto", "tensor": 1, "pipeline": 1, "sequence": False, "plan": None}
-    parallel = {**alone, "schedule": "1f1b", "chunks": 1, "stages": None}
-    stage = config.zero.stage if divided else 1 if config.zero.stage == 3 else 3
-    none = {"tier": "none", "fraction": 1.0}
     values = config.model_dump(mode="json")
-    values["parallel"].update(parallel)
-    values["zero"]["stage"] = stage
+    values["parallel"] |= {"replicate": 1, "shard": "auto", "tensor": 1, "pipeline": 1, "sequence": False, "plan": None}
+    values["parallel"] |= {"schedule": "1f1b", "chunks": 1, "stages": None}
+    stage = values["zero"]["stage"] = config.zero.stage if divided else 1 if config.zero.stage == 3 else 3
     if stage < 3:
-        values["offload"]["parameters"] = none
+        values["offload"]["parameters"] = {"tier": "none", "fraction": 1.0}
     return TrainerConfig.model_validate(values)
 
 
@@ -86,6 +84,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         before = _generators()
         made = func(*args, **(kwargs or {}))
+        with _disable_current_modes():  # Selective recomputation counts operations.
+            self._note(made, before)
+        return made
+
+    def _note(self, made: Any, before: tuple[bytes, ...]) -> None:
         tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # Attention draws nothing where its rate is 0.
@@ -95,7 +98,13 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.forward[name].append((mark, tuple(mask.shape)))
             else:
                 self.again[name].append(mark)
-        return made
+
+    def after(self, name: str, output: Any) -> None:
+        """Forget what a module without parameters has drawn for nothing, in the place of another stage's."""
+        found = tensors_of(output)
+        drawn = self.forward.get(name)
+        if drawn and found and bool(found[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
+            drawn.pop()
 
     def _drawing(self) -> str:
         """The innermost module of the model whose code runs."""
@@ -111,6 +120,8 @@ class _Streams(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self.draws = self._leaving.enter_context(_Draws(trainer.model))
+        if trainer.mesh.pipeline.size > 1:
+            self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
 
 def check_dropout(
@@ -165,7 +176,8 @@ def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
 def _generators() -> tuple[bytes, ...]:
     """The states of the generators of the CPU and of the device."""
     states = (torch.get_rng_state(), accelerator.generator_state())
-    return tuple(bytes_of(each) for each in states if each is not None)
+    with _disable_current_modes():
+        return tuple(bytes_of(each) for each in states if each is not None)
 
 
 def _found(check: str, what: str, size: float = 0.0, *, name: str = "", step: int = 0) -> Difference:

@@ -183,24 +183,19 @@ class Observer(Recorder):
             expected = len(plain[turns[0]].get(name, ())) if turns else 0
             if not expected or len(calls) != expected * rounds:
                 continue
-            for call, tensors in enumerate(calls):
-                turn, again = divmod(call, expected)
-                if turn < len(turns):
-                    wanted = plain[turns[turn]][name][again]
-                    self._compare_output(trainer, name, turns[turn], tensors, wanted)
+            for call, found in enumerate(calls[: expected * len(turns)]):
+                turn = turns[call // expected]
+                wanted = plain[turn][name][call % expected]
+                for own, whole in zip(found, wanted, strict=True) if len(found) == len(wanted) else ():
+                    self._compare_output(trainer, name, turn, own, whole)
 
-    def _compare_output(
-        self, trainer: Any, name: str, microbatch: int, found: list[Tensor], wanted: list[Tensor]
-    ) -> None:
-        if len(found) != len(wanted):
-            return
-        for own, whole in zip(found, wanted, strict=True):
-            share = _share(trainer, name, whole, own)
-            elsewhere = trainer.mesh.pipeline.size > 1 and bool(own.isnan().all())  # Of what another stage has.
-            if share is not None and not elsewhere:
-                self.compared += 1
-                size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
-                self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+    def _compare_output(self, trainer: Any, name: str, microbatch: int, own: Tensor, whole: Tensor) -> None:
+        share = _share(trainer, name, whole, own)
+        elsewhere = trainer.mesh.pipeline.size > 1 and bool(own.isnan().all())  # Of what another stage has.
+        if share is not None and not elsewhere:
+            self.compared += 1
+            size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+            self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
 
 
 def differences_of(
@@ -212,7 +207,7 @@ def differences_of(
     steps = zip(plain.steps[first:], recorder.losses, recorder.norms, strict=True)
     for number, (step, *found) in enumerate(steps, start=first + 1):
         for kind, own, wanted in zip(("loss", "norm"), found, (step.loss, step.norm), strict=True):
-            if own == own and not (size := relative(own, wanted)) <= EXACT:
+            if (kind == "loss" or own == own) and not (size := relative(own, wanted)) <= EXACT:
                 yield note(kind=kind, step=number, name="", size=size)
     last = len(plain.steps)
     for name, value in plain.steps[-1].parameters.items():

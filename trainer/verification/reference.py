@@ -119,7 +119,10 @@ class _Loop:
         self.loss = partial(loss_sum, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
         scaled = config.precision.compute == "float16"
         self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
-        self.watch = _Watch(model)
+        self.order: dict[str, None] = {}
+        self.outputs: Outputs = {}
+        self.keeps = False
+        self.end_watch = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
 
     def run(self, watched: Collection[int]) -> PlainRun:
         """Train for all steps."""
@@ -136,8 +139,8 @@ class _Loop:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     users[ids[id(parameter)]].append(name)
-        self.watch.close()
-        order = {name: place for place, name in enumerate(self.watch.order)}
+        self.end_watch()
+        order = {name: place for place, name in enumerate(self.order)}
         return PlainRun(
             initial=initial,
             steps=steps,
@@ -157,9 +160,9 @@ class _Loop:
         known = None if None in counts else sum(count or 0 for count in counts)
         for index, batch in enumerate(batches):
             moved = {name: _as_computed(name, value, compute) for name, value in batch.items()}
-            self.watch.keeps = index in watched
+            self.keeps, self.outputs = index in watched, {}
             total, count = self.loss(self.model, moved)
-            step.outputs.append(self.watch.take())
+            step.outputs.append(self.outputs)
             step.sums.append((float(total.detach()), count))
             share = _length(batch) / samples / max(1, count) if by_samples else 1 / max(1, known) if known else 1.0
             if total.requires_grad:
@@ -174,6 +177,11 @@ class _Loop:
         step.loss *= late
         self._update(step, number, {name: each.mul_(late / self.scale) for name, each in sums.items()})
         return step
+
+    def _see(self, name: str, output: Any) -> None:
+        self.order.setdefault(name)
+        if self.keeps:
+            self.outputs.setdefault(name, []).append(tensors_of(output))
 
     def _update(self, step: PlainStep, number: int, gradients: dict[str, Tensor]) -> None:
         step.gradients = _copies(gradients)
@@ -325,25 +333,6 @@ def _average_of(
         name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
         for name, value in weights.items()
     }
-
-
-class _Watch:
-    """Keeps what modules return, while it is asked to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.order: dict[str, None] = {}
-        self._found: Outputs = {}
-        self.keeps = False
-        self.close = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
-
-    def take(self) -> Outputs:
-        found, self._found = self._found, {}
-        return found
-
-    def _see(self, name: str, output: Any) -> None:
-        self.order.setdefault(name)
-        if self.keeps:
-            self._found.setdefault(name, []).append(tensors_of(output))
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """`verify`: a few steps of a small run in the user's layout beside one plain process, and a certificate of what came of it."""
 
-import contextlib
 import copy
 import io
 import platform
@@ -8,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ class Verification:
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the model of a subject, the small run if none is given, by `config`, without a word."""
         given, subject = self.inputs, subject or self.subject
-        with closing(recorder), quiet():
+        with closing(recorder), redirect_stdout(io.StringIO()):
             trainer = self.make(
                 copy.deepcopy(subject.model),
                 config,
@@ -210,12 +209,8 @@ def verify(
         passed=not differences,
         differences=differences,
         layout=_layout(config, mesh),
-        versions={
-            "zeromesh": zeromesh.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        versions={each.__name__: each.__version__ for each in (zeromesh, torch, transformers)}
+        | {"python": platform.python_version()},
         digests=_digests(subject),
         passes=each.passes,
         checks=each.checks,
@@ -234,13 +229,6 @@ def verify(
 def _wide(config: TrainerConfig) -> TrainerConfig:
     """The same in float64, with the optimizer as it is."""
     return exact(config).model_copy(update={"optimizer": config.optimizer})
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Inside the block nothing is written to standard output."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 @contextmanager
@@ -282,19 +270,13 @@ def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 def _digests(subject: SmallRun) -> dict[str, str]:
-    weights, data = xxhash.xxh3_128(), xxhash.xxh3_128()
-    for name, parameter in subject.model.named_parameters():
-        weights.update(name.encode())
-        weights.update(bytes_of(parameter))
-    for sample in subject.samples:
-        for name, value in sorted(sample.items()):
-            data.update(name.encode())
-            data.update(bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+    weights = b"".join(name.encode() + bytes_of(each) for name, each in subject.model.named_parameters())
+    values = [pair for sample in subject.samples for pair in sorted(sample.items())]
+    data = [
+        name.encode() + (bytes_of(each) if isinstance(each, Tensor) else repr(each).encode()) for name, each in values
+    ]
     text = subject.config.model_copy(
         update={"run": subject.config.run.model_copy(update={"output_dir": "verify"})}
     ).to_yaml()
-    return {
-        "config": xxhash.xxh3_128_hexdigest(text.encode()),
-        "weights": weights.hexdigest(),
-        "data": data.hexdigest(),
-    }
+    parts = {"config": text.encode(), "weights": weights, "data": b"".join(data)}
+    return {name: xxhash.xxh3_128_hexdigest(part) for name, part in parts.items()}
