@@ -1,6 +1,6 @@
 """What a plan says beside what is measured: memory and seconds of layouts over 1 to 4 ranks, and published tables.
 
-    python scripts/bench_plan.py --machine FILE        about 15 minutes on two cores; prints the tables of docs/benchmarks/plan.md
+    python scripts/bench_plan.py --machine FILE        about 40 minutes on two cores; prints the tables of docs/benchmarks/plan.md
     python scripts/bench_plan.py --machine FILE --from docs/benchmarks/plan.json    plans alone, beside what was measured then
 
 The machine file is that of `zeromesh plan --measure --ranks 4`. Ranks are fresh processes that train as a user does
@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.automatic import automatic_table, tried
 from bench.launch import run_ranks
 from bench.planned import WARM
+from bench.published import llama_table, megatron_table
 
 from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
@@ -233,31 +235,47 @@ def summary(found: Sequence[Case]) -> Iterator[str]:
     yield f"all: order of step times {order:.2f}"
 
 
+def measure_all(rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Train every layout in so many rounds; after each layout, what was the lowest so far."""
+    lowest: dict[tuple[str, str], dict[str, Any]] = {}
+    for number in range(rounds):
+        for model, layout in ((model, placed(layout)) for model, layouts in LAYOUTS.items() for layout in layouts):
+            found = measure(model, layout)
+            key = (model, found["layout"])
+            before = lowest.setdefault(key, found)
+            peak = min(before["peak"], found["peak"])
+            lowest[key] = {**min(before, found, key=lambda each: each["seconds"]), "peak": peak}
+            print(
+                f"{number + 1}: {model}, {layout}: {found['peak'] / MEBIBYTE:.0f} MiB, {found['seconds']:.3f} s",
+                file=sys.stderr,
+            )
+            yield list(lowest.values())
+
+
 def main() -> None:
     """Measure, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, required=True, help="a machine file")
     parser.add_argument("--from", dest="source", type=Path, help="what was measured before")
     parser.add_argument("--out", type=Path, help="where to write what is measured")
+    parser.add_argument("--rounds", type=int, default=2, help="of which the lower figures count")
+    parser.add_argument("--no-auto", action="store_true", help="leave out what `parallel: auto` takes")
     options = parser.parse_args()
     if options.source is not None:
         measured = json.loads(options.source.read_text())
     else:
-        measured = []
-        for model, layouts in LAYOUTS.items():
-            for layout in layouts:
-                measured.append(measure(model, placed(layout)))
-                line = measured[-1]
-                print(
-                    f"{model}, {line['layout']}: {line['peak'] / MEBIBYTE:.0f} MiB, {line['seconds']:.3f} s",
-                    file=sys.stderr,
-                )
-                if options.out is not None:
-                    options.out.write_text(json.dumps(measured, indent=1))
+        for measured in measure_all(options.rounds):
+            if options.out is not None:
+                options.out.write_text(json.dumps(measured, indent=1))
     found = list(cases(measured, read_machine(options.machine)))
     print(table(found))
     print()
     print("\n".join(summary(found)))
+    if options.source is None and not options.no_auto:
+        print()
+        print("\n".join(automatic_table(list(tried(options.machine, options.rounds)))))
+    print()
+    print("\n".join([*megatron_table(), "", *llama_table()]))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ CONFIGS = {
     "hybrid.yaml": 4,
 }
 """Files of `configs/`, and the ranks that run them."""
-_OTHERS = 5
+_MICROS, _OTHERS = 3, 5
 _STEPS = WARM + 16
 _SHORT = {
     "run.max_steps": _STEPS,
@@ -36,6 +36,7 @@ _SHORT = {
     "checkpoint.every_steps": 0,
     "checkpoint.resume": "never",
 }
+_GIVEN = ("model.activation_checkpointing", "offload.optimizer", "offload.parameters", "offload.activations")
 _AUTO = ("parallel=auto", "zero.stage=auto", "batch.micro_size=auto")
 
 
@@ -51,16 +52,21 @@ class Tried:
 
 
 def layouts_of(config: str, ranks: int, machine: Path) -> list[tuple[Layout, float]]:
-    """The first row of the plan, and the fastest rows of the other kinds: of meshes, stages, and of what is recomputed."""
+    """The first row of the plan, the same with other microbatches, and the fastest rows of other meshes and stages."""
     keys = [*_AUTO, *_keys()]
-    plan, _ = plan_config(load_config(_path(config), keys, ranks=ranks), device=str(machine), ranks=ranks, host=ranks)
+    read = load_config(_path(config), keys, ranks=ranks)
+    plan, *_ = plan_config(read, _GIVEN, device=str(machine), ranks=ranks, host=ranks)
+    micros: dict[object, tuple[Layout, float]] = {}
     kinds: dict[object, tuple[Layout, float]] = {}
-    for row in plan.rows:
-        layout = row.estimate.layout
-        kind = (layout.pipeline, layout.tensor, layout.replicate, layout.stage, layout.recompute, layout.schedule)
-        if row.fits:
-            kinds.setdefault(kind, (layout, row.estimate.seconds))
-    return list(kinds.values())[: 1 + _OTHERS]
+    first = plan.rows[0].estimate.layout
+    for row in (row for row in plan.rows if row.fits):
+        layout, found = row.estimate.layout, (row.estimate.layout, row.estimate.seconds)
+        kind = (layout.pipeline, layout.tensor, layout.replicate, layout.stage)
+        if kind == (first.pipeline, first.tensor, first.replicate, first.stage):
+            micros.setdefault(layout.micro, found)
+        else:
+            kinds.setdefault(kind, found)
+    return [*list(micros.values())[:_MICROS], *list(kinds.values())[:_OTHERS]]
 
 
 def tried(machine: Path, rounds: int = 2) -> Iterator[Tried]:

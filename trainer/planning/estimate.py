@@ -173,6 +173,9 @@ class _Pipeline:
 
 _DISTINCT = 4
 """Pipeline ranks whose memory is looked at: the first ones and the last one."""
+_AROUND = 400
+"""How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
+numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator the host does it ahead."""
 _ROUNDS = 4
 """Rounds of microbatches after which memory has had its peak."""
 _HIGHEST = " at its highest"
@@ -382,21 +385,24 @@ class Estimator:
     def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> _Chunk:
         base = forward_peak = backward_peak = deferred = 0
         times = [self._segment_seconds(segment, layout) for segment in segments]
+        later = segments[0] is not trace.segments[0]
+        around = self._around(layout)
+        # Each stage makes the masks and positions of its blocks itself.
+        prepares = self._segment_seconds(trace.segments[0], layout).forward if later else 0.0
         for segment in segments:
             forward_peak = max(forward_peak, base + segment.forward_peak)
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
             deferred += _inputs_and_gradients(segment.forward)
-        first = segments[0] is not trace.segments[0]
         exchanges = sum(each.forward_exchanges + each.backward_exchanges for each in times)
         return _Chunk(
             kept=base,
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             deferred=deferred,
-            received=trace.segments[1].output if first else 0,
-            forward=sum(each.forward + each.forward_exchanges for each in times),
-            backward=sum(each.backward + each.backward_exchanges for each in times),
+            received=trace.segments[1].output if later else 0,
+            forward=around + prepares + sum(each.forward + each.forward_exchanges for each in times),
+            backward=around + sum(each.backward + each.backward_exchanges for each in times),
             weights=sum(each.weights for each in times),
             exchanges=exchanges,
         )
@@ -477,7 +483,7 @@ class Estimator:
 
     def _timeline(self, layout: Layout, pipeline: _Pipeline) -> Timeline:
         """When each rank does what."""
-        chunks, ranks = pipeline.chunks, layout.pipeline
+        chunks, ranks, around = pipeline.chunks, layout.pipeline, self._around(layout)
 
         def seconds(rank: int, action: Action) -> float:
             chunk = chunks[action.chunk * ranks + rank]
@@ -485,10 +491,18 @@ class Estimator:
                 return chunk.forward
             if action.kind is Kind.BACKWARD:
                 return chunk.backward
-            return chunk.weights if action.kind is Kind.BACKWARD_WEIGHT else chunk.backward - chunk.weights
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                return chunk.weights + around
+            return chunk.backward - chunk.weights
 
         schedule = _schedule(layout.schedule, ranks, layout.accumulation, layout.chunks)
         return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
+
+    def _around(self, layout: Layout) -> float:
+        """Seconds of the engine and the loop around forward, or around backward, of a microbatch."""
+        machine = self._machine
+        launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
+        return launches * machine.crowding(min(self._host, layout.ranks))
 
     def _waits(self, exchanges: int, computing: float, layout: Layout) -> float:
         """Seconds in which ranks of a host wait for each other at so many exchanges in as many seconds of computing."""

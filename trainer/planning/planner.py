@@ -190,14 +190,14 @@ class Planner:
 
     def _ranked(self, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
         """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
-        fitting = sorted((row for row in rows if row.fits), key=lambda row: row.estimate.seconds)
+        fitting = sorted((row for row in rows if row.fits), key=_place)
         first = [
             replace(row, estimate=self._estimator.estimate(row.estimate.layout))
             if row.estimate.layout.pipeline > 1
             else row
             for row in fitting[:_SIMULATED]
         ]
-        first.sort(key=lambda row: row.estimate.seconds)
+        first.sort(key=_place)
         others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return [*first, *fitting[_SIMULATED:], *others]
 
@@ -218,3 +218,8 @@ class Planner:
                     yield replace(layout, optimizer=whole, activations=whole)
                 if layout.stage == 3 and layout.recompute == "block":
                     yield replace(layout, optimizer=whole, parameters=whole, activations=whole)
+
+
+def _place(row: PlanRow) -> tuple[float, int]:
+    """By seconds to three digits, and where these are alike by memory."""
+    return float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes
