@@ -27,7 +27,7 @@ CONFIGS = {
 }
 """Files of `configs/`, and the ranks that run them."""
 _MICROS, _OTHERS = 3, 5
-_STEPS = WARM + 16
+_STEPS = WARM + 12
 _SHORT = {
     "run.max_steps": _STEPS,
     "run.eval_every": 0,

@@ -15,23 +15,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache, cached_property, lru_cache
-from itertools import accumulate
 
 import torch
 
 from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, Timeline, make_schedule, simulate
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import Prediction
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.stage_times import Chunk, StageChunks, StageTimes, schedule_of
 from zeromesh.trainer.planning.subject import StageUnits, Subject
-from zeromesh.trainer.planning.tracing.meter import Segment
-from zeromesh.trainer.planning.tracing.trace import Trace
-from zeromesh.trainer.planning.work import Work
 from zeromesh.zero.memory_model import MemoryModel, predict_layouts
 
 LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
@@ -114,68 +110,8 @@ class Moment:
     device: Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SegmentSeconds:
-    """Seconds of a segment: what it computes, of that the gradients of weights, and what tensor ranks exchange."""
-
-    forward: float
-    backward: float
-    weights: float
-    forward_exchanges: float
-    backward_exchanges: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Chunk:
-    """A chunk of a pipeline rank for one microbatch."""
-
-    kept: int
-    forward_peak: int
-    backward_peak: int
-    deferred: int
-    """Bytes that wait for gradients of weights, where these come later."""
-    received: int
-    """Bytes that come from the stage before."""
-    forward: float
-    backward: float
-    weights: float
-    exchanges: float
-    """Seconds of exchanges between tensor ranks, which are in `forward` and `backward` too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pipeline:
-    """The chunks of all stages, in their order, which `ranks` pipeline ranks have in turn."""
-
-    chunks: Sequence[_Chunk]
-    ranks: int
-
-    def of_rank(self, rank: int) -> Sequence[_Chunk]:
-        """The chunks of a rank."""
-        return self.chunks[rank :: self.ranks]
-
-    @cached_property
-    def busy(self) -> Sequence[float]:
-        """Seconds that each rank computes for a microbatch."""
-        return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
-
-    @cached_property
-    def ends(self) -> Sequence[float]:
-        """Seconds of each rank before the first and after the last action of a step."""
-        times = [each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1]]
-        return list(accumulate(times, initial=0.0))
-
-    def bound(self, microbatches: int, transfer: float) -> float:
-        """A lower bound of seconds: what a rank computes, and what comes before its first and after its last action."""
-        both = enumerate(zip(self.busy, self.ends, strict=True))
-        return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
-
-
 _DISTINCT = 4
 """Pipeline ranks whose memory is looked at: the first ones and the last one."""
-_AROUND = 400
-"""How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
-numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator the host does it ahead."""
 _ROUNDS = 4
 """Rounds of microbatches after which memory has had its peak."""
 _HIGHEST = " at its highest"
@@ -188,12 +124,10 @@ class Estimator:
         """`host` is the ranks of a host."""
         self._subject, self._machine, self._host = subject, machine, host
         self._device = torch.device(machine.device.kind)
-        self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
+        self._times = StageTimes(subject, machine, host)
         self._memory: dict[object, MemoryModel] = {}
-        self._pipelines: dict[tuple[int, int, int, int], _Pipeline] = {}
         self._peaks: dict[object, int] = {}
         self._options: dict[object, ZeroOptions] = {}
-        self._collective_seconds = cache(machine.collective_seconds)
 
     def options(self, layout: Layout) -> ZeroOptions:
         """The options of the engine for a layout."""
@@ -231,12 +165,12 @@ class Estimator:
         cut = subject.cut(layout.pipeline * layout.chunks)
         ranks = layout.pipeline
         looked_at = sorted({*range(min(ranks, _DISTINCT)), ranks - 1})
-        pipeline = self._pipeline(trace, cut, layout)
+        pipeline = self._times.stages(trace, cut, layout)
         chunks = pipeline.chunks
         found: list[tuple[int, dict[str, int], MemoryModel, StageUnits]] = []
         # After a few rounds of microbatches a schedule repeats itself.
         few = min(layout.accumulation, _ROUNDS * layout.pipeline * layout.chunks)
-        schedule = _schedule(layout.schedule, ranks, few, layout.chunks)
+        schedule = schedule_of(layout.schedule, ranks, few, layout.chunks)
         for rank in looked_at:
             stages = range(rank, len(cut), ranks)
             units = subject.stage_units(layout.tensor, tuple(stages), cut, layout.shard)
@@ -266,9 +200,9 @@ class Estimator:
         trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
         cut, rank = subject.cut(layout.pipeline * layout.chunks), estimate.rank
         units = subject.stage_units(layout.tensor, tuple(range(rank, len(cut), layout.pipeline)), cut, layout.shard)
-        memory, pipeline = self._states(layout, options, units), self._pipeline(trace, cut, layout)
-        schedule = _schedule(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
-        timeline, stay = self._timeline(layout, pipeline), options.gradients_stay(self._device)
+        memory, pipeline = self._states(layout, options, units), self._times.stages(trace, cut, layout)
+        schedule = schedule_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
+        timeline, stay = self._times.timeline(layout, pipeline), options.gradients_stay(self._device)
         shards = memory.terms.get(Purpose.GRADIENTS, 0) + memory.passing
         backwards, done, live, length = layout.accumulation * layout.chunks, 0, 0, timeline.duration
 
@@ -305,7 +239,7 @@ class Estimator:
         layout: Layout,
         options: ZeroOptions,
         memory: MemoryModel,
-        own: Sequence[_Chunk],
+        own: Sequence[Chunk],
         schedule: PipelineSchedule,
         rank: int,
     ) -> dict[str, int]:
@@ -326,7 +260,7 @@ class Estimator:
         }
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
-    def _activations(self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int) -> int:
+    def _activations(self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int) -> int:
         """The most bytes of activations of a pipeline rank over its actions."""
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
@@ -335,7 +269,7 @@ class Estimator:
         return self._peaks[key]
 
     def _walk(
-        self, layout: Layout, own: Sequence[_Chunk], schedule: PipelineSchedule, rank: int
+        self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int
     ) -> Iterator[tuple[Action, int, int]]:
         """The actions of a pipeline rank, each with the most bytes of activations during it and those after it."""
         kept = [self._kept(layout, chunk) for chunk in own]
@@ -354,90 +288,26 @@ class Estimator:
                 live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
             yield action, during, live
 
-    def _kept(self, layout: Layout, chunk: _Chunk) -> int:
+    def _kept(self, layout: Layout, chunk: Chunk) -> int:
         """Bytes that a microbatch leaves on the device from forward to backward."""
         stays = chunk.kept + chunk.received
         leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
 
-    def _activations_away(self, layout: Layout, chunks: Sequence[_Chunk]) -> int:
+    def _activations_away(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
         """Bytes of the inputs of blocks that rest elsewhere, of one rank."""
         if not layout.activations.leaves(self._device) or layout.recompute == "none":
             return 0
         most = max(chunk.kept for chunk in chunks) * layout.chunks
         return int(layout.activations.fraction * most) * min(layout.accumulation, layout.pipeline)
 
-    def _pipeline(self, trace: Trace, cut: Sequence[range], layout: Layout) -> _Pipeline:
-        """The chunks of all stages. Layouts that differ in other things alone share them."""
-        key = (id(trace), len(cut), layout.pipeline, min(self._host, layout.ranks))
-        if key not in self._pipelines:
-            alike: dict[tuple[int, ...], _Chunk] = {}
-            chunks = []
-            for stage in range(len(cut)):
-                segments = self._subject.segments(trace, stage, cut)
-                kinds = tuple(id(segment.forward) for segment in segments)
-                if kinds not in alike:
-                    alike[kinds] = self._chunk(trace, segments, layout)
-                chunks.append(alike[kinds])
-            self._pipelines[key] = _Pipeline(chunks=chunks, ranks=layout.pipeline)
-        return self._pipelines[key]
-
-    def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> _Chunk:
-        base = forward_peak = backward_peak = deferred = 0
-        times = [self._segment_seconds(segment, layout) for segment in segments]
-        later = segments[0] is not trace.segments[0]
-        around = self._around(layout)
-        # Each stage makes the masks and positions of its blocks itself.
-        prepares = self._segment_seconds(trace.segments[0], layout).forward if later else 0.0
-        for segment in segments:
-            forward_peak = max(forward_peak, base + segment.forward_peak)
-            backward_peak = max(backward_peak, base + segment.backward_peak)
-            base += segment.kept
-            deferred += _inputs_and_gradients(segment.forward)
-        exchanges = sum(each.forward_exchanges + each.backward_exchanges for each in times)
-        return _Chunk(
-            kept=base,
-            forward_peak=forward_peak,
-            backward_peak=backward_peak,
-            deferred=deferred,
-            received=trace.segments[1].output if later else 0,
-            forward=around + prepares + sum(each.forward + each.forward_exchanges for each in times),
-            backward=around + sum(each.backward + each.backward_exchanges for each in times),
-            weights=sum(each.weights for each in times),
-            exchanges=exchanges,
-        )
-
     # Seconds
-
-    def _segment_seconds(self, segment: Segment, layout: Layout) -> _SegmentSeconds:
-        busy = min(self._host, layout.ranks)
-        key = (id(segment.forward), id(segment.backward), busy)
-        if key not in self._seconds:
-            machine, forward, backward = self._machine, segment.forward, segment.backward
-            weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
-            computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
-            exchanges = [
-                sum(
-                    count * self._collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
-                    for each, count in work.exchanges
-                )
-                + self._waits(sum(count for _, count in work.exchanges), computing, layout)
-                for work, computing in ((forward, computes[0]), (backward, computes[1]))
-            ]
-            self._seconds[key] = _SegmentSeconds(
-                forward=computes[0],
-                backward=computes[1],
-                weights=computes[2],
-                forward_exchanges=exchanges[0],
-                backward_exchanges=exchanges[1],
-            )
-        return self._seconds[key]
 
     def _phases(
         self,
         layout: Layout,
         options: ZeroOptions,
-        pipeline: _Pipeline,
+        pipeline: StageChunks,
         found: Sequence[tuple[int, Mapping[str, int], MemoryModel, StageUnits]],
         *,
         exact: bool,
@@ -448,7 +318,7 @@ class Estimator:
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
         share = exchanges / (forward + backward) if forward + backward else 0.0
-        length = self._pipeline_seconds(layout, pipeline, exact=exact) if layout.pipeline > 1 else forward + backward
+        length = self._times.length(layout, pipeline, exact=exact) if layout.pipeline > 1 else forward + backward
         compute = (forward + backward) - exchanges
         distinct = {id(units): (memory, units) for _, _, memory, units in found}.values()
         data = [self._data_seconds(layout, options, memory, units, compute) for memory, units in distinct]
@@ -465,49 +335,6 @@ class Estimator:
         }
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
-
-    def _pipeline_seconds(self, layout: Layout, pipeline: _Pipeline, *, exact: bool) -> float:
-        """Seconds of all forwards and backwards of a step."""
-        if not exact:
-            return pipeline.bound(layout.accumulation, self._transfer(layout, pipeline))
-        return self._timeline(layout, pipeline).duration
-
-    def _transfer(self, layout: Layout, pipeline: _Pipeline) -> float:
-        """Seconds in which a microbatch goes from a stage to the next one."""
-        hidden = max(each.received for each in pipeline.chunks)
-        across = layout.data * layout.tensor >= self._host
-        hosts = 2 if across and layout.ranks > self._host else 1
-        transfer = self._collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
-        mean = sum(each.forward + each.backward for each in pipeline.chunks) / (2 * len(pipeline.chunks))
-        return transfer + self._waits(1, mean, layout)
-
-    def _timeline(self, layout: Layout, pipeline: _Pipeline) -> Timeline:
-        """When each rank does what."""
-        chunks, ranks, around = pipeline.chunks, layout.pipeline, self._around(layout)
-
-        def seconds(rank: int, action: Action) -> float:
-            chunk = chunks[action.chunk * ranks + rank]
-            if action.kind is Kind.FORWARD:
-                return chunk.forward
-            if action.kind is Kind.BACKWARD:
-                return chunk.backward
-            if action.kind is Kind.BACKWARD_WEIGHT:
-                return chunk.weights + around
-            return chunk.backward - chunk.weights
-
-        schedule = _schedule(layout.schedule, ranks, layout.accumulation, layout.chunks)
-        return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
-
-    def _around(self, layout: Layout) -> float:
-        """Seconds of the engine and the loop around forward, or around backward, of a microbatch."""
-        machine = self._machine
-        launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
-        return launches * machine.crowding(min(self._host, layout.ranks))
-
-    def _waits(self, exchanges: int, computing: float, layout: Layout) -> float:
-        """Seconds in which ranks of a host wait for each other at so many exchanges in as many seconds of computing."""
-        each = self._machine.waiting_seconds(min(self._host, layout.ranks), computing / max(1, exchanges))
-        return exchanges * each
 
     def _hosts(self, layout: Layout) -> int:
         """Hosts over which ranks with the same states are spread."""
@@ -528,8 +355,8 @@ class Estimator:
         def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
             # One exchange for each unit.
             number = max(1, len(units.layouts))
-            each = self._collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
-            return number * each + self._waits(number, compute / layout.accumulation, layout)
+            each = self._times.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
+            return number * each + self._times.waits(number, compute / layout.accumulation, layout)
 
         total += layout.accumulation * self._sum_seconds(options, units, shard)
         each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation
@@ -584,18 +411,3 @@ class Estimator:
         if choice.tier == "file":
             moved = max(moved, machine.disk_seconds(states, states, ranks_on_host=busy))
         return here + norm, moved
-
-
-def _inputs_and_gradients(work: Work) -> int:
-    """Bytes of the inputs of linear layers and of the gradients of their outputs."""
-    width = {"float64": 8, "float32": 4}
-    return sum(
-        count * product.rows * (product.inner + product.columns) * width.get(product.dtype, 2)
-        for product, count in work.products
-        if product.batch == 1
-    )
-
-
-@lru_cache(4096)
-def _schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)

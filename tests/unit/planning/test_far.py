@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning import estimate
-from zeromesh.trainer.planning.estimate import Estimator
+from zeromesh.trainer.planning import estimate, stage_times
 from zeromesh.trainer.planning.machine import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
+from zeromesh.trainer.planning.stage_times import StageTimes
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.trace import Tracer
 
@@ -43,7 +43,7 @@ def _counting(found: Counter[str], name: str, call: Callable[..., Any]) -> Calla
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the dear parts of a plan are called."""
     found: Counter[str] = Counter()
-    parts = ((Tracer, "trace"), (Estimator, "_chunk"), (estimate, "predict_layouts"), (estimate, "simulate"))
+    parts = ((Tracer, "trace"), (StageTimes, "_chunk"), (estimate, "predict_layouts"), (stage_times, "simulate"))
     for owner, name in parts:
         monkeypatch.setattr(owner, name, _counting(found, name, getattr(owner, name)))
     return found

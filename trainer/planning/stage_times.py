@@ -1,0 +1,219 @@
+"""How long stages of a pipeline take for a microbatch, and a step for all of them. A model in one stage is a pipeline of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate
+
+from zeromesh.pipeline.schedule import (
+    Action,
+    Kind,
+    PipelineSchedule,
+    ScheduleName,
+    Timeline,
+    make_schedule,
+    simulate,
+)
+from zeromesh.telemetry.step_recorder import Collective
+from zeromesh.trainer.planning.layouts import Layout
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.subject import Subject
+from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.trace import Trace
+from zeromesh.trainer.planning.work import Work
+
+_AROUND = 400
+"""How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
+numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator the host does it ahead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SegmentSeconds:
+    """Seconds of a segment: what it computes, of that the gradients of weights, and what tensor ranks exchange."""
+
+    forward: float
+    backward: float
+    weights: float
+    forward_exchanges: float
+    backward_exchanges: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A chunk of a pipeline rank for one microbatch."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    deferred: int
+    """Bytes that wait for gradients of weights, where these come later."""
+    received: int
+    """Bytes that come from the stage before."""
+    forward: float
+    backward: float
+    weights: float
+    exchanges: float
+    """Seconds of exchanges between tensor ranks, which are in `forward` and `backward` too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChunks:
+    """The chunks of all stages, in their order, which `ranks` pipeline ranks have in turn."""
+
+    chunks: Sequence[Chunk]
+    ranks: int
+
+    def of_rank(self, rank: int) -> Sequence[Chunk]:
+        """The chunks of a rank."""
+        return self.chunks[rank :: self.ranks]
+
+    @cached_property
+    def busy(self) -> Sequence[float]:
+        """Seconds that each rank computes for a microbatch."""
+        return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
+
+    @cached_property
+    def ends(self) -> Sequence[float]:
+        """Seconds of each rank before the first and after the last action of a step."""
+        times = [each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1]]
+        return list(accumulate(times, initial=0.0))
+
+    def bound(self, microbatches: int, transfer: float) -> float:
+        """A lower bound of seconds: what a rank computes, and what comes before its first and after its last action."""
+        both = enumerate(zip(self.busy, self.ends, strict=True))
+        return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
+
+
+class StageTimes:
+    """Times stages of one subject on one machine."""
+
+    def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
+        """`host` is the ranks of a host."""
+        self._subject, self._machine, self._host = subject, machine, host
+        self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
+        self._stages: dict[tuple[int, int, int, int], StageChunks] = {}
+        self.collective_seconds = cache(machine.collective_seconds)
+
+    def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> StageChunks:
+        """The chunks of all stages. Layouts that differ in other things alone share them."""
+        key = (id(trace), len(cut), layout.pipeline, min(self._host, layout.ranks))
+        if key not in self._stages:
+            alike: dict[tuple[int, ...], Chunk] = {}
+            chunks = []
+            for stage in range(len(cut)):
+                segments = self._subject.segments(trace, stage, cut)
+                kinds = tuple(id(segment.forward) for segment in segments)
+                if kinds not in alike:
+                    alike[kinds] = self._chunk(trace, segments, layout)
+                chunks.append(alike[kinds])
+            self._stages[key] = StageChunks(chunks=chunks, ranks=layout.pipeline)
+        return self._stages[key]
+
+    def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> Chunk:
+        base = forward_peak = backward_peak = deferred = 0
+        times = [self._segment_seconds(segment, layout) for segment in segments]
+        later = segments[0] is not trace.segments[0]
+        around = self._around(layout)
+        # Each stage makes the masks and positions of its blocks itself.
+        prepares = self._segment_seconds(trace.segments[0], layout).forward if later else 0.0
+        for segment in segments:
+            forward_peak = max(forward_peak, base + segment.forward_peak)
+            backward_peak = max(backward_peak, base + segment.backward_peak)
+            base += segment.kept
+            deferred += _inputs_and_gradients(segment.forward)
+        exchanges = sum(each.forward_exchanges + each.backward_exchanges for each in times)
+        return Chunk(
+            kept=base,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            deferred=deferred,
+            received=trace.segments[1].output if later else 0,
+            forward=around + prepares + sum(each.forward + each.forward_exchanges for each in times),
+            backward=around + sum(each.backward + each.backward_exchanges for each in times),
+            weights=sum(each.weights for each in times),
+            exchanges=exchanges,
+        )
+
+    def _segment_seconds(self, segment: Segment, layout: Layout) -> _SegmentSeconds:
+        busy = min(self._host, layout.ranks)
+        key = (id(segment.forward), id(segment.backward), busy)
+        if key not in self._seconds:
+            machine, forward, backward = self._machine, segment.forward, segment.backward
+            weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
+            computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
+            exchanges = [
+                sum(
+                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
+                    for each, count in work.exchanges
+                )
+                + self.waits(sum(count for _, count in work.exchanges), computing, layout)
+                for work, computing in ((forward, computes[0]), (backward, computes[1]))
+            ]
+            self._seconds[key] = _SegmentSeconds(
+                forward=computes[0],
+                backward=computes[1],
+                weights=computes[2],
+                forward_exchanges=exchanges[0],
+                backward_exchanges=exchanges[1],
+            )
+        return self._seconds[key]
+
+    def length(self, layout: Layout, pipeline: StageChunks, *, exact: bool) -> float:
+        """Seconds of all forwards and backwards of a step."""
+        if not exact:
+            return pipeline.bound(layout.accumulation, self._transfer(layout, pipeline))
+        return self.timeline(layout, pipeline).duration
+
+    def _transfer(self, layout: Layout, pipeline: StageChunks) -> float:
+        """Seconds in which a microbatch goes from a stage to the next one."""
+        hidden = max(each.received for each in pipeline.chunks)
+        across = layout.data * layout.tensor >= self._host
+        hosts = 2 if across and layout.ranks > self._host else 1
+        transfer = self.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
+        mean = sum(each.forward + each.backward for each in pipeline.chunks) / (2 * len(pipeline.chunks))
+        return transfer + self.waits(1, mean, layout)
+
+    def timeline(self, layout: Layout, pipeline: StageChunks) -> Timeline:
+        """When each rank does what."""
+        chunks, ranks, around = pipeline.chunks, layout.pipeline, self._around(layout)
+
+        def seconds(rank: int, action: Action) -> float:
+            chunk = chunks[action.chunk * ranks + rank]
+            if action.kind is Kind.FORWARD:
+                return chunk.forward
+            if action.kind is Kind.BACKWARD:
+                return chunk.backward
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                return chunk.weights + around
+            return chunk.backward - chunk.weights
+
+        schedule = schedule_of(layout.schedule, ranks, layout.accumulation, layout.chunks)
+        return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
+
+    def _around(self, layout: Layout) -> float:
+        """Seconds of the engine and the loop around forward, or around backward, of a microbatch."""
+        machine = self._machine
+        launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
+        return launches * machine.crowding(min(self._host, layout.ranks))
+
+    def waits(self, exchanges: int, computing: float, layout: Layout) -> float:
+        """Seconds in which ranks of a host wait for each other at so many exchanges in as many seconds of computing."""
+        each = self._machine.waiting_seconds(min(self._host, layout.ranks), computing / max(1, exchanges))
+        return exchanges * each
+
+
+def _inputs_and_gradients(work: Work) -> int:
+    """Bytes of the inputs of linear layers and of the gradients of their outputs."""
+    width = {"float64": 8, "float32": 4}
+    return sum(
+        count * product.rows * (product.inner + product.columns) * width.get(product.dtype, 2)
+        for product, count in work.products
+        if product.batch == 1
+    )
+
+
+@lru_cache(4096)
+def schedule_of(name: ScheduleName, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
