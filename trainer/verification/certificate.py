@@ -47,7 +47,8 @@ class Difference:
             what = self.detail or what
         when = f" in step {self.step}" if self.step and self.kind != "error" else ""
         when += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
-        where = f" on {ranks_text(self.ranks, 8)}" if self.ranks else ""
+        # Of an error it is the text that says where: another rank may have had it first.
+        where = f" on {ranks_text(self.ranks, 8)}" if self.ranks and self.kind != "error" else ""
         more = f" ({self.detail})" if self.detail and not own else ""
         return f"{what}{when}{where}{f' differs by {self.size:.3g}' if self.size else ''}{more}"
 

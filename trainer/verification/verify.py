@@ -88,7 +88,7 @@ class Verification:
                 if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
                     self.failed = error
                     step = len(recorder.losses) + 1
-                    said = f"the run ends in step {step}: {summary(error)}"
+                    said = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
                     self.differences += getattr(recorder, "differences", [])
                     self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
                 raise

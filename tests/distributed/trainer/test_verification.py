@@ -55,7 +55,7 @@ def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, faul
     first = found["found"][0]
     assert (first[0], first[2]) == (kind, 1)
     if kind == "error":
-        assert "the run ends in step 1: " in found["located"]
+        assert found["located"].startswith("the run ends in step 1, and rank 0 says: ")
         assert "shapes do not fit" in found["located"]
     if name:
         assert first[1] == name
