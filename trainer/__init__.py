@@ -1,6 +1,6 @@
 """What a person touches: the trainer, its configuration, its data and the command line.
 
-`Trainer` and `FitReport` are handed on lazily, so that reading a configuration loads neither torch nor
+`Trainer`, `Generator` and `FitReport` are handed on lazily, so that reading a configuration loads neither torch nor
 transformers.
 """
 
@@ -12,10 +12,11 @@ from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
+    from zeromesh.trainer.inference.generator import Generated, Generator
     from zeromesh.trainer.loop.context import FitReport
     from zeromesh.trainer.trainer import Trainer
 
-__all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig"]
+__all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,4 +28,8 @@ def __getattr__(name: str) -> Any:
         from zeromesh.trainer.loop.context import FitReport
 
         return FitReport
+    if name in {"Generated", "Generator"}:
+        from zeromesh.trainer.inference import generator
+
+        return getattr(generator, name)
     raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")

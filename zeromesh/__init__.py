@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeromesh.trainer import Callback, FitReport, Trainer, TrainerConfig
+    from zeromesh.trainer import Callback, FitReport, Generated, Generator, Trainer, TrainerConfig
 
 __version__ = "0.1.0"
 _LOOP = ("ChainedOptimizer", "averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
-__all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig", "__version__", *_LOOP]
+_TRAINER = ("Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig")
+__all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig", "__version__", *_LOOP]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
         from zeromesh.trainer import shard
 
         return getattr(shard, name)
-    if name in {"Callback", "FitReport", "Trainer", "TrainerConfig"}:
+    if name in _TRAINER:
         from zeromesh import trainer
 
         return getattr(trainer, name)

@@ -2,18 +2,20 @@
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, summary
 
 BYTES = "bytes"
+_NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
 """A one-dimensional array of token ids, of any integer dtype."""
@@ -37,6 +39,18 @@ class ByteTokenizer:
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
         """The bytes of each text. Where they lie in it nobody needs to ask: those of two texts are those of both together."""
         return [(ids, None) for ids in self.encode(texts)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that a model is to go on from: its bytes."""
+        return [int(each) for each in self.encode([text])[0]]
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Raise `DataError`: bytes have no template of conversations."""
+        raise DataError(f"{_NO_TEMPLATE}; this run's tokenizer is bytes: give text")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes, without what ends it; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(each for each in ids if each < self.end_of_text).decode("utf-8", errors="replace")
 
     def template(self, given: str | None, tools: Any) -> str | None:
         """The Jinja template of a conversation: the one that is `given`."""
@@ -111,6 +125,29 @@ class PretrainedTokenizer:
             [np.asarray(each, np.int64) for each in encoded[name]] for name in ("input_ids", "offset_mapping")
         )
         return list(zip(ids, (each.reshape(-1, 2) for each in places), strict=True))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that a model is to go on from, with those that the tokenizer begins and ends a text with."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a conversation by the tokenizer's chat template, up to where the assistant is to answer.
+
+        Raises:
+            DataError: without a template, and for what the template refuses.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
+        try:
+            return list(
+                self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def template(self, given: str | None, tools: Any) -> str | None:
         """The Jinja template of a conversation: the one that is `given`, which may be a name, or the tokenizer's own, or None."""

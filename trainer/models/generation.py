@@ -92,11 +92,13 @@ def generate(
     seed: Callable[[], object] | None,
     engine: ZeroEngine | None = None,
     pipeline: Pipeline | None = None,
+    see: Callable[[torch.Tensor], object] = lambda logits: None,
 ) -> Any:
     """Return what `model.generate(**arguments)` gives, in evaluation mode; all ranks call it.
 
     Ranks along data axes may have other prompts. `seed` seeds what is drawn; the generator is afterwards as it was. None: the mode
     and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a model that is partitioned.
+    `see` is given the logits [rows, vocabulary] of the last position, as the model computes them, after each of its calls.
 
     Raises:
         DataError: where ranks of one model have other prompts or arguments.
@@ -136,7 +138,9 @@ def generate(
 
     def called(_model: nn.Module, **inputs: Any) -> Any:
         some_rank_goes_on(here=True)
-        return compute(inputs)
+        outputs = compute(inputs)
+        see(outputs.logits[:, -1])
+        return outputs
 
     with in_evaluation_mode(model) if seed is not None else nullcontext(), torch.no_grad():
         with own_randomness() if seed is not None else nullcontext():

@@ -133,7 +133,7 @@ def build_run(
         ConfigError, DataError, LayoutError, StorageError: for what cannot be trained, before anything large is allocated.
     """
     # What all ranks must have in common, and what the libraries are set to.
-    _require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
+    require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(config, mesh, model_given=inputs.model is not None)
     console = Console(shown=mesh.rank == 0)
     set_products(config, mesh.device)
@@ -217,7 +217,7 @@ def build_run(
     )
 
 
-def _require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
+def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
     """Compare the configurations and the inputs of the user on all ranks. Raises `ConfigError` where they differ."""
     values = {**dict(_flat(config.model_dump(mode="json"))), **inputs}
     if config.checkpoint.resume not in ("auto", "never"):

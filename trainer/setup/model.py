@@ -15,9 +15,9 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import settle_heap
+from zeromesh.offload import Tiers, settle_heap
 from zeromesh.options import ZeroOptions
-from zeromesh.parallelize import ParallelOptions, divide
+from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
@@ -84,13 +84,7 @@ def build_trained_model(
     put_back = changes.close
     tiers = open_tiers(mesh, options)
     try:
-        require_layout_fits(model, mesh)
-        lost = materialize_buffers(model, mesh.device, config.run.seed, source=built.source)
-        if lost:
-            raise ConfigError(
-                f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
-            )
-        console.note(*share_weights(model, mesh))
+        console.note(*begin_alike(built, mesh, config.run.seed))
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
         forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
@@ -104,17 +98,7 @@ def build_trained_model(
             smoothing=config.run.label_smoothing,
         )
         start_times.end("loss")
-        parallel = config.parallel
-        cuts = ParallelOptions(
-            rules=parallel.plan or {},
-            sequence=parallel.sequence,
-            transport=parallel.transport,
-            schedule=parallel.schedule,
-            chunks=parallel.chunks,
-            stages=parallel.stages or (),
-            balance=parallel.balance,
-        )
-        divided = divide(model, mesh, cuts)
+        divided = divide(model, mesh, cuts_of(config))
         if config.precision.linear is not None:
             console.note(use_float8_linear(model, mesh.device))
         away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
@@ -134,14 +118,9 @@ def build_trained_model(
         )
         console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
         console.note(*_check_first_batches(feeds, config, forward, loss, inputs))
-        transport = choose_transport(options.transport, mesh.shard, mesh.device)
         length = config.data.sequence_length if data.loaded is not None else 0
         kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
-        console.note(*require_memory(model, options, mesh, transport=transport, inputs=kept_inputs, cuts=divided.cuts))
-        mesh.meet("start of the run")
-        source = _WatchedSource(built, console, mesh)
-        engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
-        source.close()
+        engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
     except BaseException:
         tiers.close()
         put_back()
@@ -177,6 +156,64 @@ def build_trained_model(
     )
     start_times.end("engine")
     return trained
+
+
+def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
+    """Give the buffers of a whole model their values, and all ranks the weights that rank 0 has in memory; all ranks call it.
+
+    Returns notes.
+
+    Raises:
+        ConfigError: for a model that the layout cannot run, and for buffers whose values are lost.
+        LayoutError: for models with other parameters or buffers.
+    """
+    require_layout_fits(built.model, mesh)
+    lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
+    if lost:
+        raise ConfigError(
+            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
+        )
+    return share_weights(built.model, mesh)
+
+
+def cuts_of(config: TrainerConfig) -> ParallelOptions:
+    """How a configuration has a model divided."""
+    parallel = config.parallel
+    return ParallelOptions(
+        rules=parallel.plan or {},
+        sequence=parallel.sequence,
+        transport=parallel.transport,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        stages=parallel.stages or (),
+        balance=parallel.balance,
+    )
+
+
+def fill_engine(
+    built: BuiltModel,
+    mesh: Mesh,
+    options: ZeroOptions,
+    tiers: Tiers,
+    divided: Divided,
+    console: Console,
+    *,
+    inputs: int = 0,
+) -> ZeroEngine:
+    """Make the engine of a divided model, once there is known to be memory for it, and read its values; all ranks call it.
+
+    `inputs`: bytes of kept inputs of recomputed blocks that leave the device.
+
+    Raises:
+        StorageError: where memory or disk is short.
+    """
+    model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
+    console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
+    mesh.meet("start of the run")
+    source = _WatchedSource(built, console, mesh)
+    engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
+    source.close()
+    return engine
 
 
 def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:

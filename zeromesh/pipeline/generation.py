@@ -35,10 +35,12 @@ class StagedForward:
         self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
         """By chunk and microbatch: in one chunk, stubs keep something for the blocks of another. The first is the caller's."""
-        self._vocabulary = 0
+        self._vocabulary = self._width = 0
+        """How many logits there are of a position, and the bytes of each."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Logits `[rows, 1, vocabulary]` of the last position in fp32, the same on every rank, from the arguments of a forward.
+        """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in
+        fp32, or in float64 where the model computes in it.
 
         `past_key_values` is empty in the first call, and the same object in all; without it nothing is kept. All ranks of the
         pipeline call this together, with the same inputs.
@@ -71,12 +73,15 @@ class StagedForward:
     def _shared(self, logits: Mapping[int, torch.Tensor], rows: int, device: torch.device) -> torch.Tensor:
         """Give every rank the logits of the last stage."""
         group = self._executor.group
-        logits_here = torch.cat([logits[number] for number in range(self._microbatches)]).float() if logits else None
+        logits_here = torch.cat([logits[number] for number in range(self._microbatches)]) if logits else None
+        if logits_here is not None and logits_here.dtype is not torch.float64:
+            logits_here = logits_here.float()
         if not self._vocabulary:
-            sizes = group.gather_integers([0 if logits_here is None else logits_here.shape[-1]])
-            self._vocabulary = max(size for (size,) in sizes)
+            here = [0, 0] if logits_here is None else [logits_here.shape[-1], logits_here.itemsize]
+            self._vocabulary, self._width = max(map(tuple, group.gather_integers(here)))
         if logits_here is None:
-            logits_here = torch.empty(rows, 1, self._vocabulary, device=device)
+            dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
+            logits_here = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=device)
         return group.broadcast_(logits_here.contiguous(), group.size - 1, "logits of the last stage")
 
 

@@ -223,7 +223,8 @@ def _weights(
     if dtype == spec.dtype:  # What is gathered is the master weights.
         if buffer.persistent:
             return TieredTensor.of(buffer.own()), None
-        return tiers.allocate(length, dtype, offload.parameters, Purpose.MASTER, what), None
+        purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
+        return tiers.allocate(length, dtype, offload.parameters, purpose, what), None
     master = tiers.allocate(length, dtype, offload.optimizer, Purpose.MASTER, f"master {what}")
     if buffer.persistent:
         return master, TieredTensor.of(buffer.own())

@@ -168,7 +168,7 @@ class _Formula:
             if not stays and not offload.optimizer.in_reach(self.own(layout), self.device):
                 yield Purpose.PARAMETERS, spec.dtype, offload.parameters
         elif not stays:
-            yield Purpose.MASTER, dtype, offload.parameters
+            yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
         if spec.requires_grad:
             for _ in moment_names(options.optimizer):
                 yield Purpose.MOMENTS, options.precision.master, offload.optimizer

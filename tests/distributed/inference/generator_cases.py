@@ -1,0 +1,163 @@
+"""Cases on `Generator`, against transformers' own `generate` in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from parallel_cases import MIXTRAL
+from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, settings
+
+from zeromesh import Generator, Trainer
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.mesh.process_mesh import Mesh
+
+_ENDS = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": None}
+_QWEN3_MOE = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+_BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def _eager(config: Any) -> Any:
+    """Experts in a loop: the library's grouped product knows no float64."""
+    config._experts_implementation = "eager"
+    return config
+
+
+MODELS: dict[str, Any] = {
+    "llama": lambda: llama(**_ENDS),
+    "gpt2": gpt2,
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True)),
+    "mixtral": lambda: tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**MIXTRAL))),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(_eager(tf.Qwen3MoeConfig(**_QWEN3_MOE))),
+    "t5": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(**_T5, pad_token_id=0, eos_token_id=5, decoder_start_token_id=1)
+    ),
+    "bart": lambda: tf.BartForConditionalGeneration(
+        tf.BartConfig(**_BART, pad_token_id=0, eos_token_id=5, bos_token_id=2, decoder_start_token_id=1)
+    ),
+}
+NEW = 7
+PROMPTS = [[9, 3, 11, 60], [4], [17, 8], [22, 41, 33, 9, 12, 30, 2], [40, 7, 7], [1, 2, 3, 4, 5]]
+
+
+def saved(folder: Path, name: str) -> Any:
+    """The model in float64 as every rank knows it, and its directory, which the first rank writes."""
+    # Far from uniform, so that tokens are not one by one the same.
+    with torch.no_grad():
+        model = seeded(MODELS[name]).double().eval()
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def alone(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The new tokens of one prompt by itself, greedily, and their log-probabilities from one forward over all of them."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0)[0]
+        if model.config.is_encoder_decoder:
+            logits, begin = model(input_ids=ids, decoder_input_ids=tokens[None]).logits[0], 1
+        else:
+            logits, begin = model(tokens[None]).logits[0], len(prompt)
+    places = torch.arange(begin, len(tokens))
+    return tokens[begin:].tolist(), logits.log_softmax(-1)[places - 1, tokens[begin:]].tolist()
+
+
+def agrees(
+    mesh: Mesh, folder: str, model: str, sections: dict[str, Any], batch: int = 2, prompts: int = len(PROMPTS)
+) -> dict[str, Any]:
+    """What differs from one process, how far log-probabilities are apart, and what memory is for."""
+    reference, directory = saved(Path(folder), model), Path(folder, model)
+    if mesh.rank == 0:
+        reference.save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    sections = {**sections, "parallel": {"timeout_seconds": 20, **sections.get("parallel", {})}}
+    sections["run"] = {"output_dir": folder}
+    if model in ("mixtral", "qwen3_moe"):
+        sections["model"] = {"config": {"experts_implementation": "eager"}}
+    rounds: list[list[int]] = []
+    with Generator(directory, **sections) as generator:
+        found = generator.generate(
+            PROMPTS[:prompts],
+            batch=batch,
+            max_new_tokens=NEW,
+            on_results=lambda results: rounds.append(sorted(results)),
+        )
+        again = generator.generate(PROMPTS[:1], max_new_tokens=NEW)
+        memory = {purpose.name: nbytes for purpose, nbytes in generator.engine.ledger.by_purpose().items() if nbytes}
+        trained = [parameter.requires_grad for parameter in generator.engine.model.parameters()]
+    wrong, apart = [], 0.0
+    for result, prompt in zip([*found, *again], [*PROMPTS[:prompts], PROMPTS[0]], strict=True):
+        tokens, logprobs = alone(reference, prompt)
+        if result.tokens != tokens or result.prompt_tokens != len(prompt) or result.new_tokens != len(tokens):
+            wrong.append(f"{prompt}: {result.tokens} for {tokens}")
+        elif result.finish != ("stop" if tokens[-1] == reference.generation_config.eos_token_id else "length"):
+            wrong.append(f"{prompt}: {result.finish}")
+        else:
+            apart = max(apart, *(abs(a - b) for a, b in zip(result.logprobs or [], logprobs, strict=True)))
+    return {
+        "wrong": wrong,
+        "apart": apart,
+        "memory": memory,
+        "trained": any(trained),
+        "rounds": rounds,
+        "whole": sum(parameter.nbytes for parameter in reference.parameters()),
+        "kinds": len({tuple(each.tokens) for each in found}),
+    }
+
+
+def from_a_run(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Of a run: the newest checkpoint, by the run's directory and by the checkpoint's own, and what the trainer itself makes of it."""
+    config = settings(folder, checkpoint={"every_steps": 2}, run={"max_steps": 2, "name": "trained"})
+    with Trainer(seeded(lambda: llama(**_ENDS)), config, train_dataset=sentences()) as trainer:
+        trainer.fit()
+        reference = seeded(lambda: llama(**_ENDS)).double().eval()
+        reference.load_state_dict(dict(trainer.state_dict()), strict=False)
+    wanted = [alone(reference, prompt)[0] for prompt in PROMPTS[:2]]
+    wrong = []
+    checkpoint = CheckpointStore(Path(folder, "trained", "checkpoints")).path(2)
+    for source in (Path(folder, "trained"), checkpoint):
+        for tensor in (1, mesh.world_size):
+            sections: Any = {"parallel": {"tensor": tensor}, "run": {"output_dir": folder}}
+            with Generator(source, precision={"compute": "float64"}, **sections) as generator:
+                found = [each.tokens for each in generator.generate(PROMPTS[:2], max_new_tokens=NEW)]
+                if found != wanted:
+                    wrong.append(f"{source} under tensor {tensor}: {found} for {wanted}")
+    return {"wrong": wrong}
+
+
+def refuses(mesh: Mesh, folder: str) -> dict[str, str]:
+    """What is refused, by what was asked, without an end of the generator."""
+    directory = Path(folder, "gpt2")
+    if mesh.rank == 0:
+        saved(Path(folder), "gpt2").save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    messages = {}
+    with Generator(directory, run={"output_dir": folder}, parallel={"timeout_seconds": 10}) as generator:
+        asked: dict[str, tuple[Any, dict[str, Any]]] = {
+            "none": ([], {}),
+            "text": (["Once"], {}),
+            "no prompt": ([[]], {}),
+            "token": ([[1], [VOCABULARY]], {}),
+            "long": ([[1] * 30], {"max_new_tokens": 5}),
+            "field": ([[1]], {"max_new_token": 5}),
+            "several": ([[1]], {"num_return_sequences": 2}),
+            "differ": ([[1 + mesh.rank]], {}),
+        }
+        for name, (prompts, fields) in asked.items():
+            try:
+                generator.generate(prompts, **fields)
+                messages[name] = ""
+            except ValueError as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+        messages["sampled"] = str(
+            [
+                [each.tokens for each in generator.generate([[1, 2]], seed=3, do_sample=True, max_new_tokens=9)]
+                for _ in range(2)
+            ]
+        )
+    return messages

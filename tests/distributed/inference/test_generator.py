@@ -1,0 +1,76 @@
+"""`Generator` gives the tokens and log-probabilities of the library's own `generate` in one process, under every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generator_cases import MODELS
+from workers import PoolOptions, Workers
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data": (2, {"zero": {"stage": 0}}),
+    "sharded": (2, {"zero": {"stage": 3, "gathered_budget": 0}}),
+    "tensor": (2, {"parallel": {"tensor": 2}}),
+    "pipeline": (2, {"parallel": {"pipeline": 2}}),
+    "tensor-pipeline": (4, {"parallel": {"tensor": 2, "pipeline": 2}}),
+    "sharded-pipeline": (4, {"parallel": {"pipeline": 2}, "zero": {"gathered_budget": 0}}),
+    "file": (2, {"offload": {"parameters": "file"}}),
+    "host": (2, {"offload": {"parameters": "host"}}),
+}
+SHORT = {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "file"), ("t5", "tensor")}
+_STAGED = ("pipeline", "tensor-pipeline", "sharded-pipeline")
+CASES: list[Any] = [
+    pytest.param(model, layout, marks=() if (model, layout) in SHORT else pytest.mark.full)
+    for model in MODELS
+    for layout in LAYOUTS
+    if model not in ("t5", "bart") or layout not in _STAGED
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model: str, layout: str) -> None:
+    ranks, sections = LAYOUTS[layout]
+    if layout == "file":
+        sections = {"offload": {"parameters": "file", "directory": str(tmp_path / "swap")}}
+    results = workers.run(
+        ranks, "generator_cases:agrees", timeout=120.0, folder=str(tmp_path), model=model, sections=sections
+    )
+    for found in results:
+        assert not found["wrong"]
+        assert found["apart"] < 1e-9
+        assert found["kinds"] > 1, "prompts are continued by one text, which any mistake would give too"
+        assert not found["trained"]
+        # Nothing but the parameters: no gradients, no moments, no master weights beside them.
+        assert set(found["memory"]) <= {"PARAMETERS", "STAGING", "COMMUNICATORS"}
+        assert found["rounds"] == results[0]["rounds"]
+        assert sorted(sum(found["rounds"], [])) == list(range(6))
+
+
+def test_fewer_prompts_than_ranks(workers: Workers, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "model": "llama", "prompts": 1}
+    for found in workers.run(2, "generator_cases:agrees", sections={"zero": {"gathered_budget": 0}}, **arguments):
+        assert not found["wrong"]
+
+
+def test_of_a_run_and_of_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(2, "generator_cases:from_a_run", folder=str(tmp_path)):
+        assert not found["wrong"]
+
+
+def test_what_is_refused(workers: Workers, tmp_path: Path) -> None:
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5)) as pool:
+        for messages in pool.run("generator_cases:refuses", folder=str(tmp_path)):
+            wanted = {
+                "none": "DataError: there are no prompts",
+                "text": "DataError: prompt 0 is text, and the model's directory has no tokenizer",
+                "no prompt": "DataError: prompt 0 is text, a list of token ids",
+                "token": "DataError: prompt 1 has token 64, and the model knows 64",
+                "long": "DataError: the longest prompt has 30 tokens, which with the new ones become 35",
+                "field": "max_new_token is no field of transformers' GenerationConfig",
+                "several": "num_return_sequences is not taken",
+                "differ": "ranks were given different things: prompts is",
+            }
+            for name, text in wanted.items():
+                assert text in messages[name], messages
+            first, second = eval(messages["sampled"])  # noqa: S307
+            assert first == second

@@ -1,0 +1,101 @@
+"""Prompts: lines of a file, and how they are dealt out to the ranks that generate. Nothing here loads torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import DataError, printable
+from zeromesh.files import read_whole
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or messages of a conversation (`{"role": ..., "content": ...}`)."""
+KEYS = ("text", "messages", "input_ids")
+"""The keys of a line, of which it has one."""
+_SHOWN = 60
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read the prompts of a file of JSON lines; empty lines are passed over.
+
+    Raises:
+        DataError: for a file that cannot be read or has no prompt, and for a line that is none, with its number.
+    """
+    try:
+        content = read_whole(path)
+    except OSError as error:
+        raise DataError(
+            f"--prompts {str(path)!r} cannot be read: {error.strerror}; give a file, or - for standard input"
+        ) from error
+    return parse_prompts(content, str(path))
+
+
+def parse_prompts(content: bytes, where: str) -> list[Prompt]:
+    """Parse JSON lines, which came from `where`. Raises `DataError` as `read_prompts` does."""
+    found = [
+        _prompt(line, f"{where}, line {number}")
+        for number, line in enumerate(content.split(b"\n"), start=1)
+        if line.strip()
+    ]
+    if not found:
+        raise DataError(f'{where} has no prompt; give a line for each, such as {{"text": "Once"}}')
+    return found
+
+
+def _prompt(line: bytes, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: it is no JSON ({error}): {_shown(line.decode(errors='replace'))}") from error
+    given = [key for key in KEYS if key in row] if isinstance(row, dict) else []
+    if len(given) != 1:
+        what = f"it has {' and '.join(given)}" if given else f"it has none of them: {_shown(line.decode())}"
+        raise DataError(f"{where}: a prompt is an object with one of {', '.join(KEYS)}; {what}")
+    value = row[given[0]]
+    problem = problem_of(value, given[0])
+    if problem:
+        raise DataError(f"{where}: {given[0]} {problem}, not {_shown(json.dumps(value))}")
+    prompt: Prompt = value
+    return prompt
+
+
+def problem_of(prompt: Any, key: str | None = None) -> str:
+    """What a prompt should have been, or that of this `key`; empty where it is one."""
+    if isinstance(prompt, str) and key in (None, "text"):
+        return "" if prompt else "is text of at least one letter"
+    items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) else []
+    if key in (None, "input_ids") and items and all(type(each) is int and each >= 0 for each in items):
+        return ""
+    if key in (None, "messages") and items and all(isinstance(each, Mapping) and "role" in each for each in items):
+        return ""
+    wanted = {
+        "text": "is text",
+        "input_ids": "is a list of token ids, integers of at least 0",
+        "messages": "is a list of messages such as {role: user, content: text}",
+    }
+    return wanted[key] if key else "is text, a list of token ids, or a list of messages, with something in it"
+
+
+def _shown(text: str) -> str:
+    text = printable(text.strip())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def deal(lengths: Sequence[int], *, ranks: int, batch: int) -> list[list[list[int]]]:
+    """Deal prompts of these lengths out: for each round the numbers of those that each rank generates together.
+
+    In a round a rank has at most `batch`, all ranks have prompts of nearly one length, the longest come first, and the sums of
+    lengths over all rounds are as even as giving each prompt to the rank with the least makes them. Every prompt is in one place.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    loads, rounds = [0] * ranks, []
+    for begin in range(0, len(order), ranks * batch):
+        numbers = order[begin : begin + ranks * batch]
+        most = -(-len(numbers) // ranks)
+        dealt: list[list[int]] = [[] for _ in range(ranks)]
+        for number in numbers:
+            rank = min((rank for rank in range(ranks) if len(dealt[rank]) < most), key=lambda rank: (loads[rank], rank))
+            dealt[rank].append(number)
+            loads[rank] += lengths[number]
+        rounds.append(dealt)
+    return rounds

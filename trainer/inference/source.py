@@ -1,0 +1,130 @@
+"""What a model to generate with comes from, and the configuration of its layout, from what a person named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
+from zeromesh.errors import ConfigError
+from zeromesh.options import Precision, ZeroOptions
+from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.data.tokenizer import Tokenizer, load_tokenizer
+from zeromesh.trainer.models.build import directory_of, read_configuration
+from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
+
+_RESOLVED = "config.resolved.yaml"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_WIDE = ("precision.master=float64", "precision.reduce=float64")
+"""Roles that nothing has here, as every compute dtype agrees with them."""
+_FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
+
+
+def find_source(source: str | PathLike[str]) -> str:
+    """Return the Hugging Face directory that `source` stands for, or the name on the Hub that it is.
+
+    A run stands for its newest checkpoint, and every checkpoint is a Hugging Face directory.
+
+    Raises:
+        ConfigError: for a directory that is none of these, and for a run without a checkpoint.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir() or (path / "config.json").is_file():
+        return str(path) if path.is_dir() else str(source)
+    if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
+        return str(checkpoint_at(path))
+    raise ConfigError(
+        f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, a model directory that "
+        "save_pretrained wrote, or the name of a model on the Hub",
+        where=str(source),
+    )
+
+
+def layout_of(
+    source: str | PathLike[str],
+    config: ConfigSource,
+    sections: Mapping[str, Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+) -> TrainerConfig:
+    """Return the configuration of a model to generate with: that of `source`, in the layout that the other arguments give.
+
+    `sections` and then `overrides` (`section.key=value`) go on top of `config`.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    given = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
+    merged: dict[str, Any] = {**given, "run": {"name": "generate", **given.get("run", {})}}
+    for name, section in sections.items():
+        merged[name] = {**merged.get(name, {}), **section}
+    directory = find_source(source)
+    model = merged.get("model", {})
+    # Fields that differ from those of the source are kept, and what another model was made of is not.
+    fields = model.get("config") if "model_type" not in (model.get("config") or {}) else None
+    merged["model"] = {**model, "source": directory, "config": fields}
+    # Of data, which nobody reads here, the tokenizer alone means anything.
+    merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
+    if not merged["data"]:
+        merged["data"] = _tokenizer_of_run(Path(directory))
+    found = load_config(merged, [*overrides, *_WIDE])
+    problems = [
+        f"{key} is for {what}, and nothing is trained here; leave it out"
+        for key, what in _FOR_TRAINING.items()
+        if getattr(getattr(found, key.partition(".")[0]), key.partition(".")[2]) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
+    """The tokenizer of a checkpoint's run, where the checkpoint has none of its own."""
+    resolved = directory.parent.parent / _RESOLVED
+    if has_tokenizer(directory) or not (directory / MANIFEST).is_file() or not resolved.is_file():
+        return {}
+    values = parse_yaml(resolved.read_text(encoding="utf-8"), where=str(resolved))
+    data = values.get("data") if isinstance(values, dict) else None
+    return {"tokenizer": data["tokenizer"]} if isinstance(data, dict) and "tokenizer" in data else {}
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has files of a tokenizer."""
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def tokenizer_of(config: TrainerConfig) -> Tokenizer | None:
+    """Return the tokenizer that was asked for, or else that of the model's directory, or None. Raises `DataError`."""
+    directory = directory_of(config.model.source or "", config.model.revision)
+    if "tokenizer" in config.data.model_fields_set:
+        return load_tokenizer(config.data.tokenizer)
+    return load_tokenizer(directory) if has_tokenizer(directory) else None
+
+
+def with_models_own(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration with what the model's directory says where it says nothing: the task and the compute dtype.
+
+    Raises:
+        ConfigError: for a directory of which no model can be built.
+    """
+    section, precision = config.model, config.precision
+    directory = directory_of(section.source or "", section.revision)
+    head_given = "head" in section.model_fields_set
+    made, _ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}), directory)
+    if not head_given and made.is_encoder_decoder:
+        section = section.model_copy(update={"head": "seq2seq_lm"})
+    if "compute" not in precision.model_fields_set:
+        stored = str(getattr(made, "dtype", None)).removeprefix("torch.")
+        known = stored in ("bfloat16", "float16", "float32", "float64")
+        precision = precision.model_copy(update={"compute": stored if known else "float32"})
+    return config.model_copy(update={"model": section, "precision": precision})
+
+
+def without_training(options: ZeroOptions) -> ZeroOptions:
+    """The options of an engine that keeps parameters in the compute dtype, and nothing else."""
+    dtype = options.precision.compute
+    return replace(options, precision=Precision(compute=dtype, master=dtype, reduce=dtype), average=None)
