@@ -30,7 +30,8 @@ from zeromesh.zero.engine import ZeroEngine
 
 
 class _ChosenTokens:
-    """A stopping criterion that never stops, and follows a generation: of each token that is chosen, the logarithm of the probability that the model gives it.
+    """A stopping criterion that never stops, and follows a generation: it keeps of each token that is chosen the logarithm of the
+    probability that the model gives it.
 
     Only the logits of one position are kept.
     """

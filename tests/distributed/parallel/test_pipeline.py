@@ -131,4 +131,4 @@ def test_generation_is_that_of_one_process(
     for found in run(workers, 2, "generates", **arguments):
         assert found["found"] == found["wanted"]
         assert found["shape"] == [3, 1, VOCABULARY]
-        assert found["dtype"] == "torch.float32"
+        assert found["dtype"] == "torch.float64", "as the model computes"
