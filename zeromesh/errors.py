@@ -62,6 +62,10 @@ class DataError(ZeromeshError, ValueError):
     """A dataset, tokenizer or batch cannot be trained on."""
 
 
+class QueueFullError(ZeromeshError, RuntimeError):
+    """As many requests to a model are open as are allowed."""
+
+
 class LayoutError(ZeromeshError, ValueError):
     """A mesh, a bucket or a model does not fit the layout that was asked for."""
 
