@@ -24,25 +24,15 @@ from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel, decoder_positions, ends_of
-from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of
+from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
+from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of, split_prompt
+from zeromesh.trainer.inference.requests import Inbox, Progress, Request
+from zeromesh.trainer.inference.settings import why_unbatched
 from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.zero.engine import ZeroEngine
-
-_NEW_TOKENS = 128
-"""New tokens where neither the caller nor the model's `generation_config.json` says how many."""
-_DECIDED_HERE = {
-    "num_return_sequences": "give a prompt several times",
-    "stop_strings": "give eos_token_id, or cut the text",
-    "return_dict_in_generate": "results have tokens and logprobs",
-    "output_scores": "results have logprobs",
-    "output_logits": "results have logprobs",
-    "output_attentions": "results have none",
-    "output_hidden_states": "results have none",
-}
-"""Fields of `GenerationConfig` that are refused, and what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,21 +102,22 @@ class Generator:
         self,
         prompts: Sequence[Prompt],
         *,
-        batch: int = 8,
+        batch: int = 16,
         seed: int | None = None,
         on_results: Callable[[Mapping[int, Generated]], object] = lambda results: None,
         **fields: Any,
     ) -> list[Generated]:
         """Continue prompts and return what came of each, in their order, on every rank; all ranks give the same prompts.
 
-        Prompts are sorted by length and dealt out to the data ranks, `batch` at a time to each, so that all have about as many
-        tokens.
+        Prompts join a running batch as others leave it, on the replica of the model that has the fewest tokens open. What cannot be
+        generated so (beams, models with an encoder or another cache) is, in batches of about one length.
 
         Args:
-            prompts: text, token ids, or messages of a conversation, which the chat template makes text of.
-            batch: prompts that a data rank continues together.
+            prompts: text, token ids, messages of a conversation, which the chat template makes text of, or mappings with one of
+                these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` for this prompt alone.
+            batch: prompts that a replica of the model continues at a time.
             seed: of what sampling draws; None: of `run.seed` and how often this was called.
-            on_results: called on every rank with the results of each round, by the number of their prompt.
+            on_results: called on every rank with results as they come, by the number of their prompt.
             fields: of transformers' `GenerationConfig`, on top of the model's own; without any number of new tokens 128, or as many
                 as the model has positions for.
 
@@ -134,54 +125,164 @@ class Generator:
             ConfigError: for fields that do not exist or that the layout does not allow.
             DataError: for prompts that are none, are too long, or differ between ranks.
         """
-        if self._failure:
-            raise PhaseError(f"this generator ended with {self._failure}; make a new one")
-        encoded = [self._encoded(prompt, number) for number, prompt in enumerate(prompts)]
-        if not encoded:
-            raise DataError("there are no prompts; give at least one")
+        self._require_alive()
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be 1 or more prompts")
-        settings = self._settings(fields, encoded)
-        self._calls += 1
-        number = number_of(f"{self.config.run.seed}/{self._calls}/generator") if seed is None else seed
-        content = xxhash.xxh3_64_hexdigest(repr(encoded).encode())
-        given = {"prompts": content, "generation": settings.to_json_string(), "batch": batch, "seed": number}
+        requests, settings = self._requests(prompts, fields, seed)
+        given = {
+            "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
+            "generation": settings.to_json_string(),
+            "batch": batch,
+        }
         with self.mesh.call("generator.generate()"):
             require_same(self.mesh.world, given, DataError, advice="All ranks give the same prompts and arguments")
+        why = why_unbatched(self._placed.module, settings)
+        if why and any(request.fields for request in requests):
+            raise ConfigError(
+                f"generate: {why}, so all prompts are generated alike; give prompts without fields of their own"
+            )
         with self._guarded():
-            return self._run(encoded, settings, batch, number, on_results)
+            if why:
+                self._placed.console.note(f"prompts are generated in batches of about one length: {why}")
+                return self._in_rounds(requests, settings, batch, on_results)
+            return self._together(requests, fields, batch, on_results)
 
-    def _run(
+    def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
+        """Continue what comes into the inbox of rank 0 until it is stopped; all ranks call it, the others with None.
+
+        Args:
+            inbox: where other threads submit requests that `check_request` has found good.
+            batch: requests that a replica of the model runs at a time.
+            fields: of transformers' `GenerationConfig`, on top of which are those of a request.
+
+        Raises:
+            ConfigError: for a model that requests cannot join while it generates.
+            CollectiveError: when a rank is gone or late.
+        """
+        self._require_alive()
+        why = why_unbatched(self._placed.module, self._placed.settings(fields, 1))
+        if why:
+            raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
+        with self._guarded():
+            self._placed.request_loop(fields, rows=batch, on_progress=lambda progress: None).run(inbox)
+
+    def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
+        """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.
+
+        Raises:
+            ConfigError: for fields that do not exist, that the layout does not allow, or that are for other ways of searching.
+            DataError: for tokens that the model does not know, for none, and for too many.
+        """
+        self._require_known(tokens, "the prompt")
+        why = why_unbatched(self._placed.module, self._placed.settings(fields, len(tokens)))
+        if why:
+            raise ConfigError(f"{why}, which requests that join a running batch cannot")
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Raises `DataError` for one that is none, or that the model does not know."""
+        return self._encoded(prompt, "the prompt")
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the model; None where it has none."""
+        return self._placed.tokenizer
+
+    def _require_alive(self) -> None:
+        if self._failure:
+            raise PhaseError(f"this generator ended with {self._failure}; make a new one")
+
+    def _requests(
+        self, prompts: Sequence[Prompt], fields: Mapping[str, Any], seed: int | None
+    ) -> tuple[list[Request], GenerationConfig]:
+        """The requests of prompts, and the settings by which all are generated if they cannot join a running batch."""
+        if not prompts:
+            raise DataError("there are no prompts; give at least one")
+        self._calls += 1
+        number = number_of(f"{self.config.run.seed}/{self._calls}/generator") if seed is None else seed
+        requests = []
+        for index, prompt in enumerate(prompts):
+            text, own = split_prompt(prompt, f"prompt {index}")
+            tokens = self._encoded(text, f"prompt {index}")
+            requests.append(Request(number=index, tokens=tokens, fields=own, seed=number_of(f"{number}/{index}")))
+        settings = [self._settings(each, fields) for each in requests]
+        # What cannot join a running batch decides on how all are generated; otherwise all of them are as the first one is.
+        return requests, next((each for each in settings if why_unbatched(self._placed.module, each)), settings[0])
+
+    def _settings(self, request: Request, fields: Mapping[str, Any]) -> GenerationConfig:
+        """How a request is generated. Raises `ConfigError` and `DataError` with its number."""
+        try:
+            return self._placed.settings({**fields, **request.fields}, len(request.tokens))
+        except DataError as error:
+            raise DataError(f"prompt {request.number}: {error}") from error
+
+    def _together(
         self,
-        prompts: Sequence[list[int]],
-        settings: GenerationConfig,
+        requests: Sequence[Request],
+        fields: Mapping[str, Any],
         batch: int,
-        seed: int,
         on_results: Callable[[Mapping[int, Generated]], object],
     ) -> list[Generated]:
+        """Have requests join and leave a running batch."""
+        found: dict[int, Generated] = {}
+        made = {request.number: NewTokens(tokens=[], logprobs=[], ended=False) for request in requests}
+        began = time.monotonic()
+
+        def on_progress(progress: Sequence[Progress]) -> None:
+            results = {}
+            for each in progress:
+                new = made[each.number]
+                new = made[each.number] = NewTokens(
+                    tokens=new.tokens + each.tokens,
+                    logprobs=(new.logprobs or []) + each.logprobs,
+                    ended=each.finish == "stop",
+                )
+                if each.finish is not None:
+                    results[each.number] = self._result(new, len(requests[each.number].tokens))
+            found.update(results)
+            rate = sum(len(each.tokens) for each in made.values()) / max(time.monotonic() - began, 1e-9)
+            self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
+            if results:
+                on_results(results)
+
+        inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
+        if inbox is not None:
+            for request in requests:
+                inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
+            inbox.stop()
+        self._placed.request_loop(fields, rows=batch, on_progress=on_progress).run(inbox)
+        return [found[number] for number in range(len(requests))]
+
+    def _in_rounds(
+        self,
+        requests: Sequence[Request],
+        settings: GenerationConfig,
+        batch: int,
+        on_results: Callable[[Mapping[int, Generated]], object],
+    ) -> list[Generated]:
+        """Have requests of about one length begin and end together, by the library's own loop."""
         data, index = self.mesh.data, self.mesh.data_index
         # A rank without prompts in the last round takes part in it, as others need its parameters.
         idle = copy.deepcopy(settings)
         idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
         found: dict[int, Generated] = {}
-        rounds = deal([len(prompt) for prompt in prompts], ranks=data.size, batch=batch)
+        rounds = deal([len(request.tokens) for request in requests], ranks=data.size, batch=batch)
         began, made = time.monotonic(), 0
-        for place, dealt in enumerate(rounds):
-            own = dealt[index]
-            draws = number_of(f"{seed}/{place}/{index}")
-            new = self._placed.generate([prompts[each] for each in own] or [[0]], settings if own else idle, draws)
+        for dealt in rounds:
+            own = [requests[number] for number in dealt[index]]
+            draws = own[0].seed if own else 0
+            new = self._placed.generate([each.tokens for each in own] or [[0]], settings if own else idle, draws)
             rows = data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
             results = {
-                number: self._result(NewTokens(**each), len(prompts[number]))
+                number: self._result(NewTokens(**each), len(requests[number].tokens))
                 for numbers, row in zip(dealt, rows, strict=True)
                 for number, each in zip(numbers, row, strict=True)
             }
             found |= results
             made += sum(each.new_tokens for each in results.values())
             rate = made / max(time.monotonic() - began, 1e-9)
-            self._placed.console.status(f"generated {len(found)} of {len(prompts)} prompts, {rate:.1f} tokens/s")
+            self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
             on_results(results)
-        return [found[number] for number in range(len(prompts))]
+        return [found[number] for number in range(len(requests))]
 
     def _result(self, new: NewTokens, prompt_tokens: int) -> Generated:
         tokenizer = self._placed.tokenizer
@@ -194,55 +295,32 @@ class Generator:
             finish="stop" if new.ended else "length",
         )
 
-    def _encoded(self, prompt: Any, number: int) -> list[int]:
+    def _encoded(self, prompt: Any, where: str) -> list[int]:
         """The tokens of a prompt. Raises `DataError` for one that cannot be continued."""
-        where, tokenizer = f"prompt {number}", self._placed.tokenizer
-        problem = problem_of(prompt)
+        tokenizer, problem = self._placed.tokenizer, problem_of(prompt)
         if problem:
             raise DataError(f"{where} {problem}")
-        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
-            if tokenizer is None:
-                raise DataError(
-                    f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
-                )
+        if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+            ids = list(prompt)
+        elif tokenizer is None:
+            raise DataError(
+                f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
+            )
+        else:
             try:
                 ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
-        else:
-            ids = list(prompt)
+        self._require_known(ids, where)
+        return ids
+
+    def _require_known(self, ids: Sequence[int], where: str) -> None:
+        """Raise `DataError` for tokens that the model does not know, and for none."""
         size = self._placed.module.config.get_text_config().vocab_size
-        if not ids or max(ids) >= size:
+        if not ids or max(ids) >= size or min(ids) < 0:
             raise DataError(
                 f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
             )
-        return ids
-
-    def _settings(self, fields: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> GenerationConfig:
-        """How to generate: the model's own settings, with `fields` on top."""
-        refused = [f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items() if fields.get(name)]
-        settings: GenerationConfig = copy.deepcopy(self._placed.module.generation_config)
-        settings.update(**{"use_cache": True, **dict.fromkeys(_DECIDED_HERE)})
-        unknown = settings.update(**{name: value for name, value in fields.items() if name not in _DECIDED_HERE})
-        refused += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
-        if refused:
-            raise ConfigError([f"generate: {each}" for each in refused])
-        if settings.pad_token_id is None:
-            settings.pad_token_id = next(iter(ends_of(settings)), 0)
-        longest = 0 if self._placed.is_encoder_decoder else max(map(len, prompts))
-        positions = decoder_positions(self._placed.module)
-        if settings.max_new_tokens is None and "max_length" not in fields:
-            settings.max_new_tokens = (
-                _NEW_TOKENS if positions is None else min(_NEW_TOKENS, max(1, positions - longest))
-            )
-        wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
-        if positions is not None and wanted > positions:
-            raise DataError(
-                f"the longest prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
-                "positions; shorten it, or lower max_new_tokens"
-            )
-        self._placed.check(settings)
-        return settings
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -1,21 +1,29 @@
 """`PlacedModel`: a model on the ranks of a mesh with nothing but its parameters, and the generation of one batch by it."""
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.accelerator import device_memory, is_accelerator
+from zeromesh.offload.memory.ledger import available_bytes
 from zeromesh.parallelize import Divided, divide
 from zeromesh.rng import seed_all
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.inference.batching.lane import LaneLimits, LaneModel, most_new_tokens
+from zeromesh.trainer.inference.batching.loop import RequestLoop
+from zeromesh.trainer.inference.batching.row_cache import layers_of
+from zeromesh.trainer.inference.batching.sampling import RowSampler
+from zeromesh.trainer.inference.requests import Progress, Request
+from zeromesh.trainer.inference.settings import ends_of, settings_of
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
@@ -27,6 +35,9 @@ from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
+
+_PREFILL_TOKENS = 2048
+"""Tokens of prompts in one forward."""
 
 
 class _ChosenTokens:
@@ -120,12 +131,58 @@ class PlacedModel:
         """Whether prompts go to an encoder, and tokens come from a decoder."""
         return bool(self.module.config.is_encoder_decoder)
 
-    def check(self, settings: GenerationConfig) -> None:
-        """Raise `ConfigError` for settings that this layout cannot generate by."""
+    def settings(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
+        """How this layout goes on from a prompt of so many tokens; see `settings_of`, also for what is raised."""
         staged = self.mesh.pipeline.size > 1
-        check_arguments(
-            self.module, {"generation_config": settings}, staged=staged, shared=staged or self.mesh.tensor.size > 1
+        return settings_of(
+            self.module, fields, prompt_tokens, staged=staged, shared=staged or self.mesh.tensor.size > 1
         )
+
+    def request_loop(
+        self, fields: Mapping[str, Any], *, rows: int, on_progress: Callable[[Sequence[Progress]], object]
+    ) -> RequestLoop:
+        """The loop of requests that join and leave a running batch of up to `rows` in each replica. All ranks make it together.
+
+        `fields`: of `GenerationConfig`, on top of which are those of a request.
+        """
+        model, config = self.module, self.module.config
+
+        def sampler_of(request: Request) -> tuple[GenerationConfig, RowSampler]:
+            settings = self.settings({**fields, **request.fields}, len(request.tokens))
+            return settings, RowSampler.of(model, settings, len(request.tokens), request.seed, self.mesh.device)
+
+        def cost_of(request: Request) -> int:
+            settings = self.settings({**fields, **request.fields}, len(request.tokens))
+            return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
+
+        return RequestLoop(
+            self.mesh,
+            self.engine,
+            self.divided.pipeline,
+            model=LaneModel(
+                layers=layers_of(config) or 0,
+                takes=frozenset(inspect.signature(model.forward).parameters),
+                has_router=hasattr(config, "output_router_logits"),
+                device=self.mesh.device,
+                sampler_of=sampler_of,
+            ),
+            limits=LaneLimits(rows=rows, prefill_tokens=_PREFILL_TOKENS, cache_tokens=self._cache_tokens()),
+            call=model,
+            cost_of=cost_of,
+            on_progress=on_progress,
+        )
+
+    def _cache_tokens(self) -> int:
+        """How many tokens keys and values may be kept of on each rank, in half of the memory that is free where it computes."""
+        config, device = self.module.config.get_text_config(), self.mesh.device
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layers = -(-config.num_hidden_layers // self.mesh.pipeline.size)
+        each = 2 * layers * -(-heads // self.mesh.tensor.size) * width * self.engine.options.precision.compute.itemsize
+        host = available_bytes() // self.mesh.environment.local_world_size
+        free = device_memory(device).free if is_accelerator(device) else host
+        fewest = self.mesh.world.max_(torch.tensor([-free // (2 * each)]), "room for keys and values")
+        return max(1, -int(fewest[0]))
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seed: int) -> list[NewTokens]:
         """Continue prompts, given as tokens, together; all ranks call it, those along data axes with prompts of their own.
@@ -169,22 +226,9 @@ class PlacedModel:
         self.divided.close()
 
 
-def ends_of(settings: GenerationConfig) -> list[int]:
-    """The tokens that end a text."""
-    ends = settings.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
 def _until_end(row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> NewTokens:
     """A row of new tokens without the padding behind its end."""
     ends = ends_of(settings)
     count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
     kept = count or len(row)
     return NewTokens(tokens=row[:kept], logprobs=logprobs and logprobs[:kept], ended=bool(count))
-
-
-def decoder_positions(module: nn.Module) -> int | None:
-    """How many positions a model knows, where it says so; None otherwise."""
-    config: Any = module.config
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None

@@ -8,8 +8,9 @@ from typing import Any
 from zeromesh.errors import DataError, printable
 from zeromesh.files import read_whole
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or messages of a conversation (`{"role": ..., "content": ...}`)."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping as lines of a file have it: one of
+these by its key, and fields of `GenerationConfig`."""
 KEYS = ("text", "messages", "input_ids")
 """The keys of a line, of which it has one."""
 _SHOWN = 60
@@ -57,6 +58,21 @@ def _prompt(line: bytes, where: str) -> Prompt:
         raise DataError(f"{where}: {given[0]} {problem}, not {_shown(json.dumps(value))}")
     prompt: Prompt = value
     return prompt
+
+
+def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
+    """Split a prompt into what is continued, and the fields of `GenerationConfig` that it brings. Raises `DataError`."""
+    if not isinstance(prompt, Mapping):
+        return prompt, {}
+    given = [key for key in KEYS if key in prompt]
+    if len(given) != 1:
+        raise DataError(
+            f"{where}: a prompt is a mapping with one of {', '.join(KEYS)}; it has {' and '.join(given) or 'none'}"
+        )
+    problem = problem_of(prompt[given[0]], given[0])
+    if problem:
+        raise DataError(f"{where}: {given[0]} {problem}")
+    return prompt[given[0]], {key: value for key, value in prompt.items() if key != given[0]}
 
 
 def problem_of(prompt: Any, key: str | None = None) -> str:

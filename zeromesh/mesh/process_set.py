@@ -123,6 +123,15 @@ class ProcessSet:
 
         return finish
 
+    def start_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
+        """Begin to make a small CPU tensor what the rank at position `source` has, in place; the returned call waits for it."""
+        groups = self.require_member()
+        if groups is None:
+            return lambda: None
+        with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
+            work = dist.broadcast(tensor, src=self.ranks[source], group=groups.control, async_op=True)
+        return lambda: self.watch.wait_work(work, self.ranks, what)
+
     def order(self, work: AsyncWork, what: str, peers: Sequence[int] = ()) -> None:
         """Have what is launched from now on come after a collective that moves data: on a device the stream waits, not the host.
 

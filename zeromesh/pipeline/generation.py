@@ -4,13 +4,15 @@ Every rank of the pipeline runs the same loop and is given the same logits, so t
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from zeromesh.errors import DataError, LayoutError
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.executor import Executor, StageRunner
 from zeromesh.pipeline.schedule import forward_only
 from zeromesh.pipeline.stages.build import Stages
@@ -109,6 +111,102 @@ class _Runner(StageRunner):
         with stages.chunk(chunk, received, balance=False):
             self.logits[microbatch] = self.call(**batch).logits[:, -1:]
         return ()
+
+
+class Lane(Protocol):
+    """A batch that one generation goes on with, while other ones are in the other stages."""
+
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the next forward. They stay as they are for all turns of a run."""
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of the next forward, the same on all ranks of the pipeline."""
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose on the last stage by the logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64 on the CPU, the
+        next tokens and the logarithms of their probabilities."""
+
+    def take(self, chosen: torch.Tensor) -> None:
+        """Take what the last stage has chosen, on all ranks."""
+
+
+class StagedTurns:
+    """Turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
+
+        first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
+        last stage              lane 0  lane 1  lane 0  lane 1
+
+    Args:
+        call: the model's own call, for the last stage.
+    """
+
+    def __init__(self, executor: Executor, stages: Stages, *, call: Callable[..., Any]) -> None:
+        self._executor, self._stages, self._call = executor, stages, call
+
+    def run(self, lanes: Sequence[Lane], turns: int) -> None:
+        """Have each lane make so many forwards and choose a token of each row after each. All ranks of the pipeline call this."""
+        group = self._executor.group
+        schedule = forward_only(ranks=group.size, microbatches=turns * len(lanes), chunks=len(self._stages.own))
+        runner = _TurnRunner(self._stages, self._call, lanes, group)
+        with torch.no_grad():
+            self._executor.run(schedule, runner)
+        runner.finish()
+
+
+@dataclass(slots=True)
+class _TurnRunner(StageRunner):
+    """Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins."""
+
+    stages: Stages
+    call: Callable[..., Any]
+    lanes: Sequence[Lane]
+    group: ProcessSet
+    _shapes: list[tuple[int, int]] = field(init=False)
+    _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _chosen: deque[tuple[Lane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
+    """On the last stage: what is on its way to the others."""
+    _taken: int = 0
+
+    def __post_init__(self) -> None:
+        self._shapes = [lane.shape() for lane in self.lanes]
+
+    def signature(self, microbatch: int) -> Hashable:
+        return "turn", self._shapes[microbatch % len(self.lanes)]
+
+    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        stages, lane = self.stages, self.lanes[microbatch % len(self.lanes)]
+        if not chunk:
+            if microbatch >= len(self.lanes):
+                self._take()
+            self._inputs[microbatch] = lane.inputs()
+        batch = self._inputs[microbatch] if chunk + 1 < len(stages.own) else self._inputs.pop(microbatch)
+        if not stages.is_last(chunk):
+            return stages.forward(chunk, batch, received, balance=False)
+        with stages.chunk(chunk, received, balance=False):
+            logits = self.call(**batch).logits[:, -1]
+        chosen = lane.choose(logits)
+        self._chosen.append((lane, chosen, self._start(chosen)))
+        return ()
+
+    def finish(self) -> None:
+        """Take what the last turn of each lane has chosen."""
+        for _ in self.lanes:
+            self._take()
+
+    def _take(self) -> None:
+        """Take the oldest choice that was not taken: turns of lanes are chosen for in the order of microbatches."""
+        if self._chosen:
+            lane, chosen, wait = self._chosen.popleft()
+        else:
+            lane = self.lanes[self._taken % len(self.lanes)]
+            chosen = torch.zeros(2, lane.shape()[0], dtype=torch.float64)
+            wait = self._start(chosen)
+        self._taken += 1
+        wait()
+        lane.take(chosen)
+
+    def _start(self, chosen: torch.Tensor) -> Callable[[], None]:
+        return self.group.start_broadcast(chosen, self.group.size - 1, "tokens that the last stage has chosen")
 
 
 def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:

@@ -14,6 +14,10 @@ from zeromesh.mesh.process_mesh import Mesh
 
 _ENDS = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": None}
 _QWEN3_MOE = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+_OPT = {
+    "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32, "word_embed_proj_dim": 32,
+}  # fmt: skip
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
 _BART = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
@@ -34,6 +38,13 @@ MODELS: dict[str, Any] = {
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True)),
     "mixtral": lambda: tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**MIXTRAL))),
     "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(_eager(tf.Qwen3MoeConfig(**_QWEN3_MOE))),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**LLAMA, sliding_window=4)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**LLAMA, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
+    ),
+    "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**LLAMA)),
+    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(**_OPT)),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{**LLAMA, **_ENDS})),
     "t5": lambda: tf.T5ForConditionalGeneration(
         tf.T5Config(**_T5, pad_token_id=0, eos_token_id=5, decoder_start_token_id=1)
     ),

@@ -67,7 +67,7 @@ def test_what_is_refused(workers: Workers, tmp_path: Path) -> None:
                 "text": "DataError: prompt 0 is text, and the model's directory has no tokenizer",
                 "no prompt": "DataError: prompt 0 is text, a list of token ids",
                 "token": "DataError: prompt 1 has token 64, and the model knows 64",
-                "long": "DataError: the longest prompt has 30 tokens, which with the new ones become 35",
+                "long": "DataError: prompt 0: the prompt has 30 tokens, which with the new ones become 35",
                 "field": "max_new_token is no field of transformers' GenerationConfig",
                 "several": "num_return_sequences is not taken",
                 "differ": "ranks were given different things: prompts is",

@@ -86,7 +86,7 @@ class BlockStub(Stub):
         if self._index == slot.capture_at:
             slot.captured = hidden
         cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
-        if cache is not None:
+        if cache is not None and not getattr(cache, "length_without_layers", False):
             # Models ask one layer for the length of all, and need not ask one that is here: this one has one too, of width 1.
             nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
             cache.update(nothing, nothing, self._index)

@@ -1,0 +1,147 @@
+"""A lane gives every request what the model's own `generate` gives it alone, whoever joins and leaves meanwhile."""
+
+import inspect
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from zeromesh.trainer.inference.batching.lane import Lane, LaneLimits, LaneModel, Turn
+from zeromesh.trainer.inference.batching.row_cache import layers_of
+from zeromesh.trainer.inference.batching.sampling import RowSampler
+from zeromesh.trainer.inference.requests import Request
+from zeromesh.trainer.inference.settings import settings_of, why_unbatched
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 5,
+}  # fmt: skip
+
+ENDS = [5, 11, 23, 31, 44]
+
+
+def _model(kind: str) -> Any:
+    torch.manual_seed(0)
+    made: Any
+    if kind == "sliding":
+        made = tf.MistralForCausalLM(tf.MistralConfig(**SMALL, sliding_window=7, head_dim=8))
+    else:
+        made = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    return made.double().eval()
+
+
+def _lane(model: Any, limits: LaneLimits, *, keeps_rows: bool = False) -> Lane:
+    def sampler_of(request: Request) -> Any:
+        settings = settings_of(model, request.fields, len(request.tokens), staged=False, shared=False)
+        return settings, RowSampler.of(model, settings, len(request.tokens), request.seed, torch.device("cpu"))
+
+    takes = frozenset(inspect.signature(model.forward).parameters)
+    known = LaneModel(
+        layers=layers_of(model.config) or 0,
+        takes=takes,
+        has_router=False,
+        device=torch.device("cpu"),
+        sampler_of=sampler_of,
+    )
+    return Lane(known, limits, keeps_rows=keeps_rows)
+
+
+def _run(model: Any, lane: Lane, requests: list[Request], *, eager: bool, draw: random.Random) -> dict[int, Any]:
+    """Let requests come in at random times, and collect what is made of them."""
+    coming, made = list(requests), {request.number: ([], [], None) for request in requests}
+    most = 0
+    while coming or lane.busy:
+        while coming and draw.random() < 0.4:
+            lane.add(coming.pop(0))
+        if lane.plan(eager=eager) is Turn.IDLE:
+            continue
+        most = max(most, lane.shape()[0])
+        with torch.no_grad():
+            lane.take(lane.choose(model(**lane.inputs()).logits[:, -1]))
+        lane.settle()
+        for progress in lane.progress():
+            tokens, logprobs, _ = made[progress.number]
+            made[progress.number] = (tokens + progress.tokens, logprobs + progress.logprobs, progress.finish)
+    assert most > 1, "nothing ran together"
+    return made
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+@pytest.mark.parametrize("keeps_rows", [False, True])
+def test_greedy_requests_are_as_if_alone(kind: str, keeps_rows: bool) -> None:
+    model, draw = _model(kind), random.Random(1)
+    requests = [
+        Request(
+            number=number,
+            tokens=[draw.randrange(6, 48) for _ in range(draw.choice([1, 2, 3, 9, 17, 40]))],
+            fields={"max_new_tokens": draw.choice([1, 2, 5, 30, 90]), "eos_token_id": ENDS},
+        )
+        for number in range(24)
+    ]
+    lane = _lane(model, LaneLimits(rows=4, prefill_tokens=24, cache_tokens=1 << 30), keeps_rows=keeps_rows)
+    made = _run(model, lane, requests, eager=True, draw=draw)
+    ends = set()
+    for request in requests:
+        ids = torch.tensor([request.tokens])
+        with torch.no_grad():
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), **request.fields)[0, ids.shape[1] :]
+            logits = model(torch.cat([ids[0], alone])[None]).logits[0, ids.shape[1] - 1 : -1]
+        tokens, logprobs, finish = made[request.number]
+        assert tokens == alone.tolist()
+        wanted = logits.log_softmax(-1).gather(1, alone[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), wanted, rtol=0, atol=1e-12)
+        assert finish == ("stop" if tokens[-1] in ENDS else "length")
+        ends.add(finish)
+    assert ends == {"stop", "length"}
+
+
+def test_draws_do_not_depend_on_the_company() -> None:
+    model = _model("full")
+    fields = {"do_sample": True, "temperature": 1.4, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 25}
+    requests = [Request(number=n, tokens=[7 + n, 9], fields=fields, seed=n % 3) for n in range(6)]
+    found = []
+    for rows, eager, keeps_rows in ((6, True, False), (2, False, True)):
+        lane = _lane(model, LaneLimits(rows=rows, prefill_tokens=64, cache_tokens=1 << 30), keeps_rows=keeps_rows)
+        found.append(_run(model, lane, requests, eager=eager, draw=random.Random(rows)))
+    assert {n: each[0] for n, each in found[0].items()} == {n: each[0] for n, each in found[1].items()}
+    assert len({tuple(each[0]) for each in found[0].values()}) > 3
+
+
+def test_a_request_leaves_when_it_is_cancelled() -> None:
+    model = _model("full")
+    lane = _lane(model, LaneLimits(rows=2, prefill_tokens=64, cache_tokens=1 << 30))
+    for number in range(3):
+        lane.add(Request(number=number, tokens=[9 + number], fields={"max_new_tokens": 6, "eos_token_id": -1}))
+    finishes = {}
+    for turn in range(20):
+        if turn == 3:
+            lane.cancel([0, 7])
+        if lane.plan(eager=True) is not Turn.IDLE:
+            with torch.no_grad():
+                lane.take(lane.choose(model(**lane.inputs()).logits[:, -1]))
+        finishes |= {each.number: each.finish for each in lane.progress() if each.finish}
+    assert finishes == {0: "cancelled", 1: "length", 2: "length"}
+    assert not lane.busy
+
+
+def test_the_cache_has_a_bound() -> None:
+    model, draw = _model("full"), random.Random(2)
+    requests = [Request(number=n, tokens=[8 + n] * 10, fields={"max_new_tokens": 10}) for n in range(6)]
+    lane = _lane(model, LaneLimits(rows=6, prefill_tokens=512, cache_tokens=45))
+    made = _run(model, lane, requests, eager=True, draw=draw)
+    assert all(finish for *_, finish in made.values())
+    assert lane._cache.width == 0, "all rows have left"
+
+
+def test_what_cannot_join_a_running_batch_is_named() -> None:
+    model = _model("full")
+    settings = settings_of(model, {"num_beams": 2}, 3, staged=False, shared=False)
+    assert "beam_search" in why_unbatched(model, settings)
+    mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1))
+    assert "Mamba" in why_unbatched(mamba, settings_of(mamba, {}, 3, staged=False, shared=False))
+    assert why_unbatched(model, settings_of(model, {"do_sample": True}, 3, staged=False, shared=False)) == ""

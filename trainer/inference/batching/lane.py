@@ -1,0 +1,326 @@
+"""`Lane`: a batch of requests that join and leave it, and the forwards that it wants of a model.
+
+A forward is a chunk of the prompts of those who join (prefill), or one token of each who runs (decode); they take turns, so that
+long prompts do not hold up the others. Where several ranks run one model, each of them has the lane, and all come to the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from zeromesh.trainer.inference.batching.row_cache import RowCache
+from zeromesh.trainer.inference.batching.sampling import RowSampler, choose_tokens
+from zeromesh.trainer.inference.requests import Finish, Progress, Request
+
+
+class Turn(Enum):
+    """What a lane does next."""
+
+    IDLE = "idle"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneLimits:
+    """How much a lane takes on."""
+
+    rows: int
+    """Requests that run at a time."""
+    prefill_tokens: int
+    """Tokens of prompts in one forward, padding included."""
+    cache_tokens: int
+    """Places for keys and values, padding included; one request runs in any case."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneModel:
+    """What lanes know of their model."""
+
+    layers: int
+    takes: frozenset[str]
+    """Names of arguments of its forward."""
+    has_router: bool
+    """Whether it can be asked for the logits of its experts' routers."""
+    device: torch.device
+    sampler_of: Callable[[Request], tuple[GenerationConfig, RowSampler]]
+
+    def arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        """The arguments of a forward, but for the cache, from tensors `[rows, columns]` on the CPU."""
+        found: dict[str, Any] = {
+            "input_ids": ids.to(self.device), "attention_mask": mask.to(self.device), "use_cache": True, "return_dict": True,
+        }  # fmt: skip
+        if "position_ids" in self.takes:
+            found["position_ids"] = positions.to(self.device)
+        if "logits_to_keep" in self.takes:
+            found["logits_to_keep"] = 1
+        if self.has_router:
+            found["output_router_logits"] = False
+        return found
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row:
+    """A request, and how far it has come."""
+
+    request: Request
+    settings: GenerationConfig
+    sampler: RowSampler
+    ends: frozenset[int]
+    limit: int
+    """The most new tokens."""
+    tokens: list[int]
+    """Of the prompt and new ones."""
+    logprobs: list[float] = field(default_factory=list)
+    cached: int = 0
+    """Tokens whose keys and values are kept."""
+    reported: int = 0
+    """New tokens that progress was made of."""
+    finish: Finish | None = None
+
+    @classmethod
+    def of(cls, request: Request, model: LaneModel) -> Row:
+        settings, sampler = model.sampler_of(request)
+        ends = settings.eos_token_id
+        return cls(
+            request=request,
+            settings=settings,
+            sampler=sampler,
+            ends=frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends),
+            limit=most_new_tokens(settings, len(request.tokens)),
+            tokens=list(request.tokens),
+        )
+
+    @property
+    def left(self) -> int:
+        """New tokens that may still come."""
+        return 0 if self.finish else self.limit - len(self.logprobs)
+
+    def add(self, token: int, logprob: float) -> None:
+        """Take the next token; what comes after the end is of no use."""
+        if self.finish is None:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None
+
+    def progress(self) -> Progress | None:
+        """What was not reported yet; None where there is nothing."""
+        begin, self.reported = self.reported, len(self.logprobs)
+        if begin == self.reported and self.finish is None:
+            return None
+        prompt = len(self.request.tokens)
+        return Progress(
+            number=self.request.number,
+            tokens=self.tokens[prompt + begin :],
+            logprobs=self.logprobs[begin:],
+            finish=self.finish,
+        )
+
+
+def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
+    """How many new tokens these settings allow after a prompt."""
+    if settings.max_new_tokens is not None:
+        return int(settings.max_new_tokens)
+    return max(1, int(settings.max_length) - prompt_tokens)
+
+
+class Lane:
+    """See the module. `keeps_rows`: rows that have ended stay until `settle`, so that shapes do not depend on tokens."""
+
+    def __init__(self, model: LaneModel, limits: LaneLimits, *, keeps_rows: bool = False) -> None:
+        self._model, self._limits, self._keeps_rows = model, limits, keeps_rows
+        self.waiting: deque[Row] = deque()
+        self._running: list[Row] = []
+        self._cache = RowCache(model.layers)
+        self._joining: list[Row] = []
+        self._joining_cache = RowCache(model.layers)
+        self._ended: list[Row] = []
+        self._turn = Turn.IDLE
+        self._after_prefill = False
+        """Whether the latest forward was one of prompts."""
+        self.forwards = 0
+        self.padded_tokens = 0
+        """Rows times columns of all forwards."""
+
+    def add(self, request: Request) -> None:
+        """Take on a request."""
+        self.waiting.append(Row.of(request, self._model))
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """End requests between forwards; other lanes' are passed over."""
+        wanted = set(numbers)
+        for row in (*self.waiting, *self._joining, *self._running):
+            if row.request.number in wanted and row.finish is None:
+                row.finish = "cancelled"
+        self._ended += [row for row in self.waiting if row.finish]
+        self.waiting = deque(row for row in self.waiting if not row.finish)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self.waiting or self._joining or self._running)
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens that are still to be computed at most."""
+        rows = (*self.waiting, *self._joining, *self._running)
+        return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in rows)
+
+    # The turns
+
+    def plan(self, *, eager: bool) -> Turn:
+        """Decide on the next forward. `eager`: requests join as soon as a row is free, and not when several are."""
+        if not self._joining and self.waiting:
+            self._admit(eager=eager)
+        if self._joining and not (self._running and self._after_prefill):
+            self._turn = Turn.PREFILL
+        else:
+            self._turn = Turn.DECODE if self._running else Turn.IDLE
+        return self._turn
+
+    def _admit(self, *, eager: bool) -> None:
+        """Choose who joins next: as many as there is room for, of prompts that are not much shorter than the first one's."""
+        free = self._limits.rows - len(self._running)
+        if free < 1 or (self._running and not eager and free < min(len(self.waiting), -(-self._limits.rows // 8))):
+            return
+        running = max((row.cached + row.left for row in self._running), default=0)
+        longest = len(self.waiting[0].tokens)
+        for row in list(self.waiting)[: 2 * free]:
+            length = len(row.tokens)
+            width = max(running, *(each.limit + len(each.tokens) for each in (*self._joining, row)))
+            rows = len(self._running) + len(self._joining) + 1
+            if len(self._joining) == free or (rows > 1 and rows * width > self._limits.cache_tokens):
+                break
+            if longest <= 2 * length and length <= 2 * longest:
+                self._joining.append(row)
+                self.waiting.remove(row)
+
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the forward that was decided on."""
+        if self._turn is Turn.PREFILL:
+            return len(self._joining), self._columns()
+        return max(1, len(self._running)), 1
+
+    def _columns(self) -> int:
+        """Columns of the next chunk of prompts."""
+        left = max(len(row.request.tokens) for row in self._joining) - self._joining_cache.width
+        return min(left, max(1, self._limits.prefill_tokens // len(self._joining)))
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of that forward; of an idle lane, something that nothing is kept of."""
+        if self._turn is Turn.PREFILL:
+            return self._prompts()
+        if self._turn is Turn.IDLE:
+            one = torch.ones(1, 1, dtype=torch.long)
+            return self._model.arguments(0 * one, one, 0 * one) | {"use_cache": False}
+        self._cache.make_room(1)
+        ids = torch.tensor([row.tokens[-1:] for row in self._running])
+        lengths = torch.tensor([[row.cached] for row in self._running])
+        # A row that has ended may be computed in vain beyond the positions that the model has.
+        positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in self._running])
+        columns = torch.arange(self._cache.width + 1)
+        mask = (columns >= self._cache.width - lengths).long()
+        return self._model.arguments(ids, mask, positions) | {"past_key_values": self._cache}
+
+    def _prompts(self) -> dict[str, Any]:
+        """A chunk of prompts that are padded on the left."""
+        cache, new = self._joining_cache, self._columns()
+        cache.make_room(new)
+        begin, end = cache.width, cache.width + new
+        longest = max(len(row.request.tokens) for row in self._joining)
+        ids = torch.zeros(len(self._joining), longest, dtype=torch.long)
+        padding = torch.tensor([[longest - len(row.request.tokens)] for row in self._joining])
+        for index, row in enumerate(self._joining):
+            ids[index, longest - len(row.request.tokens) :] = torch.tensor(row.request.tokens)
+        columns = torch.arange(end)
+        positions = (columns[begin:end] - padding).clamp(min=0)
+        mask = (columns >= padding).long()
+        return self._model.arguments(ids[:, begin:end], mask, positions) | {"past_key_values": cache}
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose by logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64, the next tokens and the logarithms
+        of their probabilities. Of prompts that are not over yet nothing is chosen."""
+        chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
+        rows = self._joining if self._turn is Turn.PREFILL else self._running
+        if self._turn is not Turn.IDLE and not (self._turn is Turn.PREFILL and self._prompts_left()):
+            tokens, logprobs = choose_tokens(logits, [row.sampler for row in rows], [row.tokens for row in rows])
+            chosen[0], chosen[1] = torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
+        return chosen
+
+    def _prompts_left(self) -> bool:
+        """Whether prompts are not over with the forward that was decided on."""
+        longest = max(len(row.request.tokens) for row in self._joining)
+        return self._joining_cache.width + self._columns() < longest
+
+    def take(self, chosen: torch.Tensor) -> None:
+        """Take what `choose` has returned, after the forward."""
+        if self._turn is Turn.IDLE:
+            return
+        self.forwards += 1
+        self.padded_tokens += self.shape()[0] * self.shape()[1]
+        self._after_prefill = self._turn is Turn.PREFILL
+        pairs = list(zip([int(token) for token in chosen[0].tolist()], chosen[1].tolist(), strict=True))
+        if self._turn is Turn.DECODE:
+            self._cache.added(len(self._running), 1)
+            for row, (token, logprob) in zip(self._running, pairs, strict=True):
+                row.cached += 1
+                row.add(token, logprob)
+        else:
+            over, new = not self._prompts_left(), self._columns()
+            self._joining_cache.added(len(self._joining), new)
+            if over:
+                for row, (token, logprob) in zip(self._joining, pairs, strict=True):
+                    row.cached = len(row.request.tokens)
+                    row.add(token, logprob)
+                self._join()
+        if not self._keeps_rows:
+            self.settle()
+
+    def _join(self) -> None:
+        """Let the rows whose prompts are over run."""
+        lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
+        self._cache.merge(self._joining_cache, *lengths, most_rows=self._limits.rows)
+        self._running += self._joining
+        self._joining, self._joining_cache = [], RowCache(self._model.layers)
+
+    def settle(self) -> None:
+        """Take out the rows that have ended."""
+        for index in range(len(self._running) - 1, -1, -1):
+            row = self._running[index]
+            if row.finish is None:
+                continue
+            self._ended.append(row)
+            self._running[index] = self._running[-1]
+            self._running.pop()
+            self._cache.remove(index, [each.cached for each in self._running])
+        if self._joining and all(row.finish for row in self._joining):
+            self._ended += self._joining
+            self._joining, self._joining_cache = [], RowCache(self._model.layers)
+
+    def steady_turns(self, *, fewest: int) -> int:
+        """For how many turns shapes stay as they are: one while prompts wait, else until some row comes to its limit, or `fewest`,
+        in the last of which such a row is computed in vain."""
+        if self._turn is not Turn.DECODE or self._joining:
+            return 1
+        return max(fewest, min((row.left for row in self._running if row.finish is None), default=1))
+
+    def longest_turns(self) -> int:
+        """Turns until all that it has is over at most."""
+        prompts = sum(len(row.request.tokens) for row in (*self.waiting, *self._joining))
+        chunks = -(-prompts // self._limits.prefill_tokens) + len(self.waiting) + len(self._joining)
+        rows = (*self.waiting, *self._joining, *self._running)
+        return sum(row.left for row in rows) + chunks
+
+    def progress(self) -> list[Progress]:
+        """What has come of all requests since the last call."""
+        rows = (*self._ended, *self._joining, *self._running)
+        found = [made for row in rows if (made := row.progress()) is not None]
+        self._ended = []
+        return found

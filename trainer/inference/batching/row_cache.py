@@ -1,0 +1,206 @@
+"""`RowCache`: the keys and values of a batch whose rows come and go between forwards.
+
+All rows end at one column, so that each forward adds the same columns to all of them, and masks and positions are those of prompts
+that are padded on the left:
+
+    columns     start               end     capacity
+    row 0         | k k k k k k k k k |
+    row 1         | 0 0 0 0 0 k k k k |         what a row has not is zero, and masked
+    row 2         | 0 0 k k k k k k k |
+    free          |                   |
+
+Buffers are written in place. They are moved when their columns or rows run out, by factors, so that a token costs no copy of what
+is there already, as it does in transformers' `DynamicCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+_FEWEST_COLUMNS = 64
+
+
+def layers_of(config: PreTrainedConfig) -> int | None:
+    """How many layers of keys and values a model of this configuration has; None where it keeps something else between tokens.
+
+    A sliding window is a matter of the mask: its layers keep all columns.
+    """
+    layers = DynamicCache(config=config).layers
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return len(layers) if plain and layers else None
+
+
+class _Extent:
+    """What all layers of a cache have in common."""
+
+    def __init__(self) -> None:
+        self.rows = self.start = self.end = 0
+        self.capacity = _FEWEST_COLUMNS
+
+    @property
+    def width(self) -> int:
+        return self.end - self.start
+
+
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, each `[rows, heads, columns, width of a head]` with room for more rows and columns."""
+
+    is_sliding = False
+
+    def __init__(self, extent: _Extent) -> None:
+        super().__init__()
+        self._extent = extent
+        self.buffers: list[torch.Tensor] = []
+        """Of keys and of values; none before the first forward, and in layers of other stages."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room, by the first keys and values."""
+        shapes = (
+            (each.shape[0], each.shape[1], self._extent.capacity, each.shape[3]) for each in (key_states, value_states)
+        )
+        self.buffers = [key_states.new_zeros(shape) for shape in shapes]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values `[rows, heads, new columns, width]`; returns those of all columns."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, new = key_states.shape[0], key_states.shape[2]
+        start, end = self._extent.start, self._extent.end
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:rows, :, end : end + new] = states
+        keys, values = (buffer[:rows, :, start : end + new] for buffer in self.buffers)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """The columns that all rows have before the next forward."""
+        return self._extent.width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns and their offset, for a mask."""
+        return self._extent.width + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is none."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """Keys and values of rows, for the forwards of one model. See the module.
+
+    `length_without_layers`: what layers of other stages of a pipeline need not keep something for.
+    """
+
+    length_without_layers = True
+
+    def __init__(self, layers: int) -> None:
+        self._extent = _Extent()
+        super().__init__(layers=[RowLayer(self._extent) for _ in range(layers)])
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self._extent.rows
+
+    @property
+    def width(self) -> int:
+        """The columns of the longest row."""
+        return self._extent.width
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for layer in self._filled() for buffer in layer.buffers)
+
+    def make_room(self, new: int) -> None:
+        """Have room for `new` more columns, before a forward over them."""
+        extent = self._extent
+        if extent.end + new <= extent.capacity:
+            return
+        needed = extent.width + new
+        if not any(self._filled()):
+            extent.capacity = max(extent.capacity, needed)
+            return
+        # Columns that nobody needs any more make room where they are a quarter of all; otherwise buffers become longer by half.
+        longer = extent.capacity if 4 * needed <= 3 * extent.capacity else max(needed, extent.capacity * 3 // 2)
+        self._move(rows=None, capacity=longer, end=extent.width)
+
+    def added(self, rows: int, new: int) -> None:
+        """Note that a forward over `rows` rows has added `new` columns, in all layers of this rank."""
+        self._extent.rows = rows
+        self._extent.end += new
+
+    def merge(self, other: RowCache, lengths: Sequence[int], own_lengths: Sequence[int], *, most_rows: int) -> None:
+        """Add the rows of another cache, which is of no use afterwards; `lengths` and `own_lengths` are tokens of its and of these.
+
+        `most_rows`: rows that there will ever be.
+        """
+        extent, joined = self._extent, other._extent
+        if not extent.rows:
+            for layer, theirs in zip(self.layers, other.layers, strict=True):
+                layer.buffers, layer.is_initialized = theirs.buffers, theirs.is_initialized
+            extent.rows, extent.start, extent.end, extent.capacity = (
+                joined.rows, joined.start, joined.end, joined.capacity,
+            )  # fmt: skip
+            return
+        rows, width = extent.rows + joined.rows, max(extent.width, joined.width)
+        wider = width > extent.width
+        short = max((len(layer.buffers[0]) for layer in self._filled()), default=rows) < rows
+        if short or width > extent.end:
+            more = min(most_rows, max(rows, 2 * extent.rows)) if short else None
+            capacity = max(extent.capacity, width + _FEWEST_COLUMNS)
+            self._move(rows=more, capacity=capacity, end=max(width, extent.width))
+        extent.start = extent.end - width
+        for layer, theirs in zip(self.layers, other.layers, strict=True):
+            for buffer, their in zip(layer.buffers, theirs.buffers, strict=True):
+                for row, length in enumerate(own_lengths if wider else ()):
+                    buffer[row, :, extent.start : extent.end - length] = 0
+                for row, length in enumerate(lengths):
+                    target = buffer[extent.rows + row, :, extent.start : extent.end]
+                    target[:, : width - length] = 0
+                    target[:, width - length :] = their[row, :, joined.end - length : joined.end]
+        extent.rows = rows
+
+    def remove(self, row: int, lengths: Sequence[int]) -> None:
+        """Remove a row, whose place the last one takes; `lengths` are those of all rows that are left, the longest of which gives
+        the width."""
+        extent = self._extent
+        last = extent.rows - 1
+        if row != last:
+            for layer in self._filled():
+                for buffer in layer.buffers:
+                    buffer[row, :, extent.start : extent.end] = buffer[last, :, extent.start : extent.end]
+        extent.rows = last
+        extent.start = extent.end - max(lengths, default=0)
+        if not last:
+            extent.start = extent.end = 0
+
+    def _filled(self) -> Iterator[RowLayer]:
+        return (layer for layer in self.layers if layer.buffers)
+
+    def _move(self, *, rows: int | None, capacity: int, end: int) -> None:
+        """Have buffers of so many rows (None: as many as now) and columns, in which what there is ends at column `end`."""
+        extent = self._extent
+        kept, begin = slice(extent.start, extent.end), end - extent.width
+        for layer in self._filled():
+            for index, buffer in enumerate(layer.buffers):
+                shape = (rows or len(buffer), buffer.shape[1], capacity, buffer.shape[3])
+                moved = buffer.new_zeros(shape)
+                moved[: extent.rows, :, begin:end] = buffer[: extent.rows, :, kept]
+                layer.buffers[index] = moved
+        extent.start, extent.end, extent.capacity = begin, end, capacity

@@ -1,0 +1,102 @@
+"""How a request is generated: a model's own `GenerationConfig` with the fields of the request on top, checked."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
+
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.inference.batching.row_cache import layers_of
+from zeromesh.trainer.models.generation import check_arguments
+
+NEW_TOKENS = 128
+"""New tokens where neither the caller nor the model's `generation_config.json` says how many."""
+_DECIDED_HERE = {
+    "num_return_sequences": "give a prompt several times",
+    "stop_strings": "give eos_token_id, or cut the text",
+    "return_dict_in_generate": "results have tokens and logprobs",
+    "output_scores": "results have logprobs",
+    "output_logits": "results have logprobs",
+    "output_attentions": "results have none",
+    "output_hidden_states": "results have none",
+}
+"""Fields of `GenerationConfig` that are refused, and what to do instead."""
+_PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
+"""Fields that change what only the library's own loop does."""
+
+
+def settings_of(
+    module: Any, fields: Mapping[str, Any], prompt_tokens: int, *, staged: bool, shared: bool
+) -> GenerationConfig:
+    """How to go on from a prompt of so many tokens: the model's own settings, with `fields` on top.
+
+    `staged`: the model is in stages of a pipeline. `shared`: several ranks compute the same tokens together.
+
+    Raises:
+        ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
+        DataError: for a prompt that is too long for them.
+    """
+    refused = [f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items() if fields.get(name)]
+    settings: GenerationConfig = copy.deepcopy(module.generation_config)
+    settings.update(**{"use_cache": True, **dict.fromkeys(_DECIDED_HERE)})
+    given = {name: value for name, value in fields.items() if name not in _DECIDED_HERE}
+    try:
+        unknown = settings.update(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"generate: {' '.join(str(error).split())}") from error
+    refused += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    if refused:
+        raise ConfigError([f"generate: {each}" for each in refused])
+    if settings.pad_token_id is None:
+        settings.pad_token_id = next(iter(ends_of(settings)), 0)
+    longest = 0 if module.config.is_encoder_decoder else prompt_tokens
+    positions = decoder_positions(module)
+    if settings.max_new_tokens is None and "max_length" not in fields:
+        settings.max_new_tokens = NEW_TOKENS if positions is None else min(NEW_TOKENS, max(1, positions - longest))
+    wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
+    if positions is not None and wanted > positions:
+        raise DataError(
+            f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
+            "positions; shorten it, or lower max_new_tokens"
+        )
+    check_arguments(module, {"generation_config": settings}, staged=staged, shared=shared)
+    return settings
+
+
+def why_unbatched(module: Any, settings: GenerationConfig) -> str:
+    """Why requests cannot join and leave a running batch of this model, by these settings; empty where they can."""
+    name = type(module).__name__
+    mode = settings.get_generation_mode()
+    if mode not in _PLAIN_MODES:
+        return f"{mode.value} goes on with several texts of a prompt"
+    if not settings.use_cache:
+        return "use_cache is false"
+    found = [field for field in _OF_OTHER_LOOPS if getattr(settings, field, None)]
+    if found:
+        return f"{found[0]} is a matter of the library's own loop"
+    if module.config.is_encoder_decoder:
+        return f"{name} has an encoder"
+    if type(module).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+        return f"{name} prepares its inputs in a way of its own"
+    takes = inspect.signature(module.forward).parameters
+    if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
+        return f"{name} keeps something else than keys and values between tokens"
+    return ""
+
+
+def ends_of(settings: GenerationConfig) -> list[int]:
+    """The tokens that end a text."""
+    ends = settings.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def decoder_positions(module: Any) -> int | None:
+    """How many positions a model knows, where it says so; None otherwise."""
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
