@@ -2,6 +2,11 @@
 
 A forward is a chunk of the prompts of those who join (prefill), or one token of each who runs (decode); they take turns, so that
 long prompts do not hold up the others. Where several ranks run one model, each of them has the lane, and all come to the same.
+
+    prefill     a b c d         prompts but for their last tokens, padded on the right, which nothing before looks at
+                e . . .
+    decode      z               their last tokens, beside the latest ones of those who run already
+                f
 """
 
 from __future__ import annotations
@@ -179,6 +184,8 @@ class Lane:
         """Decide on the next forward. `eager`: requests join as soon as a row is free, and not when several are."""
         if not self._joining and self.waiting:
             self._admit(eager=eager)
+        if self._joining and not self._columns():
+            self._join()
         if self._joining and not (self._running and self._after_prefill):
             self._turn = Turn.PREFILL
         else:
@@ -209,8 +216,8 @@ class Lane:
         return max(1, len(self._running)), 1
 
     def _columns(self) -> int:
-        """Columns of the next chunk of prompts."""
-        left = max(len(row.request.tokens) for row in self._joining) - self._joining_cache.width
+        """Columns of the next chunk of prompts; 0 where they are over."""
+        left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.width
         return min(left, max(1, self._limits.prefill_tokens // len(self._joining)))
 
     def inputs(self) -> dict[str, Any]:
@@ -230,34 +237,27 @@ class Lane:
         return self._model.arguments(ids, mask, positions) | {"past_key_values": self._cache}
 
     def _prompts(self) -> dict[str, Any]:
-        """A chunk of prompts that are padded on the left."""
+        """A chunk of prompts."""
         cache, new = self._joining_cache, self._columns()
         cache.make_room(new)
         begin, end = cache.width, cache.width + new
-        longest = max(len(row.request.tokens) for row in self._joining)
-        ids = torch.zeros(len(self._joining), longest, dtype=torch.long)
-        padding = torch.tensor([[longest - len(row.request.tokens)] for row in self._joining])
+        ids = torch.zeros(len(self._joining), new, dtype=torch.long)
         for index, row in enumerate(self._joining):
-            ids[index, longest - len(row.request.tokens) :] = torch.tensor(row.request.tokens)
-        columns = torch.arange(end)
-        positions = (columns[begin:end] - padding).clamp(min=0)
-        mask = (columns >= padding).long()
-        return self._model.arguments(ids[:, begin:end], mask, positions) | {"past_key_values": cache}
+            part = row.request.tokens[begin : min(end, len(row.request.tokens) - 1)]
+            ids[index, : len(part)] = torch.tensor(part, dtype=torch.long)
+        positions = torch.arange(begin, end).expand(len(self._joining), -1)
+        mask = torch.ones(len(self._joining), end, dtype=torch.long)
+        return self._model.arguments(ids, mask, positions) | {"past_key_values": cache}
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose by logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64, the next tokens and the logarithms
-        of their probabilities. Of prompts that are not over yet nothing is chosen."""
+        of their probabilities. After prompts nothing is chosen."""
         chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
-        rows = self._joining if self._turn is Turn.PREFILL else self._running
-        if self._turn is not Turn.IDLE and not (self._turn is Turn.PREFILL and self._prompts_left()):
-            tokens, logprobs = choose_tokens(logits, [row.sampler for row in rows], [row.tokens for row in rows])
-            chosen[0], chosen[1] = torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
+        if self._turn is Turn.DECODE:
+            samplers, tokens = [row.sampler for row in self._running], [row.tokens for row in self._running]
+            found, logprobs = choose_tokens(logits, samplers, tokens)
+            chosen[0], chosen[1] = torch.tensor(found), torch.tensor(logprobs, dtype=torch.float64)
         return chosen
-
-    def _prompts_left(self) -> bool:
-        """Whether prompts are not over with the forward that was decided on."""
-        longest = max(len(row.request.tokens) for row in self._joining)
-        return self._joining_cache.width + self._columns() < longest
 
     def take(self, chosen: torch.Tensor) -> None:
         """Take what `choose` has returned, after the forward."""
@@ -266,25 +266,20 @@ class Lane:
         self.forwards += 1
         self.padded_tokens += self.shape()[0] * self.shape()[1]
         self._after_prefill = self._turn is Turn.PREFILL
-        pairs = list(zip([int(token) for token in chosen[0].tolist()], chosen[1].tolist(), strict=True))
-        if self._turn is Turn.DECODE:
-            self._cache.added(len(self._running), 1)
-            for row, (token, logprob) in zip(self._running, pairs, strict=True):
-                row.cached += 1
-                row.add(token, logprob)
+        if self._turn is Turn.PREFILL:
+            self._joining_cache.added(len(self._joining), self._columns())
         else:
-            over, new = not self._prompts_left(), self._columns()
-            self._joining_cache.added(len(self._joining), new)
-            if over:
-                for row, (token, logprob) in zip(self._joining, pairs, strict=True):
-                    row.cached = len(row.request.tokens)
-                    row.add(token, logprob)
-                self._join()
+            self._cache.added(len(self._running), 1)
+            for row, token, logprob in zip(self._running, chosen[0].tolist(), chosen[1].tolist(), strict=True):
+                row.cached += 1
+                row.add(int(token), logprob)
         if not self._keeps_rows:
             self.settle()
 
     def _join(self) -> None:
         """Let the rows whose prompts are over run."""
+        for row in self._joining:
+            row.cached = len(row.request.tokens) - 1
         lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
         self._cache.merge(self._joining_cache, *lengths, most_rows=self._limits.rows)
         self._running += self._joining
@@ -300,9 +295,6 @@ class Lane:
             self._running[index] = self._running[-1]
             self._running.pop()
             self._cache.remove(index, [each.cached for each in self._running])
-        if self._joining and all(row.finish for row in self._joining):
-            self._ended += self._joining
-            self._joining, self._joining_cache = [], RowCache(self._model.layers)
 
     def steady_turns(self, *, fewest: int) -> int:
         """For how many turns shapes stay as they are: one while prompts wait, else until some row comes to its limit, or `fewest`,

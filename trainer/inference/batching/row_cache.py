@@ -133,9 +133,6 @@ class RowCache(Cache):  # type: ignore[misc]
         if extent.end + new <= extent.capacity:
             return
         needed = extent.width + new
-        if not any(self._filled()):
-            extent.capacity = max(extent.capacity, needed)
-            return
         # Columns that nobody needs any more make room where they are a quarter of all; otherwise buffers become longer by half.
         longer = extent.capacity if 4 * needed <= 3 * extent.capacity else max(needed, extent.capacity * 3 // 2)
         self._move(rows=None, capacity=longer, end=extent.width)
@@ -146,34 +143,34 @@ class RowCache(Cache):  # type: ignore[misc]
         self._extent.end += new
 
     def merge(self, other: RowCache, lengths: Sequence[int], own_lengths: Sequence[int], *, most_rows: int) -> None:
-        """Add the rows of another cache, which is of no use afterwards; `lengths` and `own_lengths` are tokens of its and of these.
+        """Add a row for each of `lengths`, the number of its first tokens that `other` keeps from its first column on.
 
-        `most_rows`: rows that there will ever be.
+        `own_lengths`: tokens of the rows that are here. `most_rows`: rows that there will ever be.
         """
-        extent, joined = self._extent, other._extent
-        if not extent.rows:
-            for layer, theirs in zip(self.layers, other.layers, strict=True):
-                layer.buffers, layer.is_initialized = theirs.buffers, theirs.is_initialized
-            extent.rows, extent.start, extent.end, extent.capacity = (
-                joined.rows, joined.start, joined.end, joined.capacity,
-            )  # fmt: skip
-            return
-        rows, width = extent.rows + joined.rows, max(extent.width, joined.width)
+        extent = self._extent
+        rows, width = extent.rows + len(lengths), max(extent.width, *lengths)
         wider = width > extent.width
-        short = max((len(layer.buffers[0]) for layer in self._filled()), default=rows) < rows
+        for layer, theirs in zip(self.layers, other.layers, strict=True):
+            if theirs.buffers and not layer.buffers:
+                layer.buffers = [
+                    each.new_zeros(rows, each.shape[1], extent.capacity, each.shape[3]) for each in theirs.buffers
+                ]
+                layer.is_initialized = True
+        short = any(len(layer.buffers[0]) < rows for layer in self._filled())
         if short or width > extent.end:
             more = min(most_rows, max(rows, 2 * extent.rows)) if short else None
             capacity = max(extent.capacity, width + _FEWEST_COLUMNS)
-            self._move(rows=more, capacity=capacity, end=max(width, extent.width))
+            self._move(rows=more, capacity=capacity, end=width)
         extent.start = extent.end - width
         for layer, theirs in zip(self.layers, other.layers, strict=True):
-            for buffer, their in zip(layer.buffers, theirs.buffers, strict=True):
+            for index, buffer in enumerate(layer.buffers):
                 for row, length in enumerate(own_lengths if wider else ()):
                     buffer[row, :, extent.start : extent.end - length] = 0
                 for row, length in enumerate(lengths):
                     target = buffer[extent.rows + row, :, extent.start : extent.end]
                     target[:, : width - length] = 0
-                    target[:, width - length :] = their[row, :, joined.end - length : joined.end]
+                    if length:
+                        target[:, width - length :] = theirs.buffers[index][row, :, :length]
         extent.rows = rows
 
     def remove(self, row: int, lengths: Sequence[int]) -> None:
