@@ -113,7 +113,7 @@ class _Runner(StageRunner):
         return ()
 
 
-class Lane(Protocol):
+class StagedLane(Protocol):
     """A batch that one generation goes on with, while other ones are in the other stages."""
 
     def shape(self) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class StagedTurns:
     def __init__(self, executor: Executor, stages: Stages, *, call: Callable[..., Any]) -> None:
         self._executor, self._stages, self._call = executor, stages, call
 
-    def run(self, lanes: Sequence[Lane], turns: int) -> None:
+    def run(self, lanes: Sequence[StagedLane], turns: int) -> None:
         """Have each lane make so many forwards and choose a token of each row after each. All ranks of the pipeline call this."""
         group = self._executor.group
         schedule = forward_only(ranks=group.size, microbatches=turns * len(lanes), chunks=len(self._stages.own))
@@ -159,11 +159,11 @@ class _TurnRunner(StageRunner):
 
     stages: Stages
     call: Callable[..., Any]
-    lanes: Sequence[Lane]
+    lanes: Sequence[StagedLane]
     group: ProcessSet
     _shapes: list[tuple[int, int]] = field(init=False)
     _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _chosen: deque[tuple[Lane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
+    _chosen: deque[tuple[StagedLane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
     """On the last stage: what is on its way to the others."""
     _taken: int = 0
 

@@ -72,7 +72,7 @@ class LaneModel:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Row:
+class RunningRow:
     """A request, and how far it has come."""
 
     request: Request
@@ -91,7 +91,7 @@ class Row:
     finish: Finish | None = None
 
     @classmethod
-    def of(cls, request: Request, model: LaneModel) -> Row:
+    def of(cls, request: Request, model: LaneModel) -> RunningRow:
         settings, sampler = model.sampler_of(request)
         ends = settings.eos_token_id
         return cls(
@@ -141,12 +141,12 @@ class Lane:
 
     def __init__(self, model: LaneModel, limits: LaneLimits, *, keeps_rows: bool = False) -> None:
         self._model, self._limits, self._keeps_rows = model, limits, keeps_rows
-        self.waiting: deque[Row] = deque()
-        self._running: list[Row] = []
+        self.waiting: deque[RunningRow] = deque()
+        self._running: list[RunningRow] = []
         self._cache = RowCache(model.layers)
-        self._joining: list[Row] = []
+        self._joining: list[RunningRow] = []
         self._joining_cache = RowCache(model.layers)
-        self._ended: list[Row] = []
+        self._ended: list[RunningRow] = []
         self._turn = Turn.IDLE
         self._after_prefill = False
         """Whether the latest forward was one of prompts."""
@@ -156,7 +156,7 @@ class Lane:
 
     def add(self, request: Request) -> None:
         """Take on a request."""
-        self.waiting.append(Row.of(request, self._model))
+        self.waiting.append(RunningRow.of(request, self._model))
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """End requests between forwards; other lanes' are passed over."""
