@@ -171,6 +171,13 @@ class AdaptedSource:
         own = self._own.get(fqn)
         return self._source.read(self._inside[fqn], start, end) if own is None else own.reshape(-1)[start:end]
 
+    def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
+        own = self._own.get(fqn)
+        if own is None:
+            self._source.fill(self._inside[fqn], start, out)
+        else:
+            out.copy_(own.reshape(-1)[start : start + out.numel()])
+
     def buffer(self, name: str) -> torch.Tensor | None:
         return self._source.buffer(self._inside[name]) if name in self._inside else None
 

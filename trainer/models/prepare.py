@@ -239,11 +239,13 @@ def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str)
     """Have the linear layers of `model` multiply in the fastest dtype for `compute`; returns how many layers do so now.
 
     Layers that compute otherwise than `torch.nn.Linear` and GPT-2's transposed ones (subclasses, say) stay as they are.
+    A frozen head multiplies what a caller has cut out of the hidden states without copies of its weight.
     """
-    if product_dtype(compute, device_type) == compute:
-        return 0
-    layers = [module for module in model.modules() if type(module) in _FORWARDS and "forward" not in vars(module)]
-    for layer in layers:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = [module for module in model.modules() if type(module) in _FORWARDS and "forward" not in vars(module)]
+    layers = [] if product_dtype(compute, device_type) == compute else found
+    cut = [module for module in found if module is head and not head.weight.requires_grad]
+    for layer in (*layers, *cut):
         layer.forward = MethodType(_FORWARDS[type(layer)], layer)
     return len(layers)
 

@@ -305,12 +305,17 @@ class TensorFiles:
         entry = self.entries[name]
         stop = entry.numel if end is None else end
         out = torch.empty(stop - start, dtype=entry.dtype, device="cpu")
+        self.fill(name, start, out)
+        return out
+
+    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D, on CPU and in the file's dtype, with elements from `start` on. Raises as `read` does."""
+        entry = self.entries[name]
         if out.numel():
             if entry.path not in self._files:
                 # The cache of the Hub has links to its files, which are not followed otherwise.
                 self._files[entry.path] = PositionalFile(entry.path.resolve(), direct=False)
             self._files[entry.path].read(out.view(torch.uint8), entry.begin + start * entry.dtype.itemsize)
-        return out
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Read tensor `name` in its shape."""
@@ -421,15 +426,30 @@ class SafetensorsSource:
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a parameter, in the file's dtype. Raises `StorageError` for a file that has become short."""
-        if fqn not in self._numel:
-            raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
-        check_interval(fqn, start, end, self._numel[fqn])
-        name = self._origin[fqn]
+        name = self._checked(fqn, start, end)
         if name in self._matched.direct:
             return self._files.read(self._matched.direct[name], start, end)
         if name in self._matched.converted:
             return self._converted(self._matched.converted[name])[name].reshape(-1)[start:end]
         return self._fallback.read(fqn, start, end)
+
+    def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D, with elements from `start` on, converted to its dtype: right from the file where it needs no conversion.
+
+        Raises as `read` does.
+        """
+        name = self._matched.direct.get(self._checked(fqn, start, start + out.numel()), "")
+        if name and out.device.type == "cpu" and self._files.entries[name].dtype == out.dtype:
+            self._files.fill(name, start, out)
+        else:
+            out.copy_(self.read(fqn, start, start + out.numel()))
+
+    def _checked(self, fqn: str, start: int, end: int) -> str:
+        """The name under which the files have a parameter. Raises `LayoutError` for an interval that it does not have."""
+        if fqn not in self._numel:
+            raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
+        check_interval(fqn, start, end, self._numel[fqn])
+        return self._origin[fqn]
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The stored value of a persistent buffer, in the file's dtype, or None."""

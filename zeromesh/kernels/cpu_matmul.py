@@ -177,7 +177,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """`torch.nn.functional.linear`, in the dtype in which it is fastest."""
     if _is_widened(x, weight):
         return cast(torch.Tensor, wide_linear(x, weight, bias))
-    return functional.linear(x, weight, bias)
+    # Of rows that lie apart, such as the last position of each text, torch makes a product for each with a copy of the weight.
+    return functional.linear(x.contiguous(), weight, bias)
 
 
 def linear_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport, choose_transport
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, Tile, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
@@ -43,6 +43,9 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
     require_same(group, values, LayoutError, advice=advice)
 
 
+_CPU = torch.device("cpu")
+_PASSING = 8 << 20
+"""Elements of a parameter that are on their way to another tier at a time."""
 _SHARE_OF_MEMORY = 4
 """Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
 
@@ -198,10 +201,10 @@ def _bucket(
     master, copy = _weights(layout, buffer, interval.length, options, tiers)
     for piece in layout.pieces(interval):
         for run in piece.spec.region.runs(piece.in_parameter):
-            values = source.read(piece.spec.name, run.logical, run.logical + run.length).to(master.dtype)
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            for tensor in (master, copy) if copy is not None else (master,):
-                tensor.write(start, values).wait()
+            _fill(master, start, source, piece.spec.name, run)
+    if copy is not None:
+        copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
     parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
@@ -211,6 +214,18 @@ def _bucket(
     if bucket.trainable:
         _allocate_gradients(bucket, options, tiers)
     return bucket
+
+
+def _fill(master: TieredTensor, start: int, source: ParameterSource, name: str, run: Tile) -> None:
+    """Give a run of a parameter its values, which lie in the weights from element `start` on: in place where that is memory."""
+    memory = master.view(start, start + run.length, _CPU)
+    if memory is not None:
+        source.fill(name, run.logical, memory)
+        return
+    for done in range(0, run.length, _PASSING):
+        first = run.logical + done
+        values = source.read(name, first, min(first + _PASSING, run.logical + run.length))
+        master.write(start + done, values.to(master.dtype)).wait()
 
 
 def _weights(

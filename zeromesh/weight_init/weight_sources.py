@@ -262,6 +262,10 @@ class ParameterSource(Protocol):
         """
         ...
 
+    def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D, with elements of the flattened parameter `fqn` from `start` on, converted to its dtype."""
+        out.copy_(self.read(fqn, start, start + out.numel()))
+
     def buffer(self, name: str) -> torch.Tensor | None:
         """The stored value of buffer `name`, or None where the model has it or computes it again."""
         return None

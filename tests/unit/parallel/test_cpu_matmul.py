@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from trainer_cases import llama
 from transformers.pytorch_utils import Conv1D
 
 from zeromesh.kernels import cpu_matmul
@@ -122,6 +123,19 @@ def test_a_cpu_that_is_fast_in_16_bits_keeps_its_products(monkeypatch: pytest.Mo
     model = _layers()
     assert use_fastest_linear(model, torch.bfloat16, "cpu") == 0
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_frozen_head_makes_no_copies_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch alone would take the last positions of texts, which lie apart, as one product each."""
+    monkeypatch.setattr(prepare, "product_dtype", lambda dtype, _device: dtype)
+    model = llama().requires_grad_(False).double()
+    use_fastest_linear(model, torch.float64, "cpu")
+    watched = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+    with torch.no_grad(), watched as profile:
+        logits = model(torch.ones(3, 5, dtype=torch.long), logits_to_keep=1).logits
+    assert logits.shape == (3, 1, model.config.vocab_size)
+    batched = [each.input_shapes for each in profile.events() if each.key == "aten::bmm"]
+    assert not [shapes for shapes in batched if shapes[1][2] == model.config.vocab_size]
 
 
 def test_a_run_says_so() -> None:
