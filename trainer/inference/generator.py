@@ -25,6 +25,7 @@ from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
 from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of, split_prompt
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
@@ -85,6 +86,8 @@ class Generator:
         except BaseException as error:
             self.mesh.refuse(error)
             raise
+        self.work = LaneWork()
+        """What this rank computed for the latest `generate`, where prompts joined a running batch."""
         self._calls = 0
         self._failure = ""
 
@@ -249,7 +252,9 @@ class Generator:
             for request in requests:
                 inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
             inbox.stop()
-        self._placed.request_loop(fields, rows=batch, on_progress=on_progress).run(inbox)
+        loop = self._placed.request_loop(fields, rows=batch, on_progress=on_progress)
+        loop.run(inbox)
+        self.work = loop.work()
         return [found[number] for number in range(len(requests))]
 
     def _in_rounds(

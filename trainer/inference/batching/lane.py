@@ -71,6 +71,17 @@ class LaneModel:
         return found
 
 
+@dataclass(kw_only=True, slots=True)
+class LaneWork:
+    """What a lane has computed."""
+
+    forwards: int = 0
+    tokens: int = 0
+    """Of prompts, and those that a next one was chosen after."""
+    padded_tokens: int = 0
+    """Rows times columns of all forwards."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningRow:
     """A request, and how far it has come."""
@@ -150,9 +161,7 @@ class Lane:
         self._turn = Turn.IDLE
         self._after_prefill = False
         """Whether the latest forward was one of prompts."""
-        self.forwards = 0
-        self.padded_tokens = 0
-        """Rows times columns of all forwards."""
+        self.work = LaneWork()
 
     def add(self, request: Request) -> None:
         """Take on a request."""
@@ -263,12 +272,17 @@ class Lane:
         """Take what `choose` has returned, after the forward."""
         if self._turn is Turn.IDLE:
             return
-        self.forwards += 1
-        self.padded_tokens += self.shape()[0] * self.shape()[1]
+        self.work.forwards += 1
+        self.work.padded_tokens += self.shape()[0] * self.shape()[1]
         self._after_prefill = self._turn is Turn.PREFILL
         if self._turn is Turn.PREFILL:
-            self._joining_cache.added(len(self._joining), self._columns())
+            begin, new = self._joining_cache.width, self._columns()
+            self.work.tokens += sum(
+                max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining
+            )
+            self._joining_cache.added(len(self._joining), new)
         else:
+            self.work.tokens += sum(row.finish is None for row in self._running)
             self._cache.added(len(self._running), 1)
             for row, token, logprob in zip(self._running, chosen[0].tolist(), chosen[1].tolist(), strict=True):
                 row.cached += 1

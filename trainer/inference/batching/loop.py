@@ -20,7 +20,7 @@ import torch
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Placement
 from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.trainer.inference.batching.lane import Lane, LaneLimits, LaneModel, Turn
+from zeromesh.trainer.inference.batching.lane import Lane, LaneLimits, LaneModel, LaneWork, Turn
 from zeromesh.trainer.inference.requests import Inbox, News, Progress, Request
 from zeromesh.zero.engine import ZeroEngine
 
@@ -107,12 +107,14 @@ class RequestLoop:
             elif news.stopping:
                 return
 
-    def statistics(self) -> dict[str, int]:
-        """What this rank has computed: forwards, and the tokens of all of them, padding included."""
-        return {
-            "forwards": sum(lane.forwards for lane in self._lanes),
-            "padded_tokens": sum(lane.padded_tokens for lane in self._lanes),
-        }
+    def work(self) -> LaneWork:
+        """What this rank has computed."""
+        lanes = [lane.work for lane in self._lanes]
+        return LaneWork(
+            forwards=sum(lane.forwards for lane in lanes),
+            tokens=sum(lane.tokens for lane in lanes),
+            padded_tokens=sum(lane.padded_tokens for lane in lanes),
+        )
 
     @property
     def _busy(self) -> bool:
