@@ -18,7 +18,7 @@ from typing import Any, Self
 import xxhash
 from transformers import GenerationConfig
 
-from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.errors import CollectiveError, ConfigError, DataError, PhaseError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import number_of
@@ -253,7 +253,8 @@ class Generator:
                 inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
             inbox.stop()
         loop = self._placed.request_loop(fields, rows=batch, on_progress=on_progress)
-        loop.run(inbox)
+        with _naming_missing(requests, found):
+            loop.run(inbox)
         self.work = loop.work()
         return [found[number] for number in range(len(requests))]
 
@@ -275,8 +276,9 @@ class Generator:
         for dealt in rounds:
             own = [requests[number] for number in dealt[index]]
             draws = own[0].seed if own else 0
-            new = self._placed.generate([each.tokens for each in own] or [[0]], settings if own else idle, draws)
-            rows = data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
+            with _naming_missing(requests, found):
+                new = self._placed.generate([each.tokens for each in own] or [[0]], settings if own else idle, draws)
+                rows = data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
             results = {
                 number: self._result(NewTokens(**each), len(requests[number].tokens))
                 for numbers, row in zip(dealt, rows, strict=True)
@@ -352,3 +354,15 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _naming_missing(requests: Sequence[Request], found: Mapping[int, Generated]) -> Iterator[None]:
+    """Have an error that other ranks are the cause of say inside the block which prompts have no result."""
+    try:
+        yield
+    except CollectiveError as error:
+        missing = [request.number for request in requests if request.number not in found]
+        raise CollectiveError(
+            f"{error}\n{len(found)} of {len(requests)} prompts have a result; without one are {some(missing, 100)}"
+        ) from error

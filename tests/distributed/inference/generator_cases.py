@@ -1,5 +1,8 @@
 """Cases on `Generator`, against transformers' own `generate` in one process."""
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, set
 
 from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import Mesh
 
 _ENDS = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": None}
@@ -168,3 +172,27 @@ def refuses(mesh: Mesh, folder: str) -> dict[str, Any]:
         drawn: Any = {"do_sample": True, "max_new_tokens": 9}
         messages["sampled"] = [generator.generate([[1, 2]], seed=seed, **drawn)[0].tokens for seed in (3, 3, 4)]
     return messages
+
+
+def loses_a_rank(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What a generation says whose last rank is killed after the first results, and what came before."""
+    directory = Path(folder, "llama")
+    if mesh.rank == 0:
+        sharp("llama").save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    found: dict[int, Any] = {}
+
+    def on_results(results: Any) -> None:
+        found.update(results)
+        if mesh.rank == mesh.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prompts = [{"input_ids": [number, 9], "max_new_tokens": 2 if number < 2 else 25} for number in range(8)]
+    sections: dict[str, Any] = {"run": {"output_dir": folder}, "parallel": {"timeout_seconds": 5}}
+    with Generator(directory, zero={"stage": 0}, **sections) as generator:
+        began = time.monotonic()
+        try:
+            generator.generate(prompts, batch=4, on_results=on_results, eos_token_id=-1)
+        except CollectiveError as error:
+            return {"message": str(error), "seconds": time.monotonic() - began, "found": sorted(found)}
+    return {"message": "", "seconds": 0.0, "found": sorted(found)}

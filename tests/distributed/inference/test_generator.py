@@ -75,3 +75,15 @@ def test_what_is_refused(workers: Workers, tmp_path: Path) -> None:
             for name, text in wanted.items():
                 assert text in messages[name], messages
             assert messages["sampled"][0] == messages["sampled"][1] != messages["sampled"][2]
+
+
+def test_prompts_without_a_result_are_named_when_a_rank_dies(workers: Workers, tmp_path: Path) -> None:
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5)) as pool:
+        survivor, victim = pool.outcomes("generator_cases:loses_a_rank", timeout=30, folder=str(tmp_path))
+    assert victim.error == "died"
+    found = survivor.result
+    assert "rank 1 is gone" in found["message"]
+    assert found["found"], "results that came before are handed over"
+    missing = [number for number in range(8) if number not in found["found"]]
+    assert f"without one are {', '.join(map(str, missing))}" in found["message"]
+    assert found["seconds"] < 8
