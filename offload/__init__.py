@@ -20,7 +20,7 @@ from zeromesh.offload.memory.ledger import (
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredTensor, Tiers
+from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, StoredRun, TierChoice, TieredTensor, Tiers
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "PinnedBudget",
     "Purpose",
     "ReleasableBuffer",
+    "StoredRun",
     "StreamOperand",
     "StreamRow",
     "Tier",

@@ -93,6 +93,16 @@ class TieredPart:
         return self.memory is not None and self.memory.device.type == data.device.type
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRun:
+    """Elements of a tensor, from `start` on, that lie in the file `path` from byte `begin` on, in the tensor's dtype."""
+
+    start: int
+    length: int
+    path: Path
+    begin: int
+
+
 class TieredTensor:
     """`[numel]` of `dtype`, in parts that follow each other."""
 
@@ -171,6 +181,8 @@ class TieredTensor:
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.beside(data))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
+        if len(moves) > 1 and not any(move.crosses for move in moves):
+            return Transfer.together(moves)
         if len(moves) > 1:
             # A file and another device's memory, which only checkpoints move together. None is in flight after an error.
             for move in moves:
@@ -312,6 +324,28 @@ class Tiers:
                     f"{tier.value} tier, {label}: {length * dtype.itemsize:,} bytes cannot be allocated: {error}"
                 ) from error
             parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory, slot=slot))
+        for part in parts:
+            self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
+        return TieredTensor(dtype, parts)
+
+    def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[StoredRun], purpose: Purpose) -> TieredTensor:
+        """Make a tensor, `[numel]`, of what lies in files already, and is only read; between runs, which are in order, are zeros.
+
+        Raises:
+            StorageError: for a file that cannot be opened.
+        """
+        parts: list[TieredPart] = []
+        at = 0
+        for run in (*runs, None):
+            start = numel if run is None else run.start
+            if start > at:
+                gap = torch.zeros(start - at, dtype=dtype, device=self.device)
+                parts.append(TieredPart(start=at, end=start, tier=Tier.DEVICE, memory=gap))
+            if run is not None:
+                slot, at = self.file().stored(run.path), start + run.length
+                parts.append(
+                    TieredPart(start=start, end=at, tier=Tier.FILE, slot=slot, first=run.begin // dtype.itemsize)
+                )
         for part in parts:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)

@@ -202,6 +202,9 @@ class OffloadOptions:
     activations: TierChoice = field(default_factory=TierChoice)
     update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
+    in_place: bool = False
+    """Whether frozen parameters on files stay in the files of their source, as far as they lie there as they are: nobody changes
+    them, neither here nor there."""
     staging_bytes: int | None = None
 
     def staging_on(self, device: torch.device) -> int:

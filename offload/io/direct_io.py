@@ -79,6 +79,11 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         """Whether whole blocks go past the page cache."""
         return self._direct >= 0
 
+    def size(self) -> int:
+        """Return its bytes. Raises `StorageError`."""
+        with refusals(self.path, "looked at"):
+            return os.fstat(self._buffered).st_size
+
     def reserve(self, offset: int, nbytes: int) -> None:
         """Have the disk hold `nbytes` bytes from `offset` on, which read as zeros where nothing was written."""
         with disk_call("fallocate", self.path), refusals(self.path, f"given {nbytes:,} bytes more"):

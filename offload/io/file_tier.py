@@ -2,6 +2,7 @@
 
     FileTier    files and threads        |  slot  |  slot  | ...
     FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
+    StoredSlot  a file that is there already, and is only read
 
 A swap file loses its name as soon as it is open: nobody else can touch it, and the system frees it when the process ends, however
 it does. Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is
@@ -86,7 +87,9 @@ class FileTier:
         self._memory = memory
         with ExitStack() as opened, _named():
             self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
-            self._close_files = weakref.finalize(self, opened.pop_all().close)  # Also where nobody calls `close`.
+            self._opened = opened.pop_all()
+        self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
+        self._stored: dict[Path, StoredSlot] = {}
         self._reserved = [0] * len(directories)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
         self._local = threading.local()
@@ -109,6 +112,14 @@ class FileTier:
                 self._reserved[number] = length
         self.nbytes = end
         return FileSlot(self, begin, nbytes, label)
+
+    def stored(self, path: Path) -> StoredSlot:
+        """All bytes of a file that is there already. Raises `StorageError` where it cannot be opened."""
+        if path not in self._stored:
+            with _named():
+                file = self._opened.enter_context(PositionalFile(path))
+            self._stored[path] = StoredSlot(self, file)
+        return self._stored[path]
 
     def close(self) -> None:
         """Wait for what threads are at, give up what they have not begun, and free the files; closing twice is allowed."""
@@ -265,6 +276,23 @@ class FileSlot:
             self._checksums[begin // PIECE] = _checksum(data)
         with _named(self.label):
             self.tier.write(data, self._offset + begin)
+
+
+class StoredSlot(FileSlot):
+    """A whole file that somebody has written before, read by the threads of a tier. To write it raises `ValueError`."""
+
+    def __init__(self, tier: FileTier, file: PositionalFile) -> None:
+        super().__init__(tier, 0, file.size(), file.path)
+        self._file = file
+        self._room = self.nbytes
+
+    def write(self, begin: int, data: torch.Tensor) -> Transfer:
+        """Raise `ValueError`."""
+        raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
+
+    def _fetch(self, begin: int, data: torch.Tensor) -> None:
+        with _named():
+            self._file.read(data, begin)
 
 
 def _copier(data: torch.Tensor) -> _Copy:

@@ -70,6 +70,12 @@ class Transfer:
         piece.set_exception(error)
         return cls([piece])
 
+    @classmethod
+    def together(cls, transfers: Sequence[Transfer]) -> Transfer:
+        """Make one transfer of several, none of which crosses."""
+        pieces = [piece for transfer in transfers for piece in transfer._pieces]
+        return cls(pieces, transfers[0]._waits, transfers[0]._what)
+
     def done(self) -> bool:
         """Tell whether `wait` would return, or raise, at once."""
         return all(piece.done() for piece in self._pieces)

@@ -31,7 +31,6 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
-from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
@@ -103,7 +102,7 @@ class PlacedModel:
         built = build_model(config.model, config.run.seed)
         model = built.model.requires_grad_(False)
         check_arguments(model, {}, staged=False, shared=False)
-        options = without_training(engine_options(config, 1))
+        options = without_training(config)
         if config.model.attention is not None:
             use_attention(model, config.model.attention, options.precision.compute, mesh.device)
         notes = begin_alike(built, mesh, config.run.seed)

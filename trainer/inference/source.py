@@ -16,6 +16,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from zeromesh.trainer.models.build import directory_of, read_configuration
+from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
 _RESOLVED = "config.resolved.yaml"
@@ -124,7 +125,13 @@ def with_models_own(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={"model": section, "precision": precision})
 
 
-def without_training(options: ZeroOptions) -> ZeroOptions:
-    """The options of an engine that keeps parameters in the compute dtype, and nothing else."""
-    dtype = options.precision.compute
-    return replace(options, precision=Precision(compute=dtype, master=dtype, reduce=dtype), average=None)
+def without_training(config: TrainerConfig) -> ZeroOptions:
+    """The options of an engine that keeps parameters in the compute dtype, and nothing else.
+
+    Parameters on files stay in the model's own, unless a directory is named for them or they are to have checksums.
+    """
+    options = engine_options(config, 1)
+    dtype, section = options.precision.compute, config.offload
+    offload = replace(options.offload, in_place=section.directory is None and not section.checksums)
+    precision = Precision(compute=dtype, master=dtype, reduce=dtype)
+    return replace(options, precision=precision, offload=offload, average=None)

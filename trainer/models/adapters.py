@@ -8,6 +8,7 @@ their attributes: PEFT itself is imported only where adapters are made.
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,6 +178,9 @@ class AdaptedSource:
             self._source.fill(self._inside[fqn], start, out)
         else:
             out.copy_(own.reshape(-1)[start : start + out.numel()])
+
+    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+        return self._source.place(self._inside[fqn], start, dtype) if fqn in self._inside else None
 
     def buffer(self, name: str) -> torch.Tensor | None:
         return self._source.buffer(self._inside[name]) if name in self._inside else None

@@ -195,6 +195,11 @@ def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
         return []
     where, room = ", ".join(map(str, directories)), human_bytes(host.room.disk)
     shown, terms = human_bytes(disk), host.listed({**least.files, Purpose.ACTIVATIONS: host.inputs}, host.local_ranks)
+    if options.offload.in_place:
+        return [
+            f"offload: {terms} rest on files: in the model's own where they lie there as they are, else in swap files in {where}, "
+            f"which has {room} free"
+        ]
     if disk > host.room.disk:
         fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
         fraction = next((each for each in fractions if host.fits(_with_fraction(options, each))), None)

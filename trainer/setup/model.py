@@ -320,7 +320,7 @@ class _WatchedSource:
     """Reads from the source of `built`, and shows the console and the other ranks that reading goes on."""
 
     def __init__(self, built: BuiltModel, console: Console, mesh: Mesh) -> None:
-        self.read, self.fill = built.source.read, built.source.fill
+        self.read, self.fill, self.place = built.source.read, built.source.fill, built.source.place
         self.buffer, self.close = built.source.buffer, built.source.close
         self._release, self._console, self._mesh = built.source.release, console, mesh
         self._total = sum(1 for _ in built.model.parameters())

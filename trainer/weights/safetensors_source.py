@@ -444,6 +444,16 @@ class SafetensorsSource:
         else:
             out.copy_(self.read(fqn, start, start + out.numel()))
 
+    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+        """The file, and the byte in it, from which on a parameter's elements lie; None where they have to be converted."""
+        name = self._matched.direct.get(self._checked(fqn, start, start), "")
+        if not name or self._files.entries[name].dtype != dtype:
+            return None
+        entry = self._files.entries[name]
+        begin = entry.begin + start * dtype.itemsize
+        # The cache of the Hub has links to its files, which are not followed otherwise.
+        return None if begin % dtype.itemsize else (entry.path.resolve(), begin)
+
     def _checked(self, fqn: str, start: int, end: int) -> str:
         """The name under which the files have a parameter. Raises `LayoutError` for an interval that it does not have."""
         if fqn not in self._numel:

@@ -13,7 +13,17 @@ from zeromesh.flat.layout import BucketLayout, ParameterSpec, Tile, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredTensor, Tiers, allocate_lasting, available_bytes
+from zeromesh.offload import (
+    FileSettings,
+    Ledger,
+    Purpose,
+    StoredRun,
+    Tier,
+    TieredTensor,
+    Tiers,
+    allocate_lasting,
+    available_bytes,
+)
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.plan import ModelPlan
@@ -46,6 +56,8 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 _CPU = torch.device("cpu")
 _PASSING = 8 << 20
 """Elements of a parameter that are on their way to another tier at a time."""
+_LEAST_RUN = 1 << 18
+"""Bytes. Rows that are cut into shorter runs are not read from where they lie each time."""
 _SHARE_OF_MEMORY = 4
 """Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
 
@@ -198,13 +210,20 @@ def _bucket(
 ) -> Bucket:
     whole = options.placements.optimizer is Placement.REPLICATED
     interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
-    master, copy = _weights(layout, buffer, interval.length, options, tiers)
-    for piece in layout.pieces(interval):
-        for run in piece.spec.region.runs(piece.in_parameter):
-            start = piece.in_shard.start + run.local - piece.in_parameter.start
-            _fill(master, start, source, piece.spec.name, run)
-    if copy is not None:
-        copy.copy_from(master)
+    runs = [
+        (piece.spec.name, piece.in_shard.start + run.local - piece.in_parameter.start, run)
+        for piece in layout.pieces(interval)
+        for run in piece.spec.region.runs(piece.in_parameter)
+    ]
+    stored = _stored(layout, buffer, runs, options, source)
+    if stored is not None:
+        master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
+    else:
+        master, copy = _weights(layout, buffer, interval.length, options, tiers)
+        for name, start, run in runs:
+            _fill(master, start, source, name, run)
+        if copy is not None:
+            copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
     parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
@@ -214,6 +233,30 @@ def _bucket(
     if bucket.trainable:
         _allocate_gradients(bucket, options, tiers)
     return bucket
+
+
+def _stored(
+    layout: BucketLayout,
+    buffer: GatherBuffer,
+    runs: Sequence[tuple[str, int, Tile]],
+    options: ZeroOptions,
+    source: ParameterSource,
+) -> list[StoredRun] | None:
+    """The runs of a bucket in the files of the source, where they can stay there; None: the bucket is copied."""
+    offload, first = options.offload, layout.first
+    whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
+    if not (offload.in_place and whole) or buffer.persistent or first.requires_grad:
+        return None
+    numel = sum(run.length for _, _, run in runs)
+    if numel * first.dtype.itemsize < (len(runs) - len(layout.slots)) * _LEAST_RUN:
+        return None
+    found = []
+    for name, start, run in runs:
+        place = source.place(name, run.logical, first.dtype)
+        if place is None:
+            return None
+        found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
+    return found
 
 
 def _fill(master: TieredTensor, start: int, source: ParameterSource, name: str, run: Tile) -> None:

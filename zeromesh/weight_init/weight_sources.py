@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -265,6 +266,10 @@ class ParameterSource(Protocol):
     def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, 1-D, with elements of the flattened parameter `fqn` from `start` on, converted to its dtype."""
         out.copy_(self.read(fqn, start, start + out.numel()))
+
+    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+        """The file, and the byte in it, from which on the parameter's elements lie as they are in `dtype`; None: in no file."""
+        return None
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The stored value of buffer `name`, or None where the model has it or computes it again."""

@@ -15,9 +15,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-pipeline": (4, {"parallel": {"tensor": 2, "pipeline": 2}}),
     "sharded-pipeline": (4, {"parallel": {"pipeline": 2}, "zero": {"gathered_budget": 0}}),
     "file": (2, {"offload": {"parameters": "file"}}),
+    "stored": (2, {"offload": {"parameters": "file"}}),
     "host": (2, {"offload": {"parameters": "host"}}),
 }
-SHORT = {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "file"), ("t5", "tensor")}
+SHORT = {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "stored"), ("t5", "tensor")}
 _STAGED = {"pipeline", "tensor-pipeline", "sharded-pipeline"}
 IMPOSSIBLE: dict[str, set[str]] = {"t5": _STAGED, "bart": {*_STAGED, "tensor"}}
 """Layouts that these models cannot be divided for, in training either."""

@@ -18,6 +18,7 @@ from zeromesh.offload import (
     Ledger,
     PinnedBudget,
     Purpose,
+    StoredRun,
     Tier,
     TierChoice,
     TieredTensor,
@@ -171,6 +172,32 @@ def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
     assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: file_tier.THREAD_BYTES}
     assert counted[Tier.DEVICE] == {Purpose.MOMENTS: 12 * GRAIN, Purpose.PARAMETERS: 6 * GRAIN}
     assert (half.nbytes, other.nbytes) == (24 * GRAIN, 10 * GRAIN)
+
+
+def test_what_lies_in_files_is_read_from_there(tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_tier, "PIECE", 2 * BLOCK)
+    stored = values(9 * GRAIN + 5, torch.bfloat16, 3)
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path, header in zip(paths, (2 * BLOCK, 38), strict=True):  # In whole blocks, and beside them.
+        path.write_bytes(b"h" * header + stored.view(torch.uint8).numpy().tobytes())
+    runs = [
+        StoredRun(start=64, length=4 * GRAIN, path=paths[0], begin=2 * BLOCK),
+        StoredRun(start=64 + 4 * GRAIN, length=5, path=paths[1], begin=38 + 18 * GRAIN),
+        StoredRun(start=5 * GRAIN, length=3 * GRAIN, path=paths[1], begin=38 + 2 * 7),
+    ]
+    wanted = torch.zeros(8 * GRAIN + 9, dtype=torch.bfloat16)
+    for run, first in zip(runs, (0, 9 * GRAIN, 7), strict=True):
+        wanted[run.start : run.start + run.length] = stored[first : first + run.length]
+    found = tiers.stored(wanted.numel(), wanted.dtype, runs, Purpose.PARAMETERS)
+    assert torch.equal(found.load(CPU), wanted)
+    assert torch.equal(found.slice(70, 6 * GRAIN + 1).load(CPU), wanted[70 : 6 * GRAIN + 1])
+    assert tiers.ledger.total(Tier.FILE) == 2 * sum(run.length for run in runs)
+    assert tiers.file().nbytes == 0, "something was copied"
+    with pytest.raises(ValueError, match="one, which is only read"):
+        found.write(100, wanted[:5])
+    os.truncate(paths[1], 100)
+    with pytest.raises(StorageError, match=r"two.* ends after"):
+        found.load(CPU)
 
 
 # What is refused
