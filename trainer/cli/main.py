@@ -21,6 +21,7 @@ from typing import Any
 from zeromesh import __version__
 from zeromesh.errors import ZeromeshError, printable
 from zeromesh.trainer.cli import train
+from zeromesh.trainer.cli.generate import run_generate
 from zeromesh.trainer.cli.plan import run_plan
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
 from zeromesh.trainer.cli.status import run_status, run_trace
@@ -133,6 +134,32 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--nproc", "N", _positive, "processes to start on this host (default 1)")
     _flag(command, "--worker", argparse.SUPPRESS)
     _configured(command, "SOURCE", source)
+
+    command = commands.add_parser("generate", help="continue prompts with a model, in any layout")
+    _value(command, "--config", "FILE", str, f"the layout: {config}", dest="config_file")
+    _value(command, "--prompts", "FILE", str, "JSON lines with text, messages or input_ids (default -: standard input)")
+    _flag(command, "--chat", "hold a conversation on the terminal")
+    _value(
+        command, "--out", "FILE", Path, "write results as JSON lines, in the order of the prompts; a killed run goes on"
+    )
+    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
+    _value(
+        command,
+        "--batch",
+        "N",
+        _positive,
+        "prompts that a replica of the model runs at a time (default 16)",
+        default=16,
+    )
+    _value(command, "--max-new-tokens", "N", _positive, "short for generation.max_new_tokens=N")
+    _value(command, "--seed", "N", _natural, "of what sampling draws (default: run.seed)")
+    again = "times that all ranks start again for what is missing in --out after one has died (default 3)"
+    _value(command, "--max-restarts", "N", _natural, again, default=3)
+    _flag(command, "--check", "compare the weights of all ranks that hold the same ones")
+    _flag(command, "--worker", argparse.SUPPRESS)
+    _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
+    keys = "keys of the configuration, and fields of transformers' GenerationConfig as generation.temperature=0.7"
+    _value(command, "overrides", "section.key=value", str, keys, nargs="*")
 
     command = commands.add_parser("config", help="print a configuration with every default filled in")
     ranks = "ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)"
@@ -391,6 +418,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": train.run_train,
     "launch": train.run_launch,
     "evaluate": train.run_train,
+    "generate": run_generate,
     "config": train.print_config,
     "plan": run_plan,
     "verify": run_verify,

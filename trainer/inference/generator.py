@@ -117,7 +117,7 @@ class Generator:
 
         Args:
             prompts: text, token ids, messages of a conversation, which the chat template makes text of, or mappings with one of
-                these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` for this prompt alone.
+                these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` or `seed` for this prompt alone.
             batch: prompts that a replica of the model continues at a time.
             seed: of what sampling draws; None: of `run.seed` and how often this was called.
             on_results: called on every rank with results as they come, by the number of their prompt.
@@ -185,6 +185,27 @@ class Generator:
         """The tokens of a prompt. Raises `DataError` for one that is none, or that the model does not know."""
         return self._encoded(prompt, "the prompt")
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
+        if self._placed.tokenizer is None:
+            raise DataError("the model's directory has no tokenizer; set data.tokenizer")
+        return self._placed.tokenizer.decode(tokens)
+
+    def request_of(self, prompt: Mapping[str, Any]) -> tuple[list[int], dict[str, Any], int]:
+        """The tokens, the fields of `GenerationConfig` and the seed of a prompt that is a mapping. Raises `DataError`."""
+        text, own = split_prompt(prompt, "the prompt")
+        seed = own.pop("seed", 0)
+        return self._encoded(text, "the prompt"), own, seed
+
+    def require_prompt(self, prompt: Mapping[str, Any]) -> None:
+        """Raise `DataError` or `ConfigError` for a prompt, a mapping, that cannot be continued."""
+        tokens, own, _ = self.request_of(prompt)
+        self._placed.settings(own, len(tokens))
+
+    def can_serve(self, fields: Mapping[str, Any]) -> bool:
+        """Whether requests with these fields may join a running batch of this model, so that `serve` takes them."""
+        return not why_unbatched(self._placed.module, self._placed.settings(fields, 1))
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         """That of the model; None where it has none."""
@@ -206,7 +227,9 @@ class Generator:
         for index, prompt in enumerate(prompts):
             text, own = split_prompt(prompt, f"prompt {index}")
             tokens = self._encoded(text, f"prompt {index}")
-            requests.append(Request(number=index, tokens=tokens, fields=own, seed=number_of(f"{number}/{index}")))
+            draws = own.pop("seed", None)
+            draws = number_of(f"{number}/{index}") if draws is None else draws
+            requests.append(Request(number=index, tokens=tokens, fields=own, seed=draws))
         settings = [self._settings(each, fields) for each in requests]
         # What cannot join a running batch decides on how all are generated; otherwise all of them are as the first one is.
         return requests, next((each for each in settings if why_unbatched(self._placed.module, each)), settings[0])

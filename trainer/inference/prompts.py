@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,25 @@ these by its key, and fields of `GenerationConfig`."""
 KEYS = ("text", "messages", "input_ids")
 """The keys of a line, of which it has one."""
 _SHOWN = 60
+_SHOWN_PROBLEMS = 10
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLine:
+    """A prompt of a file, and what it is called."""
+
+    prompt: Mapping[str, Any]
+    """With one of `KEYS`, and fields of `GenerationConfig`."""
+    id: str | int
+    """The `id` of its line, else the number of the prompt, from 0."""
+    where: str
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
     """Read the prompts of a file of JSON lines; empty lines are passed over.
 
     Raises:
-        DataError: for a file that cannot be read or has no prompt, and for a line that is none, with its number.
+        DataError: for a file that cannot be read or has no prompt, and for lines that are none, with their numbers.
     """
     try:
         content = read_whole(path)
@@ -31,37 +44,42 @@ def read_prompts(path: Path) -> list[Prompt]:
     return parse_prompts(content, str(path))
 
 
-def parse_prompts(content: bytes, where: str) -> list[Prompt]:
+def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
     """Parse JSON lines, which came from `where`. Raises `DataError` as `read_prompts` does."""
-    found = [
-        _prompt(line, f"{where}, line {number}")
-        for number, line in enumerate(content.split(b"\n"), start=1)
-        if line.strip()
-    ]
+    found: list[PromptLine] = []
+    problems: list[str] = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                found.append(_parse_line(line, len(found), f"{where}, line {number}"))
+            except DataError as error:
+                problems.append(str(error))
+    if problems:
+        rest = len(problems) - _SHOWN_PROBLEMS
+        raise DataError("\n".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} lines more"] if rest > 0 else [])]))
     if not found:
         raise DataError(f'{where} has no prompt; give a line for each, such as {{"text": "Once"}}')
     return found
 
 
-def _prompt(line: bytes, where: str) -> Prompt:
+def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: it is no JSON ({error}): {_shown(line.decode(errors='replace'))}") from error
-    given = [key for key in KEYS if key in row] if isinstance(row, dict) else []
-    if len(given) != 1:
-        what = f"it has {' and '.join(given)}" if given else f"it has none of them: {_shown(line.decode())}"
-        raise DataError(f"{where}: a prompt is an object with one of {', '.join(KEYS)}; {what}")
-    value = row[given[0]]
-    problem = problem_of(value, given[0])
-    if problem:
-        raise DataError(f"{where}: {given[0]} {problem}, not {_shown(json.dumps(value))}")
-    prompt: Prompt = value
-    return prompt
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: a prompt is an object with one of {', '.join(KEYS)}; it is {_shown(json.dumps(row))}"
+        )
+    name = row.pop("id", number)
+    if not isinstance(name, str | int):
+        raise DataError(f"{where}: id is text or a number, not {_shown(json.dumps(name))}")
+    split_prompt(row, where)
+    return PromptLine(prompt=row, id=name, where=where)
 
 
 def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
-    """Split a prompt into what is continued, and the fields of `GenerationConfig` that it brings. Raises `DataError`."""
+    """Split a prompt into what is continued, and what it brings: fields of `GenerationConfig`, and `seed`. Raises `DataError`."""
     if not isinstance(prompt, Mapping):
         return prompt, {}
     given = [key for key in KEYS if key in prompt]
@@ -71,7 +89,10 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
         )
     problem = problem_of(prompt[given[0]], given[0])
     if problem:
-        raise DataError(f"{where}: {given[0]} {problem}")
+        raise DataError(f"{where}: {given[0]} {problem}, not {_shown(json.dumps(prompt[given[0]], default=str))}")
+    seed = prompt.get("seed", 0)
+    if type(seed) is not int or seed < 0:
+        raise DataError(f"{where}: seed is a number of at least 0, not {_shown(json.dumps(seed, default=str))}")
     return prompt[given[0]], {key: value for key, value in prompt.items() if key != given[0]}
 
 

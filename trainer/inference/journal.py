@@ -1,0 +1,103 @@
+"""`ResultJournal`: results of a generation on disk as they come, so that a killed one goes on with what is missing.
+
+Beside the file of results, `results.jsonl.part` has a line for each result, in the order in which they came, behind a line that
+says what they are results of. Every line begins with the digest of the rest. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.files import open_regular, read_whole, write_whole
+
+SUFFIX = ".part"
+
+
+class ResultJournal:
+    """The results so far of one generation.
+
+    Args:
+        out: the file of all results.
+        content: what is generated: a digest of the prompts, the model's name, the settings.
+        count: how many results there will be.
+
+    Raises:
+        ConfigError: where there are results of another generation.
+        StorageError: where files cannot be read or written.
+    """
+
+    def __init__(self, out: Path, content: str, count: int) -> None:
+        self.out, self.count = out, count
+        self.path = out.with_name(out.name + SUFFIX)
+        self.rows: dict[int, dict[str, Any]] = {}
+        """By the number of the prompt."""
+        head = {"generates": content, "prompts": count}
+        try:
+            kept = self._read(head)
+            # A torn line at the end is written over.
+            self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
+            self._file.truncate(kept)
+            self._file.seek(kept)
+            if not kept:
+                self._write(head)
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def _read(self, head: Mapping[str, Any]) -> int:
+        """Read what is there; returns the bytes of whole lines."""
+        if not self.path.exists():
+            return 0
+        kept = 0
+        for line in read_whole(self.path).splitlines(keepends=True):
+            digest, _, body = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or digest.decode(errors="replace") != xxhash.xxh3_64_hexdigest(body):
+                break
+            row = json.loads(body)
+            if not kept and row != head:
+                raise ConfigError(
+                    f"{self.path} has results of other prompts or settings; give another --out, or delete it to begin anew"
+                )
+            if kept:
+                self.rows[row["number"]] = row
+            kept += len(line)
+        return kept
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Keep a result, which has the `number` of its prompt. Raises `StorageError`."""
+        if row["number"] in self.rows:
+            return
+        self.rows[row["number"]] = dict(row)
+        try:
+            self._write(row)
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        body = json.dumps(row, ensure_ascii=False).encode("utf-8", errors="surrogatepass")
+        self._file.write(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
+        self._file.flush()
+
+    def missing(self) -> list[int]:
+        """The numbers of prompts without a result."""
+        return [number for number in range(self.count) if number not in self.rows]
+
+    def finish(self) -> None:
+        """Write all results in the order of their prompts, at once, and remove the journal. Raises `StorageError`."""
+        lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
+        try:
+            write_whole(self.out, "".join(lines).encode("utf-8", errors="surrogatepass"))
+            self._file.close()
+            self.path.unlink()
+        except OSError as error:
+            raise StorageError(f"{self.out} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Leave the journal as it is, for the next start."""
+        self._file.close()
