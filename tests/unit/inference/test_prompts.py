@@ -7,20 +7,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.inference.prompts import deal, parse_prompts, read_prompts
+from zeromesh.trainer.inference.prompts import deal, parse_prompts, read_prompts, split_prompt
 
 
 def test_lines_of_all_kinds() -> None:
     content = b'{"text": "Once"}\n\n{"input_ids": [1, 2], "id": 7}\r\n{"messages": [{"role": "user", "content": "Hi"}]}'
-    assert parse_prompts(content, "p") == ["Once", [1, 2], [{"role": "user", "content": "Hi"}]]
+    lines = parse_prompts(content, "p")
+    assert [line.prompt for line in lines] == [
+        {"text": "Once"}, {"input_ids": [1, 2]}, {"messages": [{"role": "user", "content": "Hi"}]}
+    ]  # fmt: skip
+    assert [line.id for line in lines] == [0, 7, 2]
+    assert lines[1].where == "p, line 3"
+
+
+def test_a_line_may_bring_settings() -> None:
+    (line,) = parse_prompts(b'{"text": "Once", "temperature": 0.5, "seed": 3}', "p")
+    assert split_prompt(line.prompt, "p") == ("Once", {"temperature": 0.5, "seed": 3})
+
+
+def test_all_bad_lines_are_named_at_once() -> None:
+    with pytest.raises(DataError) as caught:
+        parse_prompts(b'{"text": 1}\n{"text": "good"}\n' + b"{\n" * 11, "p")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 11
+    assert lines[0].startswith("p, line 1: ")
+    assert lines[-1] == "and 2 lines more"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b"{", "p.jsonl, line 2: it is no JSON"),
-        (b"[1]", "p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it has none of them"),
-        (b'{"text": "a", "input_ids": [1]}', "line 2: a prompt is an object with one of .*; it has text and input_ids"),
+        (b"[1]", r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is \[1\]"),
+        (b'{"text": "a", "input_ids": [1]}', "line 2: a prompt is a mapping with one of .*; it has text and input_ids"),
+        (b'{"id": 3}', "line 2: a prompt is a mapping with one of .*; it has none"),
+        (b'{"text": "a", "id": [1]}', "line 2: id is text or a number, not .1."),
+        (b'{"text": "a", "seed": -1}', "line 2: seed is a number of at least 0, not -1"),
         (b'{"text": 3}', "line 2: text is text, not 3"),
         (b'{"text": ""}', 'line 2: text is text of at least one letter, not ""'),
         (b'{"input_ids": [1, -1]}', "line 2: input_ids is a list of token ids, .*, not .1, -1."),

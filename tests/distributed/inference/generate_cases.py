@@ -1,0 +1,73 @@
+"""`zeromesh generate` on workers, of a tiny model with a tokenizer of its own."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers as tf
+from input_cases import command
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from zeromesh.mesh.process_mesh import Mesh
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def write_model(directory: Path, *, layers: int = 2, hidden: int = 32) -> None:
+    """A Llama of bytes in float64, with a chat template."""
+    words = {
+        token: number for number, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
+    bytes_ = Tokenizer(models.BPE(vocab=words, merges=[]))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_.decoder = decoders.ByteLevel()
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=len(words), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = tf.LlamaForCausalLM(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What the command says in several ways of giving it prompts, and the results that it writes."""
+    root = Path(folder)
+    lines = [
+        {"text": "Once", "id": "a"},
+        {"input_ids": [5, 6, 7], "max_new_tokens": 3},
+        {"messages": [{"role": "user", "content": "Hi"}], "do_sample": True, "temperature": 1.5, "id": 9},
+        {"text": "Twice", "do_sample": True},
+    ]
+    if mesh.rank == 0:
+        write_model(root / "model")
+        (root / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (root / "bad.jsonl").write_text('{"text": "a"}\n{"input_ids": [999]}\n')
+        (root / "one.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    mesh.world.barrier("files")
+    asked = ["generate", "model", "--prompts", "p.jsonl", "--max-new-tokens", "8"]
+    with contextlib.chdir(root):
+        found = {
+            "shown": command(mesh, asked),
+            "written": command(mesh, [*asked, "--out", "r.jsonl", f"parallel.pipeline={mesh.world_size}"]),
+            "bad": command(mesh, ["generate", "model", "--prompts", "bad.jsonl"]),
+            "field": command(mesh, [*asked, "generation.temprature=1"]),
+            "chat": command(mesh, ["generate", "model", "--chat", "--out", "x"]),
+            "one": command(mesh, ["generate", "model", "--prompts", "one.jsonl", "generation.max_new_tokens=8"]),
+        }
+        talk = "Hi\n/reset\n\nHi\nHo\n/exit\nnot this"
+        with mock.patch.object(sys, "stdin", io.StringIO(talk)):
+            found["talk"] = command(mesh, ["generate", "model", "--chat", "--max-new-tokens", "4"])
+        rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
+    return {"said": found, "rows": rows}

@@ -1,0 +1,67 @@
+"""Results on disk: none is lost or twice there, whenever a run is killed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.trainer.inference.journal import SUFFIX, ResultJournal
+from zeromesh.trainer.inference.text_stream import TextStream
+
+
+def _row(number: int) -> dict[str, object]:
+    return {"number": number, "text": f"tëxt\n{number}", "tokens": [number]}
+
+
+def test_results_are_in_order_and_the_journal_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    journal = ResultJournal(out, "abc", 3)
+    for number in (2, 0, 0, 1):
+        journal.add(_row(number))
+    assert not journal.missing()
+    journal.finish()
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [_row(0), _row(1), _row(2)]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_journal_that_is_cut_anywhere_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    journal = ResultJournal(out, "abc", 3)
+    journal.add(_row(1))
+    journal.add(_row(0))
+    journal.close()
+    content = journal.path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
+    for cut in range(len(content) + 1):
+        journal.path.write_bytes(content[:cut])
+        again = ResultJournal(out, "abc", 3)
+        whole = sum(end <= cut for end in ends)
+        assert again.missing() == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 2], 3: [2]}[whole]
+        for number in again.missing():
+            again.add(_row(number))
+        again.finish()
+        assert len(out.read_text().splitlines()) == 3
+    damaged = bytearray(content)
+    damaged[ends[2] - 5] ^= 1
+    journal.path.write_bytes(damaged)
+    assert ResultJournal(out, "abc", 3).missing() == [0, 2]
+
+
+def test_results_of_something_else_are_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    ResultJournal(out, "abc", 3).close()
+    with pytest.raises(ConfigError, match="has results of other prompts or settings; give another --out, or delete it"):
+        ResultJournal(out, "abd", 3)
+    with pytest.raises(StorageError, match="cannot be written"):
+        ResultJournal(tmp_path / "none" / "out", "abc", 3)
+    assert out.with_name(out.name + SUFFIX).exists()
+
+
+def test_text_that_comes_in_pieces_has_whole_characters() -> None:
+    text = "naïve 漢字\n🙂 end"
+    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    pieces = [stream.add([byte]) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert all("�" not in piece for piece in pieces)
+    assert stream.add([0xE6], last=True) == "�"
