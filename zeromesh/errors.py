@@ -86,5 +86,9 @@ class CollectiveError(ZeromeshError, RuntimeError):
     """Ranks that should act together do not: one is gone, late, or doing something else."""
 
 
+class WeightsDifferError(ZeromeshError, RuntimeError):
+    """Ranks hold other values of the same weights."""
+
+
 class NonFiniteError(ZeromeshError, RuntimeError):
     """A gradient or a loss is NaN or infinite and the run is to stop then."""

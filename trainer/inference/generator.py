@@ -34,6 +34,7 @@ from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.weight_digests import require_same_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,8 @@ class Generator:
             or a checkpoint of one.
         config: a path, a mapping or a `TrainerConfig`, of which `parallel`, `zero`, `offload`, `precision.compute` and `model`
             count; None: the defaults. Without `precision.compute` the model computes in the dtype that its `config.json` names.
+        check: whether all ranks that hold the same weights are compared at the start, which reads them once; None: they are, but
+            for weights in files.
         sections: sections on top of `config`, such as `parallel={"tensor": 2}`.
         overrides: keys on top of all, such as `zero.stage=0`, as on the command line.
 
@@ -68,6 +71,7 @@ class Generator:
         ConfigError: for what is no model, and for a configuration that cannot be.
         LayoutError: for a model that cannot be divided so.
         StorageError: where memory is short.
+        WeightsDifferError: where ranks hold other values of the same weights.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Generator:
         config: ConfigSource = None,
         *,
         overrides: Sequence[str] = (),
+        check: bool | None = None,
         **sections: Mapping[str, Any],
     ) -> None:
         asked: TrainerConfig = layout_of(source, config, sections, overrides)
@@ -83,6 +88,8 @@ class Generator:
         try:
             with errors_with_user_keys(), self.mesh.call("zeromesh.Generator()"):
                 self._placed: PlacedModel = PlacedModel.build(asked, self.mesh)
+                if check or (check is None and not self.engine.options.offload.parameters.away):
+                    require_same_weights(self.engine)
         except BaseException as error:
             self.mesh.refuse(error)
             raise
@@ -90,6 +97,16 @@ class Generator:
         """What this rank computed for the latest `generate`, where prompts joined a running batch."""
         self._calls = 0
         self._failure = ""
+
+    def check(self) -> None:
+        """Compare the weights of all ranks that hold the same ones; all ranks call it.
+
+        Raises:
+            WeightsDifferError: with the tensors and the ranks that differ.
+        """
+        self._require_alive()
+        with self.mesh.call("generator.check()"):
+            require_same_weights(self.engine)
 
     @property
     def config(self) -> TrainerConfig:

@@ -13,8 +13,9 @@ from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, set
 
 from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CollectiveError
+from zeromesh.errors import CollectiveError, WeightsDifferError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.units.unit import all_buckets
 
 _ENDS = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": None}
 _QWEN3_MOE = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -196,3 +197,32 @@ def loses_a_rank(mesh: Mesh, folder: str) -> dict[str, Any]:
         except CollectiveError as error:
             return {"message": str(error), "seconds": time.monotonic() - began, "found": sorted(found)}
     return {"message": "", "seconds": 0.0, "found": sorted(found)}
+
+
+def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """What a check says after one bit of a weight has changed on the last rank, of each bucket in turn, and of a buffer."""
+    directory = Path(folder, "gpt2")
+    if mesh.rank == 0:
+        sharp("gpt2").save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    said: dict[str, Any] = {"flipped": {}}
+    with Generator(directory, run={"output_dir": folder}, **sections) as generator:
+        generator.check()
+        places = {}
+        for bucket in all_buckets(generator.engine.units):
+            for slot in bucket.layout.slots:
+                memory = bucket.buffer.full if bucket.buffer.persistent else bucket.master.memory
+                places[slot.spec.name] = memory[slot.where.start : slot.where.start + 1].view(torch.int64)
+        # Of the last rank, whose stage may be another one.
+        for name in mesh.world.gather_json(sorted(places), "names")[-1]:
+            flips = mesh.rank == mesh.world_size - 1 and places[name].numel() > 0
+            if flips:
+                places[name] ^= 1
+            try:
+                generator.check()
+            except WeightsDifferError as error:
+                said["flipped"][name] = str(error)
+            if flips:
+                places[name] ^= 1
+        generator.check()
+    return said

@@ -88,3 +88,30 @@ def test_prompts_without_a_result_are_named_when_a_rank_dies(workers: Workers, t
     missing = [number for number in range(8) if number not in found["found"]]
     assert f"without one are {', '.join(map(str, missing))}" in found["message"]
     assert found["seconds"] < 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        (2, {"zero": {"stage": 0}}),
+        pytest.param(4, {"zero": {"stage": 3}, "parallel": {"replicate": 2}}, marks=pytest.mark.full),
+        pytest.param(2, {"zero": {"stage": 0}, "parallel": {"tensor": 2}}, marks=pytest.mark.full),
+        pytest.param(2, {"zero": {"stage": 0}, "parallel": {"pipeline": 2}}, marks=pytest.mark.full),
+    ],
+)
+def test_a_flipped_bit_is_named(workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any]) -> None:
+    results = workers.run(ranks, "generator_cases:finds_flips", folder=str(tmp_path), sections=sections)
+    flipped = results[-1]["flipped"]
+    assert all(found["flipped"] == flipped for found in results)
+    if "parallel" not in sections:
+        assert len(flipped) == 28, "every parameter"
+    if "tensor" in sections.get("parallel", {}):
+        # What tensor ranks divide nobody else has.
+        assert {"transformer.ln_f.weight", "transformer.h.0.attn.c_proj.bias"} <= set(flipped)
+        assert "transformer.h.0.attn.c_attn.weight" not in flipped
+    if "pipeline" in sections.get("parallel", {}):
+        assert any("transformer.wte.weight" in name for name in flipped)
+    for name, message in flipped.items():
+        assert f"ranks hold other values of the same weights:\n{name}" in message
+        assert f"rank {ranks - 1} has " in message
+    assert flipped
