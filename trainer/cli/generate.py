@@ -18,12 +18,13 @@ import xxhash
 
 from zeromesh.environment import die_with_launcher, kept_environment, python_arguments, read_environment
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, some
+from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.journal import ResultJournal
 from zeromesh.trainer.inference.prompts import PromptLine, parse_prompts, read_prompts
 from zeromesh.trainer.inference.requests import Inbox, Progress
-from zeromesh.trainer.inference.text_stream import TextStream
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
@@ -59,7 +60,7 @@ def run_generate(options: argparse.Namespace) -> int:
         if not options.chat:
             if options.prompts in (None, "-"):
                 kept[_PROMPTS] = str(Path(folder, "prompts.jsonl"))
-                Path(kept[_PROMPTS]).write_bytes(_standard_input())
+                write_whole(kept[_PROMPTS], _standard_input(), sync=False)
             _prompts_of(kept.get(_PROMPTS, options.prompts))
         with kept_environment(kept):
             return _launch(options, processes)

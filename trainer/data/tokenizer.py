@@ -2,7 +2,7 @@
 
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -217,3 +217,35 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise DataError(f"data.tokenizer {str(spec)!r} cannot be loaded: {error}") from error
     return PretrainedTokenizer(tokenizer=tokenizer)
+
+
+_UNFINISHED = "�"
+"""What stands in a text for bytes that are no whole character."""
+
+
+class TextStream:
+    """Turns new tokens into new text, which ends with a whole character.
+
+    Args:
+        decode: the text of tokens, without special ones.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._begin = self._told = 0
+        """Tokens from the first are decoded anew with each; of their text so many letters were told."""
+
+    def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Return the text that is new with these tokens; `last`: none come after, so that what is unfinished stays so."""
+        self._tokens += tokens
+        text = self._decode(self._tokens[self._begin :])
+        end = len(text)
+        if not last:
+            end = len(text.rstrip(_UNFINISHED))
+        new = text[self._told : end]
+        self._told = max(self._told, end)
+        # What stands before a line's end does not change how the rest is decoded, as far as is known of any tokenizer.
+        if new.endswith("\n") and end == len(text):
+            self._begin, self._told = len(self._tokens), 0
+        return new

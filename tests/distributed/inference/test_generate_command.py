@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from generate_cases import write_model
+from generate_command_cases import write_model
 from workers import Workers
 
 
 def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
-    first, second = workers.run(2, "generate_cases:commands", folder=str(tmp_path))
+    first, second = workers.run(2, "generate_command_cases:commands", folder=str(tmp_path))
     said, rows = first["said"], first["rows"]
     shown = [json.loads(line) for line in said["shown"]["out"].splitlines() if line.startswith("{")]
     assert [row["id"] for row in rows] == ["a", 1, 9, 3]

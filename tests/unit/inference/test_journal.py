@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from zeromesh.errors import ConfigError, StorageError
+from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.journal import SUFFIX, ResultJournal
-from zeromesh.trainer.inference.text_stream import TextStream
 
 
 def _row(number: int) -> dict[str, object]:
