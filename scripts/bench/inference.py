@@ -1,0 +1,207 @@
+"""One rank that generates (`python -m bench.inference memory JSON`, or `start`), and `model`, which makes what it generates with.
+
+Prints one line that begins with `RESULT` and holds what the rank has measured as JSON. A tiny model comes first, so that all is
+imported by then.
+
+Memory is the highest resident set of the process (VmHWM, which the kernel keeps to the page) above that before the call: private
+and shared pages and mapped files, but no page cache. The plain readers of files are `plain_read` and `plain_direct_read`.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+from bench.worker import RESULT
+from zeromesh import Generator
+from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
+from zeromesh.offload.io.direct_io import PositionalFile
+from zeromesh.offload.io.file_tier import PIECE, THREADS
+from zeromesh.offload.io.transfer import pages
+from zeromesh.zero import engine as engine_module
+
+VOCABULARY = 32000
+_LONGEST = 2048
+_TINY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+_LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": VOCABULARY}
+_CPU = torch.device("cpu")
+_REQUEST = 16 << 20
+"""Bytes that a plain reader asks for at once, if it reads through the page cache."""
+
+
+def make_model(folder: Path, layers: int) -> None:
+    """Write the model, and the tiny one, with random weights in bfloat16: hidden 2048, of 18 layers 1.06 billion parameters."""
+    torch.set_default_dtype(torch.bfloat16)
+    for name, sizes, count in (("tiny", _TINY, 1), ("large", _LARGE, layers)):
+        fields: dict[str, Any] = {**sizes, "num_hidden_layers": count, "max_position_embeddings": _LONGEST}
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**fields, pad_token_id=0, eos_token_id=None))
+        model.save_pretrained(folder / name, max_shard_size="400MB")
+        for path in (folder / name).glob("*.safetensors"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the model's weights."""
+    return sorted((folder / "large").glob("*.safetensors"))
+
+
+def plain_read(paths: list[Path], index: int = 0, ranks: int = 1) -> tuple[float, int]:
+    """Read the part of one of some ranks into new memory, in one thread, through the page cache; returns seconds and bytes."""
+    nbytes = {path: path.stat().st_size // ranks for path in paths}
+    whole = sum(nbytes.values())
+    allocate_lasting(whole, torch.uint8, _CPU).fill_(
+        1
+    )  # A virtual machine is slow to get memory that it has never had.
+    began = time.perf_counter()
+    kept = allocate_lasting(whole, torch.uint8, _CPU)
+    done = 0
+    for path in paths:
+        with PositionalFile(path, direct=False) as file:
+            for at in range(0, nbytes[path], _REQUEST):
+                length = min(_REQUEST, nbytes[path] - at)
+                file.read(kept[done : done + length], index * nbytes[path] + at)
+                done += length
+    return time.perf_counter() - began, whole
+
+
+def plain_direct_read(paths: list[Path]) -> float:
+    """Read files once past the page cache, as many pieces at once as the file tier, into buffers; returns seconds."""
+    local = threading.local()
+
+    def piece(file: PositionalFile, at: int, length: int) -> None:
+        if not hasattr(local, "buffer"):
+            local.buffer = pages(PIECE)
+        file.read(local.buffer[:length], at)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as threads:
+        files = [PositionalFile(path) for path in paths]
+        works = [
+            threads.submit(piece, file, at, min(PIECE, file.size() - at))
+            for file in files
+            for at in range(0, file.size(), PIECE)
+        ]
+        for work in works:
+            work.result()
+    for file in files:
+        file.close()
+    return time.perf_counter() - began
+
+
+def forget(paths: list[Path]) -> None:
+    """Let the page cache go of files."""
+    for path in paths:
+        with PositionalFile(path, direct=False) as file:
+            file.forget(0, 0)
+
+
+class Peak:
+    """The highest memory since it was made or asked."""
+
+    def __init__(self) -> None:
+        self._base = resident_bytes()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, above the same base."""
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def above(self) -> int:
+        """Bytes above the base."""
+        return peak_bytes() - self._base
+
+
+@contextmanager
+def _timed_reading(seconds: list[float]) -> Iterator[None]:
+    """Note how long the engine takes to allocate and fill what it holds."""
+    build = engine_module.build_units
+
+    def timed(*args: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        built = build(*args, **named)
+        seconds.append(time.perf_counter() - began)
+        return built
+
+    engine_module.build_units = timed
+    try:
+        yield
+    finally:
+        engine_module.build_units = build
+
+
+def _open(folder: Path, name: str, sections: dict[str, Any]) -> Generator:
+    return Generator(folder / name, run={"output_dir": str(folder / "runs")}, **sections)
+
+
+def measure_memory(folder: Path, sections: dict[str, Any], rounds: int, tokens: int) -> dict[str, Any]:
+    """Peaks of starting and of generating for 16 prompts, and seconds of a decode step beside those of reading the weights once."""
+    paths = weight_files(folder)
+    _open(folder, "tiny", sections).close()
+    peak = Peak()
+    with _open(folder, "large", sections) as generator:
+        found: dict[str, Any] = {"start_bytes": peak.above(), "step_seconds": [], "read_seconds": []}
+        prompts = [[(7 * row + 13 * at) % VOCABULARY for at in range(16 + row)] for row in range(16)]
+
+        def seconds(count: int) -> float:
+            began = time.perf_counter()
+            generator.generate(prompts, batch=len(prompts), max_new_tokens=count, min_new_tokens=count)
+            return time.perf_counter() - began
+
+        peak.begin()
+        seconds(2)
+        found["peak_bytes"] = peak.above()
+        for _ in range(rounds):
+            first = seconds(1)
+            found["step_seconds"].append((seconds(1 + tokens) - first) / tokens)
+            found["read_seconds"].append(plain_direct_read(paths))
+    return found
+
+
+def measure_start(folder: Path, sections: dict[str, Any], *, cold: bool) -> dict[str, Any]:
+    """Seconds from the call to a ready generator, those of them that it fills its part, and of a plain reader; and the peak."""
+    paths = weight_files(folder)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with _open(folder, "tiny", sections) as generator:
+        generator.mesh.world.barrier("the measurement")
+        plain_read(paths, rank, ranks)
+        if cold:
+            generator.mesh.world.barrier("the measurement")
+            forget(paths)
+        generator.mesh.world.barrier("the measurement")
+        sharded = 1 if generator.config.zero.stage == 0 else ranks
+        plain, part = plain_read(paths, rank % sharded, sharded)
+        generator.mesh.world.barrier("the measurement")
+    if cold:
+        forget(paths)
+    reading: list[float] = []
+    peak, began = Peak(), time.perf_counter()
+    with _timed_reading(reading), _open(folder, "large", sections) as generator:
+        whole = time.perf_counter() - began
+        above = peak.above()
+        generator.mesh.world.barrier("the measurement")
+    return {"seconds": whole, "reading": reading[0], "plain": plain, "part_bytes": part, "peak_bytes": above}
+
+
+def main() -> None:
+    """Do what the arguments say."""
+    what, arguments = sys.argv[1], json.loads(sys.argv[2])
+    folder = Path(arguments.pop("folder"))
+    if what == "model":
+        make_model(folder, **arguments)
+        return
+    found = measure_memory(folder, **arguments) if what == "memory" else measure_start(folder, **arguments)
+    print(RESULT + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
