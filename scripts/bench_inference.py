@@ -145,7 +145,7 @@ def _start(folder: Path, options: argparse.Namespace, failures: _Failures) -> di
 
 def _start_row(runs: list[list[Any]]) -> str:
     def median(key: str) -> float:
-        return statistics.median(max(rank[key] for rank in run) for run in runs)
+        return float(statistics.median(max(rank[key] for rank in run) for run in runs))
 
     ratio = statistics.median(max(r["plain"] for r in run) / max(r["reading"] for r in run) for run in runs)
     sizes = " | ".join(f"{median(key) / MEBIBYTE:.0f}" for key in ("part_bytes", "peak_bytes"))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.file_tier import PIECE, THREADS
 from zeromesh.offload.io.transfer import pages
+from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.zero import engine as engine_module
 
 VOCABULARY = 32000
@@ -55,15 +57,19 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted((folder / "large").glob("*.safetensors"))
 
 
-def plain_read(paths: list[Path], index: int = 0, ranks: int = 1) -> tuple[float, int]:
-    """Read the part of one of some ranks into new memory, in one thread, through the page cache; returns seconds and bytes."""
+def plain_read(paths: list[Path], index: int = 0, ranks: int = 1, *, shared: bool = False) -> tuple[float, int]:
+    """Read the part of one of some ranks into new memory, in one thread, through the page cache; returns seconds and bytes.
+
+    `shared`: into memory that processes can share, as ranks of one host do.
+    """
     nbytes = {path: path.stat().st_size // ranks for path in paths}
     whole = sum(nbytes.values())
-    allocate_lasting(whole, torch.uint8, _CPU).fill_(
-        1
-    )  # A virtual machine is slow to get memory that it has never had.
     began = time.perf_counter()
-    kept = allocate_lasting(whole, torch.uint8, _CPU)
+    if shared:
+        segment = SharedSegment.create("bench", whole)
+        kept = segment.tensor(0, whole, torch.uint8)
+    else:
+        kept = allocate_lasting(whole, torch.uint8, _CPU)
     done = 0
     for path in paths:
         with PositionalFile(path, direct=False) as file:
@@ -172,17 +178,20 @@ def measure_start(folder: Path, sections: dict[str, Any], *, cold: bool) -> dict
     paths = weight_files(folder)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _open(folder, "tiny", sections) as generator:
-        generator.mesh.world.barrier("the measurement")
-        plain_read(paths, rank, ranks)
+        engine, barrier = generator.engine, partial(generator.mesh.world.barrier, "the measurement")
+        parts = 1 if generator.config.zero.stage == 0 else ranks
+        shared = engine.transport.name == "shared" and not engine.options.offload.parameters.leaves(_CPU)
+        # The first one takes the memory for all: a virtual machine is slow to get memory that it has never had.
+        for _ in range(2):
+            barrier()
+            if cold:
+                forget(paths)
+            barrier()
+            plain, part = plain_read(paths, rank % parts, parts, shared=shared)
+        barrier()
         if cold:
-            generator.mesh.world.barrier("the measurement")
             forget(paths)
-        generator.mesh.world.barrier("the measurement")
-        sharded = 1 if generator.config.zero.stage == 0 else ranks
-        plain, part = plain_read(paths, rank % sharded, sharded)
-        generator.mesh.world.barrier("the measurement")
-    if cold:
-        forget(paths)
+        barrier()
     reading: list[float] = []
     peak, began = Peak(), time.perf_counter()
     with _timed_reading(reading), _open(folder, "large", sections) as generator:

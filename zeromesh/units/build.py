@@ -9,7 +9,7 @@ from torch import nn
 from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport, choose_transport
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import BucketLayout, ParameterSpec, Tile, build_layout
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
@@ -54,10 +54,10 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 
 
 _CPU = torch.device("cpu")
-_PASSING = 8 << 20
+_PASSING = 1 << 20
 """Elements of a parameter that are on their way to another tier at a time."""
 _LEAST_RUN = 1 << 18
-"""Bytes. Rows that are cut into shorter runs are not read from where they lie each time."""
+"""Bytes. Shorter runs of rows are not read one by one."""
 _SHARE_OF_MEMORY = 4
 """Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
 
@@ -210,18 +210,13 @@ def _bucket(
 ) -> Bucket:
     whole = options.placements.optimizer is Placement.REPLICATED
     interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
-    runs = [
-        (piece.spec.name, piece.in_shard.start + run.local - piece.in_parameter.start, run)
-        for piece in layout.pieces(interval)
-        for run in piece.spec.region.runs(piece.in_parameter)
-    ]
-    stored = _stored(layout, buffer, runs, options, source)
+    stored = _stored(layout, buffer, interval, options, source)
     if stored is not None:
         master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
     else:
         master, copy = _weights(layout, buffer, interval.length, options, tiers)
-        for name, start, run in runs:
-            _fill(master, start, source, name, run)
+        for piece in layout.pieces(interval):
+            _fill(master, piece, source)
         if copy is not None:
             copy.copy_from(master)
     for slot in layout.slots:
@@ -236,39 +231,57 @@ def _bucket(
 
 
 def _stored(
-    layout: BucketLayout,
-    buffer: GatherBuffer,
-    runs: Sequence[tuple[str, int, Tile]],
-    options: ZeroOptions,
-    source: ParameterSource,
+    layout: BucketLayout, buffer: GatherBuffer, interval: Interval, options: ZeroOptions, source: ParameterSource
 ) -> list[StoredRun] | None:
     """The runs of a bucket in the files of the source, where they can stay there; None: the bucket is copied."""
     offload, first = options.offload, layout.first
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
     if not (offload.in_place and whole) or buffer.persistent or first.requires_grad:
         return None
-    numel = sum(run.length for _, _, run in runs)
-    if numel * first.dtype.itemsize < (len(runs) - len(layout.slots)) * _LEAST_RUN:
-        return None
     found = []
-    for name, start, run in runs:
-        place = source.place(name, run.logical, first.dtype)
-        if place is None:
+    for piece in layout.pieces(interval):
+        if _scattered(piece) is not None:
             return None
-        found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
+        for run in piece.spec.region.runs(piece.in_parameter):
+            place = source.place(piece.spec.name, run.logical, first.dtype)
+            if place is None:
+                return None
+            start = piece.in_shard.start + run.local - piece.in_parameter.start
+            found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
     return found
 
 
-def _fill(master: TieredTensor, start: int, source: ParameterSource, name: str, run: Tile) -> None:
-    """Give a run of a parameter its values, which lie in the weights from element `start` on: in place where that is memory."""
-    memory = master.view(start, start + run.length, _CPU)
-    if memory is not None:
-        source.fill(name, run.logical, memory)
+def _scattered(piece: ShardPiece) -> StridedRows | None:
+    """The rows that a piece has short runs of; None: it is in few runs, or in long ones."""
+    rows = piece.spec.region.rows() if piece.spec.region.is_strided else None
+    return rows if rows is not None and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
+
+
+def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
+    """Give a piece of a parameter its values: in place where that is memory, else by a bounded number at a time."""
+    name, part = piece.spec.name, piece.in_parameter
+    ahead = piece.in_shard.start - part.start
+    if (rows := _scattered(piece)) is not None:
+        # Whole rows are read, of which others have the rest, since a read for each would take longer.
+        step = max(1, _PASSING // rows.width) * rows.taken
+        for begin in range(part.start, part.end, step):
+            own = Interval(start=begin, end=min(begin + step, part.end))
+            hull = rows.hull(own)
+            window = source.read(name, hull.start, hull.end)
+            passing = torch.empty(own.length, dtype=master.dtype, device=window.device)
+            rows.take(window, hull.start, own, passing)
+            master.write(ahead + begin, passing).wait()
         return
-    for done in range(0, run.length, _PASSING):
-        first = run.logical + done
-        values = source.read(name, first, min(first + _PASSING, run.logical + run.length))
-        master.write(start + done, values.to(master.dtype)).wait()
+    for run in piece.spec.region.runs(part):
+        start = ahead + run.local
+        memory = master.view(start, start + run.length, _CPU)
+        if memory is not None:
+            source.fill(name, run.logical, memory)
+            continue
+        for done in range(0, run.length, _PASSING):
+            first = run.logical + done
+            values = source.read(name, first, min(first + _PASSING, run.logical + run.length))
+            master.write(start + done, values.to(master.dtype)).wait()
 
 
 def _weights(

@@ -1,5 +1,6 @@
 """Cases on `Generator`, against transformers' own `generate` in one process."""
 
+import gc
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, WeightsDifferError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import peak_bytes, resident_bytes
+from zeromesh.units import build
 from zeromesh.units.unit import all_buckets
 
 _ENDS = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": None}
@@ -88,6 +91,7 @@ def agrees(
 ) -> dict[str, Any]:
     """What differs from one process, how far log-probabilities are apart, and what memory is for."""
     reference, directory = sharp(model), Path(folder, model)
+    build._PASSING = 500  # A parameter comes in many parts.
     if mesh.rank == 0:
         reference.save_pretrained(directory)
     mesh.world.barrier("the model's directory")
@@ -124,6 +128,25 @@ def agrees(
         "whole": sum(parameter.nbytes for parameter in reference.parameters()),
         "kinds": len({tuple(each.tokens) for each in found}),
     }
+
+
+def takes(mesh: Mesh, folder: str, tier: str) -> dict[str, int]:
+    """Bytes of memory that a start and a generation take at most, those of the model, and those that are copied to other files."""
+    sizes = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).bfloat16()
+    model.save_pretrained(folder)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    del model
+    sections: Any = {"offload": {"parameters": tier}, "run": {"output_dir": folder}}
+    Generator(folder, **sections).close()  # Imports what it needs.
+    gc.collect()
+    base = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # The highest mark starts again.
+    with Generator(folder, **sections) as generator:
+        starting = peak_bytes() - base
+        generator.generate(PROMPTS, max_new_tokens=3)
+        copied = generator.engine._tiers.file().nbytes if tier == "file" else 0
+        return {"whole": whole, "starting": starting, "generating": peak_bytes() - base, "copied": copied}
 
 
 def from_a_run(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -49,6 +49,17 @@ def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model
         assert sorted(number for numbers in found["rounds"] for number in numbers) == list(range(6))
 
 
+@pytest.mark.parametrize("tier", ["none", "file"])
+def test_a_start_takes_a_ranks_part_and_little_more(workers: Workers, tmp_path: Path, tier: str) -> None:
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        (found,) = pool.run("generator_cases:takes", folder=str(tmp_path), tier=tier)
+    assert found["whole"] > 60 << 20
+    part = found["whole"] if tier == "none" else 0
+    assert part <= found["starting"] <= part + (12 << 20)
+    assert found["generating"] <= part + (48 << 20)
+    assert found["copied"] == 0
+
+
 def test_fewer_prompts_than_ranks(workers: Workers, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"folder": str(tmp_path), "model": "llama", "prompts": 1}
     for found in workers.run(2, "generator_cases:agrees", sections={"zero": {"gathered_budget": 0}}, **arguments):
