@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers as tf
 
+from bench.probe import memory_now
 from bench.worker import RESULT
 from zeromesh import Generator
 from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
@@ -123,8 +124,10 @@ class Peak:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def above(self) -> int:
-        """Bytes above the base."""
-        return peak_bytes() - self._base
+        """Bytes above the base, of pages that ranks share now this rank's part."""
+        now = memory_now(1)
+        mapped = int(Path("/proc/self/status").read_text(encoding="ascii").partition("RssShmem:")[2].split()[0]) * 1024
+        return peak_bytes() - self._base - (mapped - now.shared)
 
 
 @contextmanager
@@ -196,6 +199,7 @@ def measure_start(folder: Path, sections: dict[str, Any], *, cold: bool) -> dict
     peak, began = Peak(), time.perf_counter()
     with _timed_reading(reading), _open(folder, "large", sections) as generator:
         whole = time.perf_counter() - began
+        generator.mesh.world.barrier("the measurement")
         above = peak.above()
         generator.mesh.world.barrier("the measurement")
     return {"seconds": whole, "reading": reading[0], "plain": plain, "part_bytes": part, "peak_bytes": above}

@@ -111,7 +111,8 @@ def _tensors(run: Run) -> dict[str, int]:
             buffer = bucket.buffer
             inside = buffer.persistent and bucket.master.load(buffer.full.device).data_ptr() == buffer.own().data_ptr()
             found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.transport.name == "shared")
-            found[Purpose.MASTER] += 0 if inside else bucket.master.nbytes
+            purpose = Purpose.MASTER if bucket.spec.requires_grad else Purpose.PARAMETERS
+            found[purpose] += 0 if inside else bucket.master.nbytes
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
             found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
             optimizer = run.engine.optimizer_of(bucket) if bucket.trainable else None
