@@ -122,8 +122,8 @@ def worker(options: argparse.Namespace, folder: Path) -> None:
 def main() -> int:
     """Measure, or be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("requests", 96), ("batch", 16), ("rounds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (("--requests", 96), ("--batch", 16), ("--rounds", 3)):
+        parser.add_argument(name, type=int, default=default)
     parser.add_argument("--even", action="store_true")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

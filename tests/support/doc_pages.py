@@ -25,6 +25,8 @@ TRAINED = {"README.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
+OF_A_SERVER = {"ask.py"}
+"""Programs that ask a server."""
 NEEDED = {"module.py": "lightning", "sft.py": "trl"}
 """What a program imports that need not be installed; else it is not run."""
 ASKED = {
@@ -158,7 +160,11 @@ class Page:
 
     def _python(self, block: Block) -> None:
         script = self._scripts.get(block.line)
-        if script is None or script.name in UNDER_TORCHRUN or not find_spec(NEEDED.get(script.name, "zeromesh")):
+        if (
+            script is None
+            or script.name in {*UNDER_TORCHRUN, *OF_A_SERVER}
+            or not find_spec(NEEDED.get(script.name, "zeromesh"))
+        ):
             return
         sizes = script.ranks if script.ranks > 1 or not self._size else self._size
         found = self._workers.run(
@@ -233,7 +239,7 @@ class Page:
 
     def _filled(self, words: tuple[str, ...]) -> list[str] | None:
         """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""
-        slow = words[1] in ("doctor", "verify") or {"--measure", "parallel=auto"} & {*words}
+        slow = words[1] in ("doctor", "verify", "generate", "serve") or {"--measure", "parallel=auto"} & {*words}
         if words[0] != "zeromesh" or slow or words[1:3] == ("checkpoint", "merge"):
             return None
         if words[1] in ("train", "evaluate") and self.name not in TRAINED:

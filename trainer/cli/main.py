@@ -24,6 +24,7 @@ from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import run_generate
 from zeromesh.trainer.cli.plan import run_plan
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
+from zeromesh.trainer.cli.serve import run_serve
 from zeromesh.trainer.cli.status import run_status, run_trace
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
 from zeromesh.trainer.cli.verify import checks_of, run_verify
@@ -159,6 +160,29 @@ def make_parser() -> argparse.ArgumentParser:
     _flag(command, "--worker", argparse.SUPPRESS)
     _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
     keys = "keys of the configuration, and fields of transformers' GenerationConfig as generation.temperature=0.7"
+    _value(command, "overrides", "section.key=value", str, keys, nargs="*")
+
+    command = commands.add_parser("serve", help="answer OpenAI's completions and chat completions over HTTP")
+    _value(command, "--config", "FILE", str, f"the layout: {config}", dest="config_file")
+    _value(
+        command, "--host", "ADDRESS", str, "where to listen; others than this host need a token", default="127.0.0.1"
+    )
+    _value(command, "--port", "PORT", _port, "where to listen; 0 takes a free one (default 8000)", default=8000)
+    _value(command, "--name", "NAME", str, "of the model, as clients give it (default: that of its directory)")
+    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
+    _value(
+        command,
+        "--batch",
+        "N",
+        _positive,
+        "requests that a replica of the model runs at a time (default 16)",
+        default=16,
+    )
+    _value(command, "--queue", "N", _positive, "requests that may be open at a time (default 64)", default=64)
+    grace = "seconds that open requests have when the server is to stop (default 10)"
+    _value(command, "--grace", "SECONDS", _distance, grace, default=10.0)
+    _flag(command, "--worker", argparse.SUPPRESS)
+    _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
     _value(command, "overrides", "section.key=value", str, keys, nargs="*")
 
     command = commands.add_parser("config", help="print a configuration with every default filled in")
@@ -301,6 +325,7 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
     return parse
 
 
+_port = _number(int, "is a number from 0 to 65535", 0, 65535)
 _natural, _positive = _number(int, "is an integer >= 0", 0), _number(int, "is an integer >= 1", 1)
 _interval = _number(float, "are seconds from 0.1 to 86400", 0.1, 86400)
 _distance, _silence = _number(float, "is a number >= 0", 0), _number(float, "are seconds from 1 to 86400", 1, 86400)
@@ -419,6 +444,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "launch": train.run_launch,
     "evaluate": train.run_train,
     "generate": run_generate,
+    "serve": run_serve,
     "config": train.print_config,
     "plan": run_plan,
     "verify": run_verify,

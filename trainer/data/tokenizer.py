@@ -44,13 +44,15 @@ class ByteTokenizer:
         """The ids of a text that a model is to go on from: its bytes."""
         return [int(each) for each in self.encode([text])[0]]
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
         """Raise `DataError`: bytes have no template of conversations."""
         raise DataError(f"{_NO_TEMPLATE}; this run's tokenizer is bytes: give text")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of bytes, without what ends it; bytes that are no UTF-8 become U+FFFD."""
         return bytes(each for each in ids if each < self.end_of_text).decode("utf-8", errors="replace")
+
+    decode_all = decode
 
     def template(self, given: str | None, tools: Any) -> str | None:
         """The Jinja template of a conversation: the one that is `given`."""
@@ -130,8 +132,10 @@ class PretrainedTokenizer:
         """The ids of a text that a model is to go on from, with those that the tokenizer begins and ends a text with."""
         return list(self.tokenizer(text)["input_ids"])
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
         """The ids of a conversation by the tokenizer's chat template, up to where the assistant is to answer.
+
+        `tools`: what the assistant may call, as JSON schemas.
 
         Raises:
             DataError: without a template, and for what the template refuses.
@@ -140,7 +144,9 @@ class PretrainedTokenizer:
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
         try:
             return list(
-                self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=tools, add_generation_prompt=True, return_dict=False
+                )
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
@@ -148,6 +154,10 @@ class PretrainedTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens."""
+        return str(self.tokenizer.decode(list(ids)))
 
     def template(self, given: str | None, tools: Any) -> str | None:
         """The Jinja template of a conversation: the one that is `given`, which may be a name, or the tokenizer's own, or None."""

@@ -29,7 +29,7 @@ from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
 from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of, split_prompt
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
-from zeromesh.trainer.inference.settings import why_unbatched
+from zeromesh.trainer.inference.settings import decoder_positions, why_unbatched
 from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
@@ -222,6 +222,16 @@ class Generator:
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Whether requests with these fields may join a running batch of this model, so that `serve` takes them."""
         return not why_unbatched(self._placed.module, self._placed.settings(fields, 1))
+
+    @property
+    def model_type(self) -> str:
+        """As the model's `config.json` has it."""
+        return str(self._placed.module.config.model_type)
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a prompt and its continuation may have; None: the model does not say."""
+        return decoder_positions(self._placed.module)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -16,7 +16,7 @@ from zeromesh.trainer.config.messages import known_paths
 _COMPLETED = [
     (
         "",
-        {"train", "launch", "evaluate", "generate", "config", "init", "plan"}
+        {"train", "launch", "evaluate", "generate", "serve", "config", "init", "plan"}
         | {"status", "trace", "verify", "checkpoint", "report", "doctor", "completion"},
     ),
     ("che", {"checkpoint"}),

@@ -1,0 +1,267 @@
+"""The server's HTTP side, with a generator that repeats a text: every answer and error is as OpenAI's clients expect it."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.data.tokenizer import ByteTokenizer
+from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
+
+SAID = "naïve words, and a STOP sign after them. "
+
+
+class Repeating:
+    """Says one text again and again, a byte at a time, to all who ask; stands for a generator."""
+
+    model_type, positions = "llama", 2048
+
+    def __init__(self, inbox: Inbox, seconds: float) -> None:
+        self.tokenizer = _Tokens()
+        self.open: dict[int, int] = {}
+        self.seen: list[dict[str, Any]] = []
+        self._inbox, self._seconds = inbox, seconds
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def encode(self, prompt: Any) -> list[int]:
+        return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
+        if len(tokens) + fields["max_new_tokens"] > self.positions:
+            raise DataError(f"the prompt has {len(tokens)} tokens, which with the new ones are too many")
+
+    def _run(self) -> None:
+        text, stopping, most = SAID.encode() * 50, False, {}
+        while not (stopping and not self.open):
+            news = self._inbox.take(wait_seconds=0.0 if self.open else 0.02)
+            stopping = stopping or news.stopping
+            for request in news.requests:
+                self.seen.append({"tokens": list(request.tokens), **request.fields, "seed": request.seed})
+                self.open[request.number], most[request.number] = 0, request.fields["max_new_tokens"]
+            for number, place in list(self.open.items()):
+                finish: Any = "cancelled" if number in news.cancelled else None
+                finish = finish or ("length" if place + 1 == most[number] else None)
+                self.open[number] = place + 1
+                if finish:
+                    del self.open[number]
+                self._inbox.deliver([Progress(number=number, tokens=[text[place]], logprobs=[-0.5], finish=finish)])
+            time.sleep(self._seconds)
+
+
+class _Tokens(ByteTokenizer):
+    """Bytes, with a template."""
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
+        return list("".join(f"{message['role']}:{message['content']};" for message in messages).encode())
+
+
+class Scene:
+    """A server on a free port, and a client."""
+
+    def __init__(self, *, seconds: float = 0.0, limit: int = 8, **options: Any) -> None:
+        self.inbox = Inbox(limit=limit)
+        self.generator = Repeating(self.inbox, seconds)
+        self.server = HttpServer(self.inbox, self.generator, "repeater", ServerOptions(port=0, **options))
+        self.url = self.server.start()
+        self.http = httpx.Client(base_url=self.url.removesuffix("/v1"), timeout=10)
+        self.client = openai.OpenAI(base_url=self.url, api_key=options.get("token") or "none", max_retries=0)
+
+    def close(self) -> None:
+        self.inbox.stop(abandon=True)
+        self.http.close()
+        self.client.close()
+        self.server.close()
+
+    def until(self, open_requests: int) -> None:
+        end = time.monotonic() + 5
+        while len(self.generator.open) != open_requests:
+            assert time.monotonic() < end, self.generator.open
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.close()
+
+
+def test_completions(scene: Scene) -> None:
+    made = scene.client.completions.create(model="repeater", prompt="Hi", max_tokens=12, temperature=0, seed=3)
+    assert made.choices[0].text == "naïve words"
+    assert made.choices[0].finish_reason == "length"
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (2, 12)
+    assert scene.generator.seen[-1] == {"tokens": [72, 105], "max_new_tokens": 12, "do_sample": False, "seed": 3}
+    parts = list(scene.client.completions.create(model="repeater", prompt=[72], max_tokens=13, stream=True, top_p=0.5))
+    assert "".join(part.choices[0].text for part in parts) == "naïve words,"
+    assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+    assert all("�" not in part.choices[0].text for part in parts)
+    assert scene.generator.seen[-1]["top_p"] == 0.5
+
+
+def test_chat(scene: Scene) -> None:
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": "x"},
+    ]
+    made = scene.client.chat.completions.create(model="repeater", messages=messages, max_tokens=6, logprobs=True)
+    assert made.choices[0].message.content == "naïve"
+    assert made.choices[0].logprobs is not None
+    assert len(made.choices[0].logprobs.content or []) == 6
+    assert bytes(scene.generator.seen[-1]["tokens"]).decode() == "user:Hi;assistant:x;"
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 5}
+    parts = list(scene.client.chat.completions.create(model="repeater", messages=messages, **options))
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == "naïv"
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].usage.completion_tokens == 5
+
+
+def test_an_answer_ends_before_a_text(scene: Scene) -> None:
+    for stop in ("STOP", ["nothing of this", "a STOP"]):
+        made = scene.client.completions.create(model="repeater", prompt="Hi", max_tokens=200, stop=stop)
+        assert made.choices[0].text == SAID[: SAID.index("STOP" if stop == "STOP" else "a STOP")]
+        assert made.choices[0].finish_reason == "stop"
+        parts = scene.client.completions.create(model="repeater", prompt="Hi", max_tokens=200, stop=stop, stream=True)
+        assert "".join(part.choices[0].text for part in parts) == made.choices[0].text
+        scene.until(0)
+    # What only looks like the beginning of it is said.
+    made = scene.client.completions.create(model="repeater", prompt="Hi", max_tokens=len(SAID.encode()), stop="them.X")
+    assert made.choices[0].text == SAID
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("completions", b"{", 400, "the body is no JSON"),
+        ("completions", b"[" * 100_000, 400, "the body is no JSON"),
+        ("completions", b"\xff\xfe", 400, "the body is no JSON"),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "NaN is no number of JSON"),
+        ("completions", b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+        ("completions", {}, 400, "prompt: Field required"),
+        ("completions", {"prompt": 3}, 400, "prompt.str: Input should be a valid string"),
+        ("completions", {"prompt": "a", "n": 2}, 400, "n: Input should be 1"),
+        (
+            "completions",
+            {"prompt": "a", "max_tokens": -1},
+            400,
+            "max_tokens: Input should be greater than or equal to 1",
+        ),
+        ("completions", {"prompt": "a", "max_tokens": 10**30}, 400, "too many"),
+        ("completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens: Input should be a valid integer"),
+        ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
+        ("completions", {"prompt": "a", "generation_config": "{}"}, 400, "generation_config: Extra inputs"),
+        ("completions", {"prompt": "a", "stop": ["x"] * 5}, 400, "stop"),
+        ("completions", {"prompt": "a", "model": "other"}, 404, "the model is repeater, and no other is served"),
+        ("completions", {"prompt": "a" * 3000}, 400, "too many"),
+        ("completions", {"prompt": "a" * (1 << 20)}, 413, "the body has more than 1048576 bytes"),
+        ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0.role: Field required"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content",
+        ),
+        ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs: Input should be 0"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "tool_calls": [3]}]}, 400, "messages.0.tool_calls"),
+        ("load_model", {}, 404, "there is no such path; there are POST /v1/completions"),
+    ],
+)
+def test_bad_requests_get_json(scene: Scene, path: str, body: Any, status: int, message: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found = scene.http.post(f"/v1/{path}", content=content)
+    error = found.json()["error"]
+    assert (found.status_code, set(error)) == (status, {"message", "type", "param", "code"}), found.text
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert scene.http.get("/health").json() == {"status": "ok", "open_requests": 0}
+
+
+def test_other_paths_and_methods(scene: Scene) -> None:
+    assert scene.client.models.list().data[0].id == "repeater"
+    assert scene.http.get("/v1/completions").status_code == 405
+    assert scene.http.get("/docs").status_code == 404
+    assert scene.http.get("/health", headers={"Host": "evil.example"}).json()["error"]["code"] == "wrong_host"
+    assert scene.http.get("/health", headers={"Host": "localhost:80"}).status_code == 200
+    assert scene.http.get("/health", headers={"Host": "[::1]:80"}).status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_slot() -> None:
+    scene = Scene(seconds=0.01)
+    try:
+        with scene.http.stream(
+            "POST", "/v1/completions", json={"prompt": "a", "max_tokens": 2000, "stream": True}
+        ) as got:
+            next(got.iter_lines())
+            scene.until(1)
+        scene.until(0)
+        body = json.dumps({"prompt": "a", "max_tokens": 2000})
+        host, port = scene.url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
+            scene.until(1)
+        scene.until(0)
+    finally:
+        scene.close()
+
+
+def test_a_full_queue_a_stop_and_a_failure() -> None:
+    scene = Scene(seconds=0.01, limit=1, grace_seconds=2.0)
+    try:
+        stream = scene.client.completions.create(model="repeater", prompt="a", max_tokens=60, stream=True)
+        scene.until(1)
+        full = scene.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        assert (full.status_code, full.json()["error"]["code"], full.headers["Retry-After"]) == (429, "queue_full", "1")
+        scene.server.begin_stop()
+        late = scene.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "stopping")
+        assert "".join(part.choices[0].text for part in stream).startswith("naïve words, and a STOP sign")
+    finally:
+        scene.close()
+    scene = Scene(seconds=0.01)
+    try:
+        stream = scene.client.completions.create(model="repeater", prompt="a", max_tokens=2000, stream=True)
+        scene.until(1)
+        scene.server.fail(ConfigError("rank 1 is gone"))
+        with pytest.raises(openai.APIError, match="the generator has failed: rank 1 is gone"):
+            list(stream)
+        health = scene.http.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "generator_failed")
+    finally:
+        scene.close()
+
+
+def test_others_need_a_token(capfd: pytest.CaptureFixture[str]) -> None:
+    inbox = Inbox()
+    for host in ("0.0.0.0", "::", "example.org"):
+        with pytest.raises(ConfigError, match=f"--host {host} can be reached by others: set ZEROMESH_SERVE_TOKEN"):
+            HttpServer(inbox, Repeating(inbox, 1.0), "m", ServerOptions(host=host))
+    inbox.stop()
+    scene = Scene(token="s3cret-token")
+    try:
+        assert scene.client.completions.create(model="repeater", prompt="a", max_tokens=1).choices[0].text == "n"
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-toke"}):
+            found = scene.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+    finally:
+        scene.close()
+    assert "s3cret" not in "".join(capfd.readouterr())

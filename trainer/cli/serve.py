@@ -1,0 +1,114 @@
+"""`zeromesh serve`: it starts the ranks that serve a model over HTTP, or is one of them."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.environment import die_with_launcher, python_arguments, read_environment, setting
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.cli import train
+from zeromesh.trainer.cli.generate import split_fields
+from zeromesh.trainer.inference.requests import Inbox
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.inference.generator import Generator
+    from zeromesh.trainer.inference.server.app import HttpServer
+
+TOKEN = "ZEROMESH_SERVE_TOKEN"
+"""The variable with what clients have to send as their API key."""
+_STOPPED = {128 + int(signal.SIGINT), 128 + int(signal.SIGTERM)}
+_FAREWELL_SECONDS = 1.0
+"""How long clients have to read an error of a generator that has failed."""
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Serve in this process or in ranks that it starts, until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: for a source, an address or settings that cannot be, and for packages that are missing.
+    """
+    if options.worker:
+        die_with_launcher()
+        from zeromesh.launch.rank_processes import become_worker
+
+        become_worker(train.exit_code_of)
+    environment = read_environment()
+    processes = train.processes_of(options, environment)
+    fields, keys = split_fields(options.overrides, None)
+    if options.worker or processes == environment.world_size:
+        return _serve(options, fields, keys)
+    from zeromesh.launch.rendezvous import launch_workers
+
+    words = ["serve", "--worker", *(["--config", options.config_file] if options.config_file else [])]
+    words += ["--name", options.name] if options.name else []
+    for name in ("host", "port", "batch", "queue", "grace"):
+        words += [f"--{name}", str(getattr(options, name))]
+    arguments = python_arguments("zeromesh", [*words, "--", options.config, *options.overrides])
+    ended = launch_workers(arguments, processes=processes, notify=train.say)
+    # To be stopped is how a server ends.
+    return 0 if ended in _STOPPED else train.report(ended)
+
+
+def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
+    """The part of one rank."""
+    from zeromesh.trainer.inference.generator import Generator
+
+    leads = read_environment().rank == 0
+    inbox = Inbox(limit=options.queue) if leads else None
+    # Whatever rank a signal reaches, rank 0 decides when all end.
+    requested = threading.Event()
+    with _signals(requested.set), Generator(options.config, options.config_file, overrides=keys) as generator:
+        server = _start(options, generator, inbox) if inbox is not None else None
+        if server is not None:
+            threading.Thread(target=_stop_when, args=(requested, server, inbox, options.grace), daemon=True).start()
+        try:
+            generator.serve(inbox, batch=options.batch, **fields)
+        except BaseException as error:
+            if server is not None:
+                server.fail(error)
+                threading.Event().wait(_FAREWELL_SECONDS)
+            raise
+        finally:
+            if server is not None:
+                server.close()
+    return 0
+
+
+def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox) -> HttpServer:
+    """Begin to listen, and say where."""
+    try:
+        from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
+    except ImportError as error:
+        raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
+    listening = ServerOptions(host=options.host, port=options.port, token=setting(TOKEN), grace_seconds=options.grace)
+    name = options.name or Path(options.config).resolve().name
+    server = HttpServer(inbox, generator, name, listening)
+    train.say(f"serving {name} at {server.start()} (Ctrl-C ends it)")
+    return server
+
+
+def _stop_when(requested: threading.Event, server: HttpServer, inbox: Inbox, grace: float) -> None:
+    """Stop when a signal has come: at first nothing new is taken, and after a while what is open ends too."""
+    requested.wait()
+    train.say(f"stopping; {len(inbox)} open requests have {grace:g} seconds")
+    server.begin_stop()
+    threading.Event().wait(grace)
+    inbox.stop(abandon=True)
+
+
+@contextmanager
+def _signals(then: Callable[[], object]) -> Iterator[None]:
+    """Inside the block SIGTERM and SIGINT call `then`, and nothing else."""
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *_: then()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

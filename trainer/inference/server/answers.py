@@ -1,0 +1,235 @@
+"""`Answer`: one request of a client, from its submission to the last piece of text.
+
+Tool calls and reasoning are told from plain text by transformers' own serving code (`transformers.cli.serving`), for the models
+whose answers it knows; messages become a prompt by the tokenizer's chat template. Its handlers are not used: they pass over fields
+in silence, answer some bad requests with a traceback, and seed one generator for all requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from zeromesh.errors import ConfigError, DataError, PhaseError, QueueFullError
+from zeromesh.trainer.data.tokenizer import TextStream
+from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.inference.server.schema import RequestError
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.data.tokenizer import Tokenizer
+
+RETRY_SECONDS = 1
+
+
+class Served(Protocol):
+    """What the server needs of a generator."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def model_type(self) -> str:
+        """As the model's configuration has it."""
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a prompt and its continuation may have; None: any number."""
+
+    def encode(self, prompt: Any) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Piece:
+    """A part of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, str]] = field(default_factory=list)
+    """With `name` and `arguments`, JSON as text."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    """`stop`, `length` or `tool_calls`, on the last piece."""
+
+
+class Answer:
+    """Submits a request, and gives its text in pieces. Made and used on one event loop.
+
+    Args:
+        stops: texts before which the answer ends.
+        template: how the model marks tool calls and reasoning; None: all is text.
+
+    Raises:
+        RequestError: for a request that the model cannot continue (400), a full queue (429), and a server that stops (503).
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        served: Served,
+        tokens: Sequence[int],
+        fields: Mapping[str, Any],
+        *,
+        seed: int | None,
+        stops: Sequence[str],
+        parser: Any = None,
+    ) -> None:
+        self.prompt_tokens = len(tokens)
+        self.new_tokens = 0
+        self._inbox, self._stops, self._parser = inbox, list(stops), parser
+        self._pieces: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        raw = served.tokenizer.decode_all if parser is not None and served.tokenizer is not None else served.decode
+        self._stream = TextStream(raw)
+        self._held = ""
+        """Text that may be the beginning of one that ends the answer."""
+        self._used_tools = False
+        self.over = False
+        try:
+            served.check_request(tokens, fields)
+            self.number = inbox.submit(
+                tokens, self._arrived, fields=fields, seed=secrets.randbits(62) if seed is None else seed
+            )
+        except (ConfigError, DataError) as error:
+            raise RequestError(400, str(error)) from error
+        except QueueFullError as error:
+            raise RequestError(429, str(error), code="queue_full") from error
+        except PhaseError as error:
+            raise RequestError(503, str(error), code="stopping") from error
+
+    def _arrived(self, progress: Progress | BaseException) -> None:
+        """Hand progress over to the event loop, from the generator's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, progress)
+
+    def fail(self, error: BaseException) -> None:
+        """Have the answer end with an error; from any thread."""
+        self._arrived(error)
+
+    def cancel(self) -> None:
+        """Give the request's place in the batch to another one."""
+        if not self.over:
+            self._inbox.cancel(self.number)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Give pieces as they come, until the one that has `finish`. Raises `RequestError` when the generator has failed."""
+        if self._parser is not None:
+            yield self._parsed(self._parser.initial_events, Piece())
+        while not self.over:
+            progress = await self._pieces.get()
+            if isinstance(progress, BaseException):
+                self.over = True
+                raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
+            self.new_tokens += len(progress.tokens)
+            text = self._stream.add(progress.tokens, last=progress.finish is not None)
+            shown, stopped = self._until_stop(text, last=progress.finish is not None)
+            self.over = stopped or progress.finish is not None
+            piece = Piece(text=shown, tokens=progress.tokens, logprobs=progress.logprobs)
+            if stopped:
+                self._inbox.cancel(self.number)
+            if self._parser is not None:
+                piece = self._parsed(self._parser.feed(shown) if shown else [], piece)
+                if self.over:
+                    piece = self._parsed(self._last_events(), piece)
+            if self.over:
+                length = not stopped and progress.finish == "length"
+                piece.finish = "tool_calls" if self._used_tools else "length" if length else "stop"
+                if not stopped and progress.finish == "cancelled":
+                    raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
+            yield piece
+
+    def _until_stop(self, text: str, *, last: bool) -> tuple[str, bool]:
+        """The text that can be shown, and whether one of the texts that end the answer came behind it."""
+        held = self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if places:
+            return held[: min(places)], True
+        kept = 0 if last else max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - kept :]
+        return held[: len(held) - kept], False
+
+    def _last_events(self) -> list[Any]:
+        try:
+            return list(self._parser.finalize()[1])
+        except (ValueError, RuntimeError):
+            return []  # The answer ended within a tool call, which is none then.
+
+    def _parsed(self, events: list[Any], piece: Piece) -> Piece:
+        """Sort what a parser says into a piece."""
+        from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+
+        text = ""
+        for chunk in response_events_to_chunks(events):
+            if isinstance(chunk, ToolCall):
+                piece.tool_calls.append({"name": chunk.name, "arguments": chunk.arguments})
+                self._used_tools = True
+            elif isinstance(chunk, ReasoningText):
+                piece.reasoning += chunk
+            else:
+                text += chunk
+        piece.text = text
+        return piece
+
+
+def response_parser(served: Served, tokens: Sequence[int], tools: Any) -> Any:
+    """The parser of the answers of this kind of model, of transformers' serving code; None where it knows none.
+
+    Raises:
+        ConfigError: where that code is not as it is expected to be.
+    """
+    try:
+        from transformers.cli.serving.utils import build_response_parser
+    except ImportError as error:
+        raise ConfigError(f"serve needs another version of transformers, tested with 5.23: {error}") from error
+    tokenizer = getattr(served.tokenizer, "tokenizer", None)
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type=served.model_type))
+    return build_response_parser(tokenizer, model, list(tokens), tools=tools)
+
+
+def chat_tokens(served: Served, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+    """The prompt of a conversation. Raises `RequestError` for messages that are none of text, or that the template refuses."""
+    plain = [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
+    tokenizer = served.tokenizer
+    if tokenizer is None:
+        raise RequestError(400, "the model has no tokenizer, so it takes completions of token ids alone")
+    try:
+        return tokenizer.encode_messages(plain, tools=tools)
+    except DataError as error:
+        raise RequestError(400, str(error), param="messages") from error
+
+
+def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A message with text alone, and arguments of tool calls as mappings, as templates want them."""
+    found = {name: value for name, value in message.items() if value is not None}
+    content = found.get("content", "")
+    if not isinstance(content, str):
+        if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
+            raise RequestError(
+                400, f"{where}.content: parts have type text and a text; others are not taken", param=where
+            )
+        found["content"] = " ".join(part["text"] for part in content)
+    calls = found.get("tool_calls", [])
+    try:
+        for call in calls:
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                call["function"] = {**function, "arguments": json.loads(function["arguments"])}
+    except (TypeError, KeyError, ValueError) as error:
+        raise RequestError(
+            400, f"{where}.tool_calls: calls have a function with name and arguments", param=where
+        ) from error
+    return found
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many letters at the end of a text are the beginning of another."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

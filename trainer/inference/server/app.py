@@ -1,0 +1,383 @@
+"""`HttpServer`: OpenAI's completions over HTTP, in a thread beside the generator whose inbox it fills."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from zeromesh.errors import ConfigError, ZeromeshError
+from zeromesh.trainer.inference.requests import Inbox
+from zeromesh.trainer.inference.server.answers import (
+    RETRY_SECONDS,
+    Answer,
+    Piece,
+    Served,
+    chat_tokens,
+    response_parser,
+)
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError, parse_body
+
+_Scope = Mapping[str, Any]
+_Receive = Callable[[], Awaitable[Any]]
+_Send = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """Where the server listens, and what it takes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    """What clients send as `Authorization: Bearer TOKEN`; None: nothing, on loopback alone."""
+    body_bytes: int = 1 << 20
+    grace_seconds: float = 10.0
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this host can reach it."""
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+
+class HttpServer:
+    """See the module.
+
+    Args:
+        name: of the model, as clients give it.
+
+    Raises:
+        ConfigError: for an address that others could reach without a token, or that cannot be listened on.
+    """
+
+    def __init__(self, inbox: Inbox, served: Served, name: str, options: ServerOptions) -> None:
+        if not options.loopback and not options.token:
+            raise ConfigError(
+                f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
+                "API key, or leave --host out"
+            )
+        self.failure: BaseException | None = None
+        """Why the generator has ended, if it has failed."""
+        self._inbox, self._served, self._name, self._options = inbox, served, name, options
+        self._answers: set[Answer] = set()
+        self._stopping = False
+        self._since = int(time.time())
+        self.app = self._make_app()
+        self._socket: socket.socket | None = None
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Begin to listen; returns the address."""
+        options = self._options
+        try:
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            self._socket = socket.create_server((options.host, options.port), family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from error
+        config = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=max(1, round(options.grace_seconds)),
+            server_header=False,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="http", daemon=True
+        )
+        self._thread.start()
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        return f"http://{host}:{self._socket.getsockname()[1]}/v1"
+
+    def begin_stop(self) -> None:
+        """Refuse what comes from now on; what is open goes on."""
+        self._stopping = True
+        self._inbox.stop()
+
+    def fail(self, error: BaseException) -> None:
+        """End all open answers with an error."""
+        self.failure, self._stopping = error, True
+        for answer in list(self._answers):
+            answer.fail(error)
+
+    def close(self) -> None:
+        """Let open answers reach their clients, and listen no more."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(self._options.grace_seconds + 2)
+
+    def _make_app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
+            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+        }
+        for path, (method, handle) in routes.items():
+            app.add_api_route(path, _route(handle), methods=[method], response_model=None)
+
+        @app.exception_handler(RequestError)
+        async def refuse(request: Request, error: RequestError) -> Response:
+            return _refusal(error)
+
+        @app.exception_handler(HTTPException)
+        async def refuse_route(request: Request, error: HTTPException) -> Response:
+            what = {404: "there is no such path", 405: "the path has another method"}.get(
+                error.status_code, error.detail
+            )
+            served = ", ".join(f"{method} {path}" for path, (method, _) in routes.items())
+            return _refusal(RequestError(error.status_code, f"{what}; there are {served}"))
+
+        app.add_middleware(_Guard, options=self._options)
+        return app
+
+    # Routes
+
+    async def _health(self, request: Request) -> Response:
+        if self.failure is not None:
+            raise RequestError(503, f"the generator has failed: {self.failure}", code="generator_failed")
+        if self._stopping:
+            raise RequestError(503, "the server stops", code="stopping")
+        return JSONResponse({"status": "ok", "open_requests": len(self._inbox)})
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self._name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _completions(self, request: Request) -> Response:
+        asked = parse_body(await self._body(request), CompletionRequest)
+        self._require_model(asked.model)
+        try:
+            tokens = self._served.encode(asked.prompt)
+        except ZeromeshError as error:
+            raise RequestError(400, str(error), param="prompt") from error
+        answer = self._answer(asked, tokens, None)
+        head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._name,
+        }
+
+        def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
+            return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
+
+        if asked.stream:
+            return self._streamed(answer, head, choice, usage=bool((asked.stream_options or {}).get("include_usage")))
+        whole = await self._whole(request, answer)
+        return JSONResponse({**head, "choices": [choice(whole, first=True)], "usage": _usage(answer)})
+
+    async def _chat(self, request: Request) -> Response:
+        asked = parse_body(await self._body(request), ChatRequest)
+        self._require_model(asked.model)
+        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+        tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
+        answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
+        calls = 0
+
+        def delta(piece: Piece, *, first: bool) -> dict[str, Any]:
+            nonlocal calls
+            said: dict[str, Any] = {"role": "assistant"} if first else {}
+            said |= {"content": piece.text} if piece.text or (first and not piece.tool_calls) else {}
+            said |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+            if piece.tool_calls:
+                said["tool_calls"] = [
+                    {
+                        "index": calls + place,
+                        "id": f"call_{uuid.uuid4().hex[:24]}",
+                        "type": "function",
+                        "function": call,
+                    }
+                    for place, call in enumerate(piece.tool_calls)
+                ]
+                calls += len(piece.tool_calls)
+            return said
+
+        def chunk(piece: Piece, *, first: bool) -> dict[str, Any]:
+            said = delta(piece, first=first)
+            return {"index": 0, "delta": said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
+
+        def logprobs(piece: Piece) -> dict[str, Any] | None:
+            if not asked.logprobs:
+                return None
+            texts = [self._served.decode([token]) for token in piece.tokens]
+            rows = [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, piece.logprobs, strict=True)
+            ]
+            return {"content": rows, "refusal": None}
+
+        if asked.stream:
+            head["object"] = "chat.completion.chunk"
+            return self._streamed(answer, head, chunk, usage=bool((asked.stream_options or {}).get("include_usage")))
+        whole = await self._whole(request, answer)
+        message = {"content": None, "refusal": None, **delta(whole, first=True)}
+        for call in message.get("tool_calls", []):
+            del call["index"]
+        found = {"index": 0, "message": message, "logprobs": logprobs(whole), "finish_reason": whole.finish}
+        return JSONResponse({**head, "object": "chat.completion", "choices": [found], "usage": _usage(answer)})
+
+    # What routes share
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, as long as it is not too large."""
+        if self.failure is not None or self._stopping:
+            raise RequestError(503, "the server stops and takes no more requests", code="stopping")
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > self._options.body_bytes:
+                raise RequestError(413, f"the body has more than {self._options.body_bytes} bytes, which are allowed")
+        return bytes(content)
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            raise RequestError(
+                404, f"the model is {self._name}, and no other is served", param="model", code="model_not_found"
+            )
+
+    def _answer(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> Answer:
+        positions = self._served.positions
+        fields = asked.fields(None if positions is None else positions - len(tokens))
+        answer = Answer(self._inbox, self._served, tokens, fields, seed=asked.seed, stops=asked.stops, parser=parser)
+        self._answers.add(answer)
+        if self.failure is not None:  # It has failed meanwhile.
+            answer.fail(self.failure)
+        return answer
+
+    def _end(self, answer: Answer) -> None:
+        answer.cancel()
+        self._answers.discard(answer)
+
+    async def _whole(self, request: Request, answer: Answer) -> Piece:
+        """All of an answer in one piece, unless the client leaves before."""
+        gone = asyncio.ensure_future(_until_gone(request))
+        made = asyncio.ensure_future(_joined(answer))
+        try:
+            await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
+            if not made.done():
+                raise RequestError(499, "the client has left")
+            return made.result()
+        finally:
+            gone.cancel()
+            made.cancel()
+            self._end(answer)
+
+    def _streamed(
+        self, answer: Answer, head: Mapping[str, Any], choice: Callable[..., dict[str, Any]], *, usage: bool
+    ) -> Response:
+        async def events() -> AsyncIterator[str]:
+            first = True
+            try:
+                async for piece in answer.pieces():
+                    made = choice(piece, first=first)
+                    if (
+                        first
+                        or piece.text
+                        or piece.reasoning
+                        or piece.tool_calls
+                        or piece.finish
+                        or made.get("logprobs")
+                    ):
+                        yield _event({**head, "choices": [made]})
+                    first = False
+                if usage:
+                    yield _event({**head, "choices": [], "usage": _usage(answer)})
+                yield "data: [DONE]\n\n"
+            except RequestError as error:
+                yield _event(error.body())
+            finally:
+                self._end(answer)
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _route(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return await handle(request)
+
+    route.__annotations__ = {"request": Request, "return": Response}
+    return route
+
+
+async def _until_gone(request: Request) -> None:
+    """Wait until the client has left; its body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _joined(answer: Answer) -> Piece:
+    whole = Piece()
+    async for piece in answer.pieces():
+        whole.text += piece.text
+        whole.reasoning += piece.reasoning
+        whole.tool_calls += piece.tool_calls
+        whole.tokens += piece.tokens
+        whole.logprobs += piece.logprobs
+        whole.finish = piece.finish
+    return whole
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt, new = answer.prompt_tokens, answer.new_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _refusal(error: RequestError) -> Response:
+    later = {"Retry-After": str(RETRY_SECONDS)} if error.status in (429, 503) else {}
+    login = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse(error.body(), status_code=error.status, headers={**later, **login})
+
+
+class _Guard:
+    """Lets in who has the token; and without one, who calls this host by a name of its own, which a web page of another one that
+    was made to resolve to this host (DNS rebinding) does not."""
+
+    def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]], options: ServerOptions) -> None:
+        self._app, self._options = app, options
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+            problem = self._problem(headers)
+            if problem is not None:
+                await _refusal(problem)(scope, receive, send)  # type: ignore[arg-type]
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, headers: Mapping[str, str]) -> RequestError | None:
+        token = self._options.token
+        if token is not None:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode("latin-1"), token.encode()):
+                return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
+            return None
+        host = headers.get("host", "")
+        name = host[: host.rindex("]") + 1].strip("[]") if "]" in host else host.partition(":")[0]
+        if not ServerOptions(host=name or "none").loopback:
+            return RequestError(403, "the Host header names no address of this host", code="wrong_host")
+        return None

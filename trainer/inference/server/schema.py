@@ -1,0 +1,123 @@
+"""What clients send and get: the bodies of OpenAI's completions and chat completions, checked, and errors in the same form."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zeromesh.errors import ZeromeshError, printable
+
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class RequestError(ZeromeshError):
+    """A request is refused: an HTTP status, the message, and what of the body it is about."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that the client gets."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Options(BaseModel):
+    """Fields that both endpoints have. What is not known is refused, and so is what would be passed over in silence."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] | None = None
+    stream: bool = False
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+    n: Literal[1] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    user: str | None = None
+    """Taken, and of no effect, as in OpenAI's own service."""
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts before which an answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most new tokens that the client wants."""
+        return self.max_tokens
+
+    def fields(self, positions_left: int | None) -> dict[str, Any]:
+        """Make fields of `GenerationConfig`. Without a number of new tokens there are 1024, or as many as there are positions
+        left."""
+        most = _NEW_TOKENS if positions_left is None else max(1, min(_NEW_TOKENS, positions_left))
+        found: dict[str, Any] = {"max_new_tokens": self.most_tokens or most}
+        if self.temperature == 0:
+            found["do_sample"] = False
+        elif self.temperature is not None or self.top_p is not None:
+            found["do_sample"] = True
+            found |= {"temperature": self.temperature} if self.temperature is not None else {}
+            found |= {"top_p": self.top_p} if self.top_p is not None else {}
+        return found
+
+
+_NEW_TOKENS = 1024
+
+
+class CompletionRequest(_Options):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[int]
+    logprobs: Literal[0] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Annotated[str, Field(max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(_Options):
+    """The body of `/v1/chat/completions`."""
+
+    most_messages: ClassVar[int] = 4096
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=most_messages)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def parse_body(content: bytes, kind: type[_Body]) -> _Body:
+    """Parse a body of JSON. Raises `RequestError` 400 with the field that is wrong."""
+    try:
+        return kind.model_validate(json.loads(content, parse_constant=_refuse_constant))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or None
+        raise RequestError(
+            400, printable(f"{where or 'body'}: {first['msg']}"), param=where and printable(where)
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, printable(f"the body is no JSON: {error}")) from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
