@@ -27,7 +27,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
-from zeromesh.trainer.loop.evaluation import evaluate, predict
+from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
@@ -196,6 +196,9 @@ class Trainer:
         eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None,
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
+        *,
+        predict_with_generate: bool | None = None,
+        **generation: Any,
     ) -> Values:
         """Values of an evaluation: `eval_loss`, the mean over all targets, what `compute_metrics` makes of the samples, how long it
         took, and the `epoch`; all ranks call it.
@@ -204,33 +207,49 @@ class Trainer:
             eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
             ignore_keys: names of the model's outputs that are not gathered for `compute_metrics`; None: those that its
                 configuration names (`keys_to_ignore_at_inference`).
+            predict_with_generate: give `compute_metrics` what the model generates, as `predict` does; None: as
+                `run.predict_with_generate` says.
+            generation: fields of transformers' `GenerationConfig`, on top of `run.generation` and the model's own.
 
         Raises:
-            ConfigError: when there is no evaluation dataset.
-            DataError: when it cannot be used.
+            ConfigError: when there is no evaluation dataset, and for fields that do not exist or that the layout does not allow.
+            DataError: when the dataset cannot be used, or a sample has no prompt to generate from.
         """
         run = self.run
         with run.model.guarded("trainer.evaluate()"):
-            values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys)
+            how = generation_of(run, predict_with_generate, generation, metrics=True)
+            values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys, generation=how)
         if values is None:
             raise PhaseError("an evaluation has ended early that nothing was to end")
         run.log_evaluation(values)
         return {**values, "epoch": run.epoch}
 
     def predict(
-        self, test_dataset: MapDataset, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: MapDataset,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "test",
+        *,
+        predict_with_generate: bool | None = None,
+        **generation: Any,
     ) -> PredictionOutput:
         """Run the model on every sample of a dataset, and return its outputs in that order on all ranks; all ranks call it.
 
         `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` the same of labels where there are
         some, `metrics` the loss and what `compute_metrics` makes of them.
 
+        With `predict_with_generate` (None: as `run.predict_with_generate` says) predictions are the tokens that the model generates
+        [samples, longest], padded with the pad token. A decoder-only model goes on from what stands before the first label that is
+        not -100, and predictions are its new tokens. `generation` are fields of transformers' `GenerationConfig`, as for `evaluate`.
+
         Raises:
-            DataError: when the dataset cannot be used.
+            ConfigError: for fields that do not exist or that the layout does not allow.
+            DataError: when the dataset cannot be used, or a sample has no prompt to generate from.
         """
         run = self.run
         with run.model.guarded("trainer.predict()"):
-            output = predict(run, test_dataset, metric_key_prefix, ignore_keys)
+            how = generation_of(run, predict_with_generate, generation, metrics=False)
+            output = predict(run, test_dataset, metric_key_prefix, ignore_keys, how)
         run.events.call("on_predict", output.metrics or {})
         return output
 

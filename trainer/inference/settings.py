@@ -12,7 +12,7 @@ from transformers.generation import GenerationMode
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.inference.batching.row_cache import layers_of
-from zeromesh.trainer.models.generation import check_arguments
+from zeromesh.trainer.models.generation import check_arguments, decoder_positions
 
 NEW_TOKENS = 128
 """New tokens where neither the caller nor the model's `generation_config.json` says how many."""
@@ -94,9 +94,3 @@ def ends_of(settings: GenerationConfig) -> list[int]:
     """The tokens that end a text."""
     ends = settings.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
-def decoder_positions(module: Any) -> int | None:
-    """How many positions a model knows, where it says so; None otherwise."""
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None

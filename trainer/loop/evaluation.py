@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.mesh.process_set import require_same
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_count
+from zeromesh.trainer.loop.batch_generation import BatchGeneration, settings_of
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
 
@@ -21,10 +24,12 @@ def evaluate(
     prefix: str = "eval",
     ignored: Sequence[str] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    generation: BatchGeneration | None = None,
 ) -> Values | None:
     """Values of the evaluation set, or of several by name (`eval_NAME_loss`); None once `stop`, on all ranks or on none.
 
-    `ignored` are names of outputs that are not gathered; None: those that the model's configuration names.
+    `ignored` are names of outputs that are not gathered; None: those that the model's configuration names. `generation` makes what
+    `compute_metrics` sees in their place.
 
     Raises:
         ConfigError: when there is no such set.
@@ -38,7 +43,7 @@ def evaluate(
     for suffix, each in sets.items():
         name = f"{prefix}{suffix}"
         outputs = run.inputs.compute_metrics is not None
-        found = _run_through(run, each, name, ignored, stop, outputs=outputs, labelled=True)
+        found = _run_through(run, each, name, ignored, stop, generation, outputs=outputs, labelled=True)
         if found is None:
             return None
         targets, own, _ = found
@@ -48,16 +53,56 @@ def evaluate(
     return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
 
-def predict(run: RunContext, dataset: MapDataset, prefix: str, ignored: Sequence[str] | None) -> PredictionOutput:
-    """Outputs of the model for a dataset, as transformers returns them; `metrics` has a loss where there are labels.
+def predict(
+    run: RunContext,
+    dataset: MapDataset,
+    prefix: str,
+    ignored: Sequence[str] | None,
+    generation: BatchGeneration | None = None,
+) -> PredictionOutput:
+    """Outputs of the model for a dataset, or what it generates, as transformers returns them; `metrics` has a loss where there are
+    labels.
 
     Raises:
         DataError: when it cannot be used.
     """
-    found = _run_through(run, dataset, prefix, ignored, lambda: False, outputs=True, labelled=False)
+    found = _run_through(run, dataset, prefix, ignored, lambda: False, generation, outputs=True, labelled=False)
     if found is None or found[2] is None:
         raise PhaseError("a prediction has ended early that nothing was to end")
     return PredictionOutput(predictions=found[2].predictions, label_ids=found[2].label_ids, metrics=found[1])
+
+
+def generation_of(run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool) -> BatchGeneration | None:
+    """How an evaluation generates, by `fields` of `GenerationConfig` on top of those of the configuration; None where it does not.
+
+    `wanted`: None: as the configuration says. `metrics`: what is generated is for `compute_metrics` alone.
+
+    Raises:
+        ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
+    """
+    section, model = run.config.run, run.model
+    if not (section.predict_with_generate if wanted is None else wanted):
+        if fields:
+            raise ConfigError(
+                f"{', '.join(fields)}: an evaluation generates with predict_with_generate=True (run.predict_with_generate)"
+            )
+        return None
+    if metrics and run.inputs.compute_metrics is None:
+        raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
+    settings = settings_of(model.module, {**(section.generation or {}), **fields}, run.inputs.processing_class)
+    advice = "Give all of them the same fields of GenerationConfig"
+    require_same(run.mesh.world, {"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
+    generation = BatchGeneration(
+        model=model.module,
+        mesh=run.mesh,
+        engine=model.engine,
+        pipeline=model.divided.pipeline,
+        settings=settings,
+        processing_class=run.inputs.processing_class,
+        seed=f"{section.seed}/{run.progress.step}",
+    )
+    generation.check()
+    return generation
 
 
 def _run_through(
@@ -66,6 +111,7 @@ def _run_through(
     prefix: str,
     ignored: Sequence[str] | None,
     stop: Callable[[], bool],
+    generation: BatchGeneration | None,
     *,
     outputs: bool,
     labelled: bool,
@@ -84,7 +130,7 @@ def _run_through(
         if ignored is None:
             config = getattr(run.model.module, "config", None)
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics)
+        collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
 
     def go_on(done: int, total: int) -> bool:
         run.console.status(f"evaluating: {done} of {total} batches")

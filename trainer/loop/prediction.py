@@ -6,6 +6,7 @@ order of the dataset, so metrics do not depend on the layout. Nothing is padded 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import EvalPrediction
 
 from zeromesh.errors import DataError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.loop.batch_generation import BatchGeneration
 
 Tree = Any
 """An array, or a tuple, list or mapping of trees."""
@@ -30,15 +32,26 @@ _LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
 class Collector:
     """Gathers the outputs of microbatches for one evaluation; all ranks call `add` alike."""
 
-    def __init__(self, mesh: Mesh, ignored: Sequence[str], preprocess: PreprocessLogits | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        ignored: Sequence[str],
+        preprocess: PreprocessLogits | None,
+        generation: BatchGeneration | None = None,
+    ) -> None:
+        """`generation`: makes the tokens that are gathered in place of outputs."""
+        self.generation = generation
         self._mesh = mesh
         self._ignored = {"loss", *ignored}
         self._preprocess = preprocess
         self._found: list[Tree] = []
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
-        """The outputs of a microbatch without the loss, and its labels; as arrays on the CPU."""
+        """The outputs of a microbatch without the loss, or the tokens that were generated for it, and its labels; as arrays on the
+        CPU."""
         labels = _alone([batch[name] for name in _LABELS if name in batch])
+        if self.generation is not None:
+            return {"predictions": _numpy(outputs), "label_ids": _numpy(labels)}
         logits = _alone(self._logits(outputs))
         if self._preprocess is not None:
             logits = self._preprocess(logits, labels)
@@ -68,7 +81,13 @@ class Collector:
             DataError: where microbatches gave different kinds of outputs.
         """
         try:
-            whole = pytree.tree_map(_concatenated, *self._found)
+            whole = {
+                "predictions": pytree.tree_map(
+                    partial(_concatenated, padding=PADDING if self.generation is None else self.generation.padding),
+                    *[each["predictions"] for each in self._found],
+                ),
+                "label_ids": pytree.tree_map(_concatenated, *[each["label_ids"] for each in self._found]),
+            }
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
@@ -105,12 +124,12 @@ def _numpy(tree: Any) -> Tree:
     return tree if tree is None else np.asarray(tree)
 
 
-def _concatenated(*parts: Any) -> Any:
+def _concatenated(*parts: Any, padding: int = PADDING) -> Any:
     """The arrays of one output, along their first dim; padded where their second dims differ."""
     if parts[0] is None:
         return None
     if parts[0].ndim < 2:
         return np.concatenate(parts) if parts[0].ndim else np.stack(parts)
     longest, rest = max(part.shape[1] for part in parts), [(0, 0)] * (parts[0].ndim - 2)
-    padded = [np.pad(part, [(0, 0), (0, longest - part.shape[1]), *rest], constant_values=PADDING) for part in parts]
+    padded = [np.pad(part, [(0, 0), (0, longest - part.shape[1]), *rest], constant_values=padding) for part in parts]
     return np.concatenate(padded)

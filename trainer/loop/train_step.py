@@ -197,7 +197,7 @@ class Stepper:
         there are none. None where it was not to go on.
 
         `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
-        the model returns.
+        the model returns, or what it generates where the collector says how.
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
@@ -215,7 +215,17 @@ class Stepper:
                 batches = list(self._to_device(fetched, counts))
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
-                found = self._forwards(batches, streams, outputs=collector is not None)
+                generation = collector.generation if collector is not None else None
+                # Where outputs are generated, a forward is for the loss alone.
+                labelled = self._loss.kind != "labels" or all(isinstance(each.get("labels"), Tensor) for each in fetched)
+                plain = collector is not None and (generation is None or not labelled)
+                found = self._forwards(batches, streams, outputs=plain)
+                if generation is not None:
+                    tokens = [
+                        generation.tokens(batch, list(feed.order.dataset_indices(each)), self._dtype)
+                        for each, batch in zip(group, fetched, strict=True)
+                    ]
+                    found = [(loss, count, new) for (loss, count, _), new in zip(found, tokens, strict=True)]
                 for each, batch, (loss, count, outputs) in zip(group, batches, found, strict=True):
                     counted = bool(each.weight) and self._counts
                     if counted:

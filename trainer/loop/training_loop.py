@@ -12,7 +12,7 @@ from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.loop.context import RunContext
-from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
+from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
 from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics, sentence, strict
@@ -277,7 +277,8 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
-        values = evaluate(run, None, stop=self._stop_requested)
+        generation = generation_of(run, None, {}, metrics=True)
+        values = evaluate(run, None, stop=self._stop_requested, generation=generation)
         if values is None:
             return
         run.console.note(evaluation_line(run, values))

@@ -159,6 +159,12 @@ def generate(
     return tokens
 
 
+def decoder_positions(module: Any) -> int | None:
+    """How many positions a model knows, where it says so; None otherwise."""
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
 def _useless_inputs(model: Any, rows: int, device: torch.device) -> dict[str, Any]:
     """Inputs by which a rank that is done joins the calls of those that go on."""
     ids = torch.zeros(rows, 1, dtype=torch.long, device=device)

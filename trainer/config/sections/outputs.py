@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from zeromesh.environment import read_environment
 from zeromesh.trainer.config.sections.base import (
@@ -133,6 +133,12 @@ class RunSection(Section):
     """Evaluate before the first step too."""
     eval_at_end: bool = True
     """Evaluate after the last step, whatever `eval_every` is."""
+    predict_with_generate: bool = False
+    """Give `compute_metrics` what the model generates, in place of logits."""
+    generation: Annotated[
+        dict[str, JsonValue] | None, Allowed("a mapping of fields of transformers' GenerationConfig, or null")
+    ] = None
+    """How it generates, such as max_new_tokens, on top of the model's own generation_config.json."""
     metric: Text = "loss"
     """The value of an evaluation that says which is best: loss, or one of `compute_metrics`."""
     metric_goal: Literal["auto", "lowest", "highest"] = "auto"

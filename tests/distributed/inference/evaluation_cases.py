@@ -1,0 +1,125 @@
+"""Cases on evaluations that generate, against transformers' own `generate` in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from generator_cases import sharp
+from trainer_cases import VOCABULARY, seeded, settings
+
+from zeromesh import Trainer
+from zeromesh.mesh.process_mesh import Mesh
+
+IGNORED = -100
+PAD = 0
+GREEDY = {"max_new_tokens": 6}
+
+
+def padded(rows: list[Any], value: int, *, left: bool = False) -> torch.Tensor:
+    """Rows of tokens as one tensor [rows, longest]."""
+    longest = max(map(len, rows))
+    return torch.tensor(
+        [[value] * (longest - len(each)) * left + list(each) + [value] * (longest - len(each)) * (not left) for each in rows]
+    )
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded on the right, as for training."""
+    ids = [each["input_ids"] for each in samples]
+    batch = {"input_ids": padded(ids, PAD), "attention_mask": padded([[1] * len(each) for each in ids], 0)}
+    if "labels" in samples[0]:
+        batch["labels"] = padded([each["labels"] for each in samples], IGNORED)
+    return batch
+
+
+def questions(count: int, *, whole: bool, labels: bool = True) -> list[dict[str, Any]]:
+    """Samples with prompts and answers of many lengths. `whole`: the prompt is what the encoder sees, and labels the answer."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for number in range(count):
+        prompt, answer = (
+            torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+            for length in (1 + number * 3 % 7, 1 + number * 5 % 4)
+        )
+        ids = prompt if whole else prompt + answer
+        targets = answer if whole else [IGNORED] * len(prompt) + answer
+        found.append({"input_ids": ids, "labels": targets} if labels else {"input_ids": prompt})
+    return found
+
+
+def wanted_of(model: Any, samples: list[dict[str, Any]], fields: dict[str, Any]) -> list[list[int]]:
+    """The prediction of each sample by itself, in one process."""
+    found = []
+    for sample in samples:
+        ids, labels = list(sample["input_ids"]), sample.get("labels")
+        whole = model.config.is_encoder_decoder
+        if not whole and labels is not None:
+            ids = ids[: next(place for place, label in enumerate(labels) if label != IGNORED)]
+        inputs = torch.tensor([ids])
+        with torch.no_grad():
+            tokens = model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), **{"pad_token_id": PAD, **GREEDY, **fields}
+            )[0]
+        found.append(tokens[0 if whole else len(ids) :].tolist())
+    return found
+
+
+def differences(predictions: Any, label_ids: Any, samples: list[dict[str, Any]], wanted: list[list[int]]) -> list[str]:
+    """What is wrong with predictions and labels, which are padded to one width each."""
+    wrong = []
+    if predictions.tolist() != padded(wanted, PAD).tolist():
+        wrong.append(f"{predictions.tolist()} for {wanted}")
+    if "labels" in samples[0]:
+        if label_ids.tolist() != padded([each["labels"] for each in samples], IGNORED).tolist():
+            wrong.append(f"labels are {label_ids.tolist()}")
+    elif label_ids is not None:
+        wrong.append("labels that nobody gave")
+    return wrong
+
+
+def agrees(
+    mesh: Mesh, folder: str, model: str, sections: dict[str, Any], count: int = 11, fields: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What differs from one process in `evaluate`, in `predict` with and without labels, and in evaluations of a run."""
+    reference, given = sharp(model), fields or {}
+    whole = reference.config.is_encoder_decoder
+    samples, bare = questions(count, whole=whole), questions(3, whole=whole, labels=False)
+    wrong: list[str] = []
+    seen: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append((np.array(prediction.predictions), np.array(prediction.label_ids)))
+        return {"tokens": float(prediction.predictions.size)}
+
+    config = settings(
+        folder,
+        **{
+            **sections,
+            "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})},
+            "run": {
+                "max_steps": 1, "name": model, "predict_with_generate": True,
+                "generation": {"pad_token_id": PAD, **GREEDY, **given},
+            },
+        },
+    )  # fmt: skip
+    arguments: dict[str, Any] = {"train_dataset": samples, "eval_dataset": samples, "data_collator": collate}
+    with Trainer(sharp(model).train(), config, compute_metrics=compute_metrics, **arguments) as trainer:
+        wanted = wanted_of(reference, samples, given)
+        values = trainer.evaluate()
+        wrong += differences(*seen[-1], samples, wanted)
+        plain = trainer.evaluate(predict_with_generate=False)
+        wrong += [] if seen[-1][0].ndim == 3 or isinstance(seen[-1][0], tuple) else ["no logits without generation"]
+        if abs(values["eval_loss"] - plain["eval_loss"]) > 1e-9:
+            wrong.append(f"loss {values['eval_loss']} for {plain['eval_loss']}")
+        output = trainer.predict(samples, predict_with_generate=True, max_new_tokens=3)
+        wrong += differences(
+            output.predictions, output.label_ids, samples, wanted_of(reference, samples, {**given, "max_new_tokens": 3})
+        )
+        output = trainer.predict(bare)
+        wrong += differences(output.predictions, output.label_ids, bare, wanted_of(reference, bare, given))
+        trainer.fit()
+        after = sharp(model)
+        after.load_state_dict(dict(trainer.state_dict()), strict=False)
+        wrong += differences(*seen[-1], samples, wanted_of(after, samples, given))
+    return {"wrong": wrong, "kinds": len({tuple(each) for each in wanted}), "folder": Path(folder).name}

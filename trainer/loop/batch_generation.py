@@ -1,0 +1,195 @@
+"""New tokens for the batches of an evaluation, for `predict_with_generate`: as transformers' `Seq2SeqTrainer`, under every layout.
+
+A decoder-only model goes on from what stands before the first label that counts, padded on the left, and only its new tokens are
+kept, so that they compare with the labels. An encoder-decoder model is given the batch without its labels.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from zeromesh.errors import ConfigError, DataError, some
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.pipeline.pipeline import Pipeline
+from zeromesh.rng import number_of, seed_all
+from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.models.generation import check_arguments, decoder_positions, generate
+from zeromesh.zero.engine import ZeroEngine
+
+_NEW_TOKENS = 64
+"""New tokens where neither the caller, the configuration nor the model's `generation_config.json` says how many."""
+_REFUSED = {
+    "num_return_sequences": "a sample has one prediction",
+    "return_dict_in_generate": "predictions are tokens",
+}
+"""Fields of `GenerationConfig` that are refused, and why."""
+_OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+"""Fields that count the padding of a decoder's prompts, which depends on the batch, and what to give instead."""
+
+
+def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) -> GenerationConfig:
+    """How an evaluation generates: the model's own settings, with `fields` on top, and a token that pads.
+
+    Raises:
+        ConfigError: for a model that does not generate, and for fields that do not exist, have other values than transformers knows,
+            or do not go with evaluations.
+    """
+    if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
+        raise ConfigError(
+            f"predict_with_generate: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
+            "that generates"
+        )
+    settings: GenerationConfig = copy.deepcopy(model.generation_config)
+    settings.update(use_cache=True, **dict.fromkeys(_REFUSED))
+    try:
+        unknown = settings.update(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"predict_with_generate: {' '.join(str(error).split())}") from error
+    refused = [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    refused += [f"{name}: {fields[name]}: {why}; leave it out" for name, why in _REFUSED.items() if fields.get(name)]
+    if not model.config.is_encoder_decoder:
+        refused += [
+            f"{name} counts the padding of prompts; give {cure}" for name, cure in _OF_WHOLE_TEXTS.items() if name in fields
+        ]
+    if settings.stop_strings and processing_class is None:
+        refused.append("stop_strings needs a tokenizer; pass processing_class")
+    if refused:
+        raise ConfigError([f"predict_with_generate: {each}" for each in refused])
+    if settings.pad_token_id is None:
+        ends = settings.eos_token_id
+        end = ends[0] if isinstance(ends, list) else ends
+        found = [getattr(processing_class, "pad_token_id", None), end, 0]
+        settings.pad_token_id = next(each for each in found if each is not None)
+    if settings.max_new_tokens is None and "max_length" not in fields:
+        settings.max_new_tokens = _NEW_TOKENS
+    return settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchGeneration:
+    """Generates for the batches of one evaluation; all ranks make it, and call `tokens` for as many batches."""
+
+    model: Any
+    mesh: Mesh
+    engine: ZeroEngine | None
+    pipeline: Pipeline | None
+    settings: GenerationConfig
+    processing_class: Any
+    seed: str
+    """Of what sampling draws, beside the number of a batch's first sample."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for settings that do not go with the layout."""
+        partitioned = self.engine is not None
+        staged = partitioned and self.mesh.pipeline.size > 1
+        arguments: dict[str, Any] = {"generation_config": self.settings, **self._beside}
+        shared = staged or (partitioned and self.mesh.tensor.size > 1)
+        check_arguments(self.model, arguments, staged=staged, shared=shared)
+
+    @property
+    def padding(self) -> int:
+        """The token that stands after the end of a prediction."""
+        return int(self.settings.pad_token_id or 0)
+
+    def tokens(self, batch: Mapping[str, Any], samples: Sequence[int], compute: torch.dtype) -> Tensor:
+        """Tokens [samples, length] for a batch on the CPU, whose samples have these numbers in the dataset; on the mesh's device.
+
+        Of a decoder-only model only new ones; of others with the one that they start with. `compute` is the dtype of the model's
+        inputs.
+
+        Raises:
+            DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
+        """
+        whole = bool(self.model.config.is_encoder_decoder)
+        inputs = without_targets(batch) if whole else self._prompts(batch, samples)
+        arguments: dict[str, Any] = {
+            name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in inputs.items()
+        }
+        tokens: Tensor = generate(
+            self.model,
+            self.mesh,
+            {**arguments, "generation_config": self.settings, **self._beside},
+            seed=partial(seed_all, number_of(f"{self.seed}/{samples[0]}/predict_with_generate")),
+            engine=self.engine,
+            pipeline=self.pipeline,
+        )
+        return tokens if whole else tokens[:, inputs["input_ids"].shape[1] :]
+
+    @property
+    def _beside(self) -> dict[str, Any]:
+        return {"tokenizer": self.processing_class} if self.settings.stop_strings else {}
+
+    def _prompts(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
+        inputs, lengths = prompts_of(batch, samples, self.padding)
+        positions, new = decoder_positions(self.model), self.settings.max_new_tokens or 0
+        longest = int(lengths.argmax())
+        if positions is not None and int(lengths[longest]) + new > positions:
+            raise DataError(
+                f"predict_with_generate: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
+                f"{new} new ones are more than the model's {positions} positions; shorten it, or lower max_new_tokens"
+            )
+        return inputs
+
+
+def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a batch that an encoder-decoder model generates from: no labels, nor inputs of the decoder made of them."""
+    labels = batch.get("labels")
+    targets = {"labels"}
+    begun = batch.get("decoder_input_ids")
+    if isinstance(labels, Tensor) and isinstance(begun, Tensor) and labels.shape == begun.shape:
+        targets |= {"decoder_input_ids", "decoder_attention_mask"}
+    return {name: value for name, value in batch.items() if name not in targets}
+
+
+def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -> tuple[dict[str, Any], Tensor]:
+    """What stands before the first label that counts in each row of a batch, or all of a row without one, padded on the left.
+
+    Returns the fields of the batch, of which those with a value for each token are cut and padded like `input_ids`, with an
+    `attention_mask`, both [samples, longest]; and how long each prompt is, [samples].
+
+    Raises:
+        DataError: for a row without a prompt, and for a batch that has no row of tokens for each of `samples`.
+    """
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    mask = batch.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):
+        shape = list(ids.shape) if isinstance(ids, Tensor) else "none"
+        raise DataError(
+            f"predict_with_generate: samples {some(samples, 8)} need one row of input_ids each, [{len(samples)}, length]; the batch has "
+            f"{shape}. Use a data_collator that pads"
+        )
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    if isinstance(mask, Tensor):
+        if mask.shape != ids.shape:
+            raise DataError(
+                f"predict_with_generate: attention_mask has shape {list(mask.shape)}, and input_ids {list(ids.shape)}; "
+                "a prompt is cut out of masks of that shape alone"
+            )
+        kept &= mask.bool()
+    if isinstance(labels, Tensor):
+        kept &= (labels != IGNORED_LABEL).cumsum(1) == 0
+    lengths = kept.sum(1)
+    missing = [sample for sample, length in zip(samples, lengths.tolist(), strict=True) if not length]
+    if missing:
+        one = len(missing) == 1
+        raise DataError(
+            f"predict_with_generate: sample{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} no prompt: a prompt is "
+            f"what stands before the first label that is not {IGNORED_LABEL}. Set the labels of prompts to {IGNORED_LABEL}"
+        )
+    # Places that are kept come last, in their order.
+    order = kept.int().argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
+    kept = kept.gather(1, order)
+    inputs: dict[str, Any] = {"input_ids": ids.gather(1, order).masked_fill(~kept, padding), "attention_mask": kept.long()}
+    for name, value in batch.items():
+        if name in inputs or name in ("labels", "position_ids"):
+            continue
+        of_tokens = isinstance(value, Tensor) and value.shape == ids.shape
+        inputs[name] = value.gather(1, order).masked_fill(~kept, 0) if of_tokens else value
+    return inputs, lengths
