@@ -216,10 +216,11 @@ class Stepper:
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 generation = collector.generation if collector is not None else None
+                found: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
                 # Where outputs are generated, a forward is for the loss alone.
-                labelled = self._loss.kind != "labels" or all(isinstance(each.get("labels"), Tensor) for each in fetched)
-                plain = collector is not None and (generation is None or not labelled)
-                found = self._forwards(batches, streams, outputs=plain)
+                if generation is None or self._loss.kind != "labels" or all("labels" in each for each in fetched):
+                    plain = collector is not None and generation is None
+                    found = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
                     tokens = [
                         generation.tokens(batch, list(feed.order.dataset_indices(each)), self._dtype)
