@@ -240,7 +240,7 @@ class Trainer:
 
         With `predict_with_generate` (None: as `run.predict_with_generate` says) predictions are the tokens that the model generates
         [samples, longest], padded with the pad token. A decoder-only model goes on from what stands before the first label that is
-        not -100, and predictions are its new tokens. `generation` are fields of transformers' `GenerationConfig`, as for `evaluate`.
+        not -100, and predictions are its new tokens. `generation` are fields of `GenerationConfig`, as for `evaluate`.
 
         Raises:
             ConfigError: for fields that do not exist or that the layout does not allow.

@@ -37,8 +37,8 @@ def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) ->
     """How an evaluation generates: the model's own settings, with `fields` on top, and a token that pads.
 
     Raises:
-        ConfigError: for a model that does not generate, and for fields that do not exist, have other values than transformers knows,
-            or do not go with evaluations.
+        ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
+            do not go with evaluations.
     """
     if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
         raise ConfigError(
@@ -48,14 +48,16 @@ def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) ->
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(_REFUSED))
     try:
-        unknown = settings.update(**fields)
+        unknown = settings.update(**{name: value for name, value in fields.items() if name not in _REFUSED})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"predict_with_generate: {' '.join(str(error).split())}") from error
     refused = [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
     refused += [f"{name}: {fields[name]}: {why}; leave it out" for name, why in _REFUSED.items() if fields.get(name)]
     if not model.config.is_encoder_decoder:
         refused += [
-            f"{name} counts the padding of prompts; give {cure}" for name, cure in _OF_WHOLE_TEXTS.items() if name in fields
+            f"{name} counts the padding of prompts; give {cure}"
+            for name, cure in _OF_WHOLE_TEXTS.items()
+            if name in fields
         ]
     if settings.stop_strings and processing_class is None:
         refused.append("stop_strings needs a tokenizer; pass processing_class")
@@ -162,8 +164,8 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):
         shape = list(ids.shape) if isinstance(ids, Tensor) else "none"
         raise DataError(
-            f"predict_with_generate: samples {some(samples, 8)} need one row of input_ids each, [{len(samples)}, length]; the batch has "
-            f"{shape}. Use a data_collator that pads"
+            f"predict_with_generate: samples {some(samples, 8)} need one row of input_ids each, [{len(samples)}, length]; the "
+            f"batch has {shape}. Use a data_collator that pads"
         )
     kept = torch.ones_like(ids, dtype=torch.bool)
     if isinstance(mask, Tensor):
@@ -180,13 +182,16 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     if missing:
         one = len(missing) == 1
         raise DataError(
-            f"predict_with_generate: sample{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} no prompt: a prompt is "
+            f"predict_with_generate: sample{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} no prompt: it is "
             f"what stands before the first label that is not {IGNORED_LABEL}. Set the labels of prompts to {IGNORED_LABEL}"
         )
     # Places that are kept come last, in their order.
     order = kept.int().argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     kept = kept.gather(1, order)
-    inputs: dict[str, Any] = {"input_ids": ids.gather(1, order).masked_fill(~kept, padding), "attention_mask": kept.long()}
+    inputs: dict[str, Any] = {
+        "input_ids": ids.gather(1, order).masked_fill(~kept, padding),
+        "attention_mask": kept.long(),
+    }
     for name, value in batch.items():
         if name in inputs or name in ("labels", "position_ids"):
             continue

@@ -72,7 +72,9 @@ def predict(
     return PredictionOutput(predictions=found[2].predictions, label_ids=found[2].label_ids, metrics=found[1])
 
 
-def generation_of(run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool) -> BatchGeneration | None:
+def generation_of(
+    run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool
+) -> BatchGeneration | None:
     """How an evaluation generates, by `fields` of `GenerationConfig` on top of those of the configuration; None where it does not.
 
     `wanted`: None: as the configuration says. `metrics`: what is generated is for `compute_metrics` alone.

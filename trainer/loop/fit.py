@@ -40,7 +40,9 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     stopped, report = 0, None
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         if run.data.eval is not None:
-            generation_of(run, None, {}, metrics=True)  # What it refuses is better refused now than at the first evaluation.
+            generation_of(
+                run, None, {}, metrics=True
+            )  # What it refuses is better refused now than at the first evaluation.
         checkpoints = RunCheckpoints(
             config,
             directory.path,

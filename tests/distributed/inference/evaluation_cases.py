@@ -1,11 +1,10 @@
 """Cases on evaluations that generate, against transformers' own `generate` in one process."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from generator_cases import sharp
-from trainer_cases import VOCABULARY, seeded, settings
+from trainer_cases import VOCABULARY, settings
 
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -19,7 +18,10 @@ def padded(rows: list[Any], value: int, *, left: bool = False) -> torch.Tensor:
     """Rows of tokens as one tensor [rows, longest]."""
     longest = max(map(len, rows))
     return torch.tensor(
-        [[value] * (longest - len(each)) * left + list(each) + [value] * (longest - len(each)) * (not left) for each in rows]
+        [
+            [value] * (longest - len(each)) * left + list(each) + [value] * (longest - len(each)) * (not left)
+            for each in rows
+        ]
     )
 
 
@@ -85,7 +87,7 @@ def agrees(
     whole = reference.config.is_encoder_decoder
     samples, bare = questions(count, whole=whole), questions(3, whole=whole, labels=False)
     wrong: list[str] = []
-    seen: list[Any] = []
+    seen: list[tuple[Any, Any]] = []
 
     def compute_metrics(prediction: Any) -> dict[str, float]:
         seen.append((prediction.predictions, prediction.label_ids))
@@ -123,4 +125,37 @@ def agrees(
         after = sharp(model)
         after.load_state_dict(dict(trainer.state_dict()), strict=False)
         wrong += differences(*seen[-1], samples, wanted_of(after, samples, given))
-    return {"wrong": wrong, "kinds": len({tuple(each) for each in wanted}), "folder": Path(folder).name}
+    return {"wrong": wrong, "kinds": len({tuple(each) for each in wanted})}
+
+
+def refuses(mesh: Mesh, folder: str) -> dict[str, str]:
+    """What is refused, by what was asked, before anything is generated, and at last a sample without a prompt."""
+    config = settings(folder, parallel={"pipeline": 2, "timeout_seconds": 10}, run={"name": "refused"})
+    samples = questions(5, whole=False)
+    asked: dict[str, tuple[dict[str, Any], bool]] = {
+        "no metrics": ({"predict_with_generate": True}, False),
+        "no generation": ({"max_new_tokens": 3}, True),
+        "field": ({"predict_with_generate": True, "max_new_token": 3}, True),
+        "several": ({"predict_with_generate": True, "num_return_sequences": 2}, True),
+        "length": ({"predict_with_generate": True, "max_length": 9}, True),
+        "stop": ({"predict_with_generate": True, "stop_strings": ["a"]}, True),
+        "beams": ({"predict_with_generate": True, "num_beams": 2}, True),
+        "differ": ({"predict_with_generate": True, "max_new_tokens": 2 + mesh.rank}, True),
+        "positions": ({"predict_with_generate": True, "max_new_tokens": 30}, True),
+    }
+    messages: dict[str, str] = {}
+
+    def ask(name: str, metrics: Any, dataset: list[dict[str, Any]], fields: dict[str, Any]) -> None:
+        given: dict[str, Any] = {"eval_dataset": dataset, "data_collator": collate, "compute_metrics": metrics}
+        with Trainer(sharp("llama").train(), config, **given) as trainer:
+            try:
+                trainer.evaluate(**fields)
+                messages[name] = ""
+            except ValueError as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+
+    for name, (fields, metrics) in asked.items():
+        ask(name, (lambda prediction: {}) if metrics else None, samples, fields)
+    bare = [*samples[:3], {**samples[3], "labels": samples[3]["input_ids"]}, samples[4]]
+    ask("no prompt", lambda prediction: {}, bare, {"predict_with_generate": True})
+    return messages
