@@ -92,8 +92,6 @@ def generation_of(
     if metrics and run.inputs.compute_metrics is None:
         raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
     settings = settings_of(model.module, {**(section.generation or {}), **fields}, run.inputs.processing_class)
-    advice = "Give all of them the same fields of GenerationConfig"
-    require_same(run.mesh.world, {"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
     generation = BatchGeneration(
         model=model.module,
         mesh=run.mesh,
@@ -104,6 +102,8 @@ def generation_of(
         seed=f"{section.seed}/{run.progress.step}",
     )
     generation.check()
+    advice = "Give all of them the same fields of GenerationConfig"
+    require_same(run.mesh.world, {"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
     return generation
 
 

@@ -1,5 +1,6 @@
 """Cases on evaluations that generate, against transformers' own `generate` in one process."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from generator_cases import sharp
 from trainer_cases import VOCABULARY, settings
 
 from zeromesh import Trainer
+from zeromesh.errors import CollectiveError, ConfigError, DataError
 from zeromesh.mesh.process_mesh import Mesh
 
 IGNORED = -100
@@ -129,33 +131,41 @@ def agrees(
 
 
 def refuses(mesh: Mesh, folder: str) -> dict[str, str]:
-    """What is refused, by what was asked, before anything is generated, and at last a sample without a prompt."""
+    """What is refused, by what was asked, of one trainer, which outlives it."""
     config = settings(folder, parallel={"pipeline": 2, "timeout_seconds": 10}, run={"name": "refused"})
     samples = questions(5, whole=False)
-    asked: dict[str, tuple[dict[str, Any], bool]] = {
-        "no metrics": ({"predict_with_generate": True}, False),
-        "no generation": ({"max_new_tokens": 3}, True),
-        "field": ({"predict_with_generate": True, "max_new_token": 3}, True),
-        "several": ({"predict_with_generate": True, "num_return_sequences": 2}, True),
-        "length": ({"predict_with_generate": True, "max_length": 9}, True),
-        "stop": ({"predict_with_generate": True, "stop_strings": ["a"]}, True),
-        "beams": ({"predict_with_generate": True, "num_beams": 2}, True),
-        "differ": ({"predict_with_generate": True, "max_new_tokens": 2 + mesh.rank}, True),
-        "positions": ({"predict_with_generate": True, "max_new_tokens": 30}, True),
+    asked: dict[str, dict[str, Any]] = {
+        "no generation": {"predict_with_generate": None, "max_new_tokens": 3},
+        "field": {"max_new_token": 3},
+        "several": {"num_return_sequences": 2},
+        "length": {"max_length": 9},
+        "stop": {"stop_strings": ["a"]},
+        "beams": {"num_beams": 2},
     }
     messages: dict[str, str] = {}
-
-    def ask(name: str, metrics: Any, dataset: list[dict[str, Any]], fields: dict[str, Any]) -> None:
-        given: dict[str, Any] = {"eval_dataset": dataset, "data_collator": collate, "compute_metrics": metrics}
-        with Trainer(sharp("llama").train(), config, **given) as trainer:
+    with Trainer(sharp("llama").train(), config, eval_dataset=samples, data_collator=collate) as trainer:
+        calls: dict[str, Any] = {
+            name: partial(trainer.predict, samples, **{"predict_with_generate": True, **fields})
+            for name, fields in asked.items()
+        }
+        for name, call in {"no metrics": partial(trainer.evaluate, predict_with_generate=True), **calls}.items():
             try:
-                trainer.evaluate(**fields)
+                call()
                 messages[name] = ""
-            except ValueError as error:
-                messages[name] = f"{type(error).__name__}: {error}"
-
-    for name, (fields, metrics) in asked.items():
-        ask(name, (lambda prediction: {}) if metrics else None, samples, fields)
-    bare = [*samples[:3], {**samples[3], "labels": samples[3]["input_ids"]}, samples[4]]
-    ask("no prompt", lambda prediction: {}, bare, {"predict_with_generate": True})
+            except ConfigError as error:
+                messages[name] = str(error)
+        messages["afterwards"] = str(trainer.predict(samples, predict_with_generate=True, **GREEDY).predictions.shape)
     return messages
+
+
+def lacks_a_prompt(mesh: Mesh, folder: str) -> str:
+    """What a rank says of a set in which a sample that one rank reads has no prompt."""
+    samples = questions(5, whole=False)
+    samples[3]["labels"] = samples[3]["input_ids"]
+    config = settings(folder, parallel={"timeout_seconds": 10}, run={"name": "refused"})
+    with Trainer(sharp("llama").train(), config, eval_dataset=samples, data_collator=collate) as trainer:
+        try:
+            trainer.predict(samples, predict_with_generate=True, **GREEDY)
+        except (DataError, CollectiveError) as error:
+            return str(error)
+    return ""
