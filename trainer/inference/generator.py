@@ -29,8 +29,9 @@ from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
 from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of, split_prompt
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
-from zeromesh.trainer.inference.settings import decoder_positions, why_unbatched
+from zeromesh.trainer.inference.settings import why_unbatched
 from zeromesh.trainer.inference.source import layout_of
+from zeromesh.trainer.models.generation import decoder_positions
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.zero.engine import ZeroEngine
