@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
@@ -40,6 +41,7 @@ from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
+from zeromesh.trainer.weights.handoff import PartOf, send_weights, stream_weights
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
 
@@ -361,6 +363,36 @@ class Trainer:
             ConfigError: for `ema` in a run without `ema.decay`.
         """
         return self.run.model.state_dict(ema=ema)
+
+    def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` of weights in the compute dtype, parameters and buffers, one bucket in memory at a time; all ranks
+        iterate over it to its end. `part_of(name)` is `(dim, index, parts)` where a rank wants a part of a tensor.
+
+        A tensor may change with the next step: copy it to keep it.
+
+        Raises:
+            ConfigError: for a part that a tensor does not have.
+        """
+        compute: torch.dtype = getattr(torch, self.config.precision.compute)
+        return stream_weights(self.run.model.stored(), compute, part_of)
+
+    def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
+        """Send the weights to processes that listen with `zeromesh.receive_weights`; all ranks call it. Returns how many tensors.
+
+        No rank has more of the model than one bucket beside its own part.
+
+        Args:
+            addresses: paths of Unix sockets, or `HOST:PORT`.
+            token: the one that receivers were given.
+            timeout_seconds: how long a receiver may be silent.
+
+        Raises:
+            TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
+        """
+        weights = self.stream_weights()
+        return send_weights(
+            weights, self.mesh, addresses, step=self.state.step, token=token, timeout_seconds=timeout_seconds
+        )
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.

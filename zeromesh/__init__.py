@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _LOOP = ("ChainedOptimizer", "averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
 _TRAINER = ("Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig")
-__all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig", "__version__", *_LOOP]
+__all__ = [
+    "Callback",
+    "FitReport",
+    "Generated",
+    "Generator",
+    "Trainer",
+    "TrainerConfig",
+    "__version__",
+    "receive_weights",
+    *_LOOP,
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from zeromesh.trainer import shard
 
         return getattr(shard, name)
+    if name == "receive_weights":
+        from zeromesh.trainer.weights.handoff import receive_weights
+
+        return receive_weights
     if name in _TRAINER:
         from zeromesh import trainer
 

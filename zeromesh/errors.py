@@ -90,5 +90,9 @@ class WeightsDifferError(ZeromeshError, RuntimeError):
     """Ranks hold other values of the same weights."""
 
 
+class TransferError(ZeromeshError, RuntimeError):
+    """Weights were not handed to another process, or not received from one."""
+
+
 class NonFiniteError(ZeromeshError, RuntimeError):
     """A gradient or a loss is NaN or infinite and the run is to stop then."""

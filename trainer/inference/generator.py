@@ -16,6 +16,7 @@ from os import PathLike
 from typing import Any, Self
 
 import xxhash
+from torch import Tensor
 from transformers import GenerationConfig
 
 from zeromesh.errors import CollectiveError, ConfigError, DataError, PhaseError, some
@@ -34,6 +35,7 @@ from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.models.generation import decoder_positions
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
+from zeromesh.trainer.weights.handoff import PartOf, send_weights, stream_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.weight_digests import require_same_weights
 
@@ -186,6 +188,33 @@ class Generator:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         with self._guarded():
             self._placed.request_loop(fields, rows=batch, on_progress=lambda progress: None).run(inbox)
+
+    def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` of weights in the compute dtype, parameters and buffers, one bucket in memory at a time; all ranks
+        iterate over it to its end. `part_of(name)` is `(dim, index, parts)` where a rank wants a part of a tensor.
+
+        A tensor may change with the next step: copy it to keep it.
+
+        Raises:
+            ConfigError: for a part that a tensor does not have.
+        """
+        return stream_weights(self.engine.state.stored(), self.engine.options.precision.compute, part_of)
+
+    def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
+        """Send the weights to processes that listen with `zeromesh.receive_weights`; all ranks call it. Returns how many tensors.
+
+        No rank has more of the model than one bucket beside its own part.
+
+        Args:
+            addresses: paths of Unix sockets, or `HOST:PORT`.
+            token: the one that receivers were given.
+            timeout_seconds: how long a receiver may be silent.
+
+        Raises:
+            TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
+        """
+        weights = self.stream_weights()
+        return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
         """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.

@@ -28,6 +28,7 @@ from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.profiler import explained
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.full_state import saved_buffers
 
 
 @dataclass(kw_only=True)
@@ -123,6 +124,15 @@ class TrainedModel:
             return
         with self.mesh.call("trainer.state_dict()"):
             yield from (self.engine.averaged_state if ema else self.engine.state).parameters()
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters, tied ones once, and persistent buffers by name. Values are master weights."""
+        if self.engine is None:
+            yield from ((name, own.detach()) for name, own in self.module.named_parameters())
+            yield from ((name, buffer.detach()) for name, buffer in saved_buffers(self.module).items())
+            return
+        with self.mesh.call("trainer.stream_weights()"):
+            yield from self.engine.state.stored()
 
     def _require_average(self, ema: bool) -> None:
         if ema and not self.config.ema.decay:

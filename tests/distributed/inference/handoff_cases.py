@@ -1,0 +1,136 @@
+"""Weights that a trainer hands to a thread of rank 0, which listens as another process would."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainer_cases import gpt2, llama, seeded, sentences, settings
+
+from zeromesh import Callback, Generator, Trainer, receive_weights
+from zeromesh.errors import TransferError, ZeromeshError
+from zeromesh.mesh.process_mesh import Mesh
+
+
+class _Listener:
+    """Takes weights in a thread, up to `most` tensors."""
+
+    def __init__(self, address: str, *, most: int | None = None, **options: Any) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.error = ""
+        self._arguments = (address, most, options)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        address, most, options = self._arguments
+        try:
+            weights = receive_weights(address, timeout_seconds=5, **options)
+            for name, tensor in weights:
+                self.found[name] = tensor
+                if len(self.found) == most:
+                    weights.close()  # type: ignore[attr-defined]  # It is a generator.
+                    return
+        except ZeromeshError as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def join(self) -> None:
+        self._thread.join(20)
+
+
+def _ready(mesh: Mesh, paths: list[Path]) -> None:
+    """Wait until the sockets are there."""
+    while mesh.rank == 0 and not all(path.exists() for path in paths):
+        threading.Event().wait(0.01)
+    mesh.world.barrier("receivers listen")
+
+
+def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llama") -> dict[str, Any]:
+    """What differs between the weights of two receivers, one of which wants halves, and those that the trainer has."""
+    build = {"llama": llama, "gpt2": gpt2}[model]
+    config = settings(folder, run={"max_steps": 2}, **sections)
+    halves = {"*.weight": (0, 1, 2), "*embed*": (1, 0, 2)}
+    paths = [Path(folder, "whole.sock"), Path(folder, "half.sock")]
+    listeners: list[_Listener] = []
+    found: dict[str, Any] = {}
+
+    class HandsOver(Callback):
+        """After the first step, when weights are those of shards."""
+
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if found:
+                return
+            if mesh.rank == 0:
+                listeners.append(_Listener(str(paths[0])))
+                listeners.append(_Listener(str(paths[1]), parts=halves, token="t0ken"))
+            _ready(mesh, paths)
+            found["count"] = trainer.send_weights(str(paths[0]))
+            assert trainer.send_weights(str(paths[1]), token="t0ken") == found["count"]
+            found["wanted"] = {name: tensor.clone() for name, tensor in trainer.stream_weights()}
+            found["masters"] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+            found["own"] = {
+                name: tensor.clone()
+                for name, tensor in trainer.stream_weights(
+                    lambda name: (0, mesh.rank % 2, 2) if name.endswith("weight") else None
+                )
+            }
+
+    with Trainer(seeded(build), config, train_dataset=sentences(), callbacks=[HandsOver()]) as trainer:
+        trainer.fit()
+    count, wanted, masters, own = (found[name] for name in ("count", "wanted", "masters", "own"))
+    wrong = [name for name in masters if not torch.equal(wanted[name], masters[name])]
+    for listener in listeners:
+        listener.join()
+        wrong += [listener.error] if listener.error or len(listener.found) != count else []
+    for name, tensor in wanted.items():
+        part = tensor.tensor_split(2)[mesh.rank % 2] if name.endswith("weight") else tensor
+        wrong += [f"{name}, streamed"] if not torch.equal(own[name], part) else []
+        if not listeners:
+            continue
+        whole, half = (listener.found.get(name) for listener in listeners)
+        # The first pattern that fits says which part.
+        wished = tensor.tensor_split(2)[1] if name.endswith(".weight") else tensor
+        wrong += [name] if whole is None or not torch.equal(whole, tensor) else []
+        wrong += [f"{name}, half"] if half is None or not torch.equal(half, wished) else []
+    left = [path.name for path in Path(folder).glob("*.sock")] if mesh.rank == 0 else []
+    return {"wrong": wrong, "count": count, "left": left}
+
+
+def fails(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What is said when receivers are not there, leave, or do not know the token; and that training goes on."""
+    config = settings(folder, run={"max_steps": 3})
+    said: dict[str, Any] = {}
+
+    def attempt(name: str, trainer: Any, path: Path, **options: Any) -> None:
+        try:
+            trainer.send_weights(str(path), timeout_seconds=2, **options)
+            said[name] = ""
+        except TransferError as error:
+            said[name] = str(error)
+
+    with Trainer(seeded(llama), config, train_dataset=sentences()) as trainer:
+        attempt("nobody", trainer, Path(folder, "none.sock"))
+        for name, options, sent in (("leaves", {"most": 3}, {}), ("token", {"token": "a"}, {"token": "b"})):
+            path, listener = Path(folder, f"{name}.sock"), None
+            if mesh.rank == 0:
+                listener = _Listener(str(path), **options)
+            _ready(mesh, [path])
+            attempt(name, trainer, path, **sent)
+            if listener is not None:
+                listener.join()
+                said[f"{name}, receiver"] = listener.error
+        trainer.fit()
+        said["steps"] = trainer.state.step
+    return said
+
+
+def from_generator(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """The weights of a generator are those of the model's directory."""
+    model = seeded(llama).double()
+    if mesh.rank == 0:
+        model.save_pretrained(Path(folder, "model"))
+    mesh.world.barrier("the model's directory")
+    with Generator(Path(folder, "model"), run={"output_dir": folder}) as generator:
+        found = {name: tensor.clone() for name, tensor in generator.stream_weights()}
+    wanted = dict(model.named_parameters())
+    return {"wrong": [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]}

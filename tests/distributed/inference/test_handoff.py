@@ -1,0 +1,105 @@
+"""Weights in other processes are those of the trainer, bit for bit, and nothing waits for ever for a process that is gone."""
+
+import hmac
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workers import Workers
+
+from zeromesh import receive_weights
+from zeromesh.errors import ConfigError, TransferError
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "model"),
+    [
+        (2, {"zero": {"stage": 3}}, "gpt2"),
+        pytest.param(2, {"parallel": {"tensor": 2}}, "llama", marks=pytest.mark.full),
+        pytest.param(2, {"parallel": {"pipeline": 2}}, "gpt2", marks=pytest.mark.full),
+        pytest.param(4, {"parallel": {"tensor": 2}, "zero": {"stage": 3}}, "llama", marks=pytest.mark.full),
+    ],
+)
+def test_weights_arrive(workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any], model: str) -> None:
+    for found in workers.run(ranks, "handoff_cases:arrive", folder=str(tmp_path), sections=sections, model=model):
+        assert not found["wrong"]
+        assert found["count"] > 10
+        assert not found["left"], "sockets are removed"
+
+
+def test_receivers_that_fail_end_nothing(workers: Workers, tmp_path: Path) -> None:
+    for said in workers.run(2, "handoff_cases:fails", folder=str(tmp_path)):
+        assert "nobody receives weights at" in said["nobody"]
+        assert "weights were not handed over" in said["leaves"]
+        assert "the token is another one" in said["token"]
+        assert said["steps"] == 3
+        assert said.get("token, receiver", "does not know the token").endswith("does not know the token")
+
+
+def test_a_generator_has_those_of_its_directory(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(2, "handoff_cases:from_generator", folder=str(tmp_path)):
+        assert not found["wrong"]
+
+
+def _sent(address: Path, *frames: bytes) -> TransferError:
+    """What a receiver says to a sender of these frames."""
+    caught: list[TransferError] = []
+
+    def receive() -> None:
+        with pytest.raises(TransferError) as error:
+            list(receive_weights(str(address), timeout_seconds=2))
+        caught.append(error.value)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    while not address.exists():
+        threading.Event().wait(0.005)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(address))
+        size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
+        hello = json.loads(line.recv(size, socket.MSG_WAITALL))
+        proof = {"proof": hmac.new(b"", hello["nonce"].encode(), "sha256").hexdigest()}
+        for frame in (_frame(proof), *frames):
+            line.sendall(frame)
+        line.shutdown(socket.SHUT_WR)
+        thread.join(10)
+    return caught[0]
+
+
+def _frame(header: Any) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(4, "big") + text
+
+
+def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
+    address = tmp_path / "s.sock"
+    values = torch.ones(2)
+    good = {"name": "w", "dtype": "float32", "shape": [2], "xxh3": "0"}
+    for frames, message in (
+        ((b"\xff\xff\xff\xff",), "a header of 4294967295 bytes"),
+        ((b"\0\0\0\2{x",), "sends no weights"),
+        ((_frame([1]),), "a header that is no object"),
+        ((_frame({**good, "dtype": "object"}),), "sends no weights"),
+        ((_frame({**good, "shape": [-1]}),), "sends no weights"),
+        ((_frame({**good, "shape": [1 << 60]}),), "does not fit into memory"),
+        ((_frame(good), values.numpy().tobytes()), "w was damaged on the way"),
+        ((_frame(good), b"\0"), "is gone before all weights were there"),
+        ((_frame({"count": 3}),), "0 of 3 tensors were received"),
+    ):
+        assert message in str(_sent(address, *frames))
+        assert not address.exists()
+
+
+def test_addresses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a token"):
+        next(receive_weights("0.0.0.0:1234"))
+    with pytest.raises(ConfigError, match="'host:x' is no address"):
+        next(receive_weights("host:x"))
+    with pytest.raises(TransferError, match=r"nobody sent weights to .* within 0\.05 seconds"):
+        next(receive_weights(str(tmp_path / "s.sock"), timeout_seconds=0.05))
+    with pytest.raises(ConfigError, match="cannot listen at"):
+        next(receive_weights(str(tmp_path / "none" / "s.sock")))

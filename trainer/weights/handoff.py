@@ -1,0 +1,330 @@
+"""Weights on their way to other processes: by name, whole or in parts, one tensor at a time.
+
+The process of another engine listens, and takes tensors as they come; it needs no mesh:
+
+    for name, tensor in zeromesh.receive_weights("/run/weights.sock"):
+        ...
+
+All ranks of the trainer call `trainer.send_weights("/run/weights.sock")`; rank 0 connects. A frame is JSON behind its length (4
+bytes, big-endian), and the bytes of a tensor as they lie in memory:
+
+    receiver    {"format", "nonce", "parts"}        what it wants of which tensors
+    sender      {"format", "proof", "step"}         the nonce under the token, by HMAC-SHA256
+    sender      {"name", "dtype", "shape", "xxh3"} bytes    for each tensor
+    sender      {"count"}
+    receiver    {"received"}
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from zeromesh.errors import ConfigError, TransferError, printable
+from zeromesh.mesh.process_mesh import Mesh
+
+Part = tuple[int, int, int]
+"""Of a tensor the part `index` of `parts` along a dimension: `(dim, index, parts)`, as `torch.tensor_split` cuts it."""
+PartOf = Callable[[str], Part | None]
+"""The part of a tensor by its name; None: all of it."""
+_FORMAT = "zeromesh-weights-1"
+_HEADER_BYTES = 1 << 20
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    + (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+def stream_weights(
+    stored: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, part_of: PartOf = lambda name: None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `(name, tensor)` of what is `stored` of a model, on every rank; all ranks iterate to the end.
+
+    Floating-point tensors are in `dtype`. Of a tensor that `part_of` names a part of, which may be another one on each rank, only
+    that is yielded. One bucket is in memory at a time. A tensor may be a view of weights that the next step changes.
+
+    Raises:
+        ConfigError: for a part that a tensor does not have.
+    """
+    for name, tensor in stored:
+        part = part_of(name)
+        found = tensor if part is None else _cut(name, tensor, part)
+        yield name, found.to(dtype) if found.is_floating_point() else found
+
+
+def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    dim, index, parts = part
+    if not (0 <= dim < tensor.dim() and 0 <= index < parts <= max(1, tensor.shape[dim])):
+        raise ConfigError(
+            f"{name} of shape {list(tensor.shape)} has no part {index} of {parts} along dim {dim}; parts are counted from 0"
+        )
+    return tensor.tensor_split(parts, dim)[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One end of a connection."""
+
+    connection: socket.socket
+    peer: str
+
+    def send(self, header: Mapping[str, Any], content: memoryview | None = None) -> None:
+        text = json.dumps(header).encode()
+        self.connection.sendall(len(text).to_bytes(4, "big") + text)
+        if content is not None:
+            self.connection.sendall(content)
+
+    def header(self) -> dict[str, Any]:
+        size = int.from_bytes(self.fill(bytearray(4)), "big")
+        if size > _HEADER_BYTES:
+            raise TransferError(f"{self.peer} sends no weights: a header of {size} bytes")
+        try:
+            found = json.loads(bytes(self.fill(bytearray(size))))
+        except ValueError as error:
+            raise TransferError(f"{self.peer} sends no weights: {error}") from error
+        if not isinstance(found, dict):
+            raise TransferError(f"{self.peer} sends no weights: a header that is no object")
+        if "error" in found:
+            raise TransferError(f"{self.peer}: {printable(str(found['error']))}")
+        return found
+
+    def fill(self, buffer: bytearray | memoryview) -> bytearray | memoryview:
+        """Receive as many bytes as there is room for."""
+        view = memoryview(buffer)
+        while view:
+            count = self.connection.recv_into(view)
+            if not count:
+                raise TransferError(f"{self.peer} is gone before all weights were there")
+            view = view[count:]
+        return buffer
+
+
+def send_weights(
+    weights: Iterator[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    addresses: Sequence[str],
+    *,
+    step: int = 0,
+    token: str | None = None,
+    timeout_seconds: float = 30.0,
+) -> int:
+    """Send what `weights` yields to all receivers; all ranks call it, and rank 0 is connected. Returns the number of tensors.
+
+    Raises:
+        ConfigError: for an address that is none.
+        TransferError: on all ranks, when a receiver is not there, refuses, is silent for so long, or is gone.
+    """
+    problem, lines, sent = "", [], 0
+    with ExitStack() as stack:
+        if mesh.rank == 0:
+            try:
+                for address in addresses:
+                    lines.append(stack.enter_context(_connected(address, timeout_seconds)))
+                wanted = [_greet(line, step, token) for line in lines]
+            except (TransferError, ConfigError) as error:
+                problem = str(error)
+        _agree(mesh, problem)
+        for name, tensor in weights:
+            try:
+                for line, parts in zip(lines, wanted if lines else (), strict=True):
+                    part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
+                    _send_tensor(line, name, tensor if part is None else _cut(name, tensor, part))
+            except (TransferError, ConfigError, OSError) as error:
+                problem = _reason(error)
+            sent += 1
+            _agree(mesh, problem)
+        try:
+            for line in lines:
+                line.send({"count": sent})
+                if line.header().get("received") != sent:
+                    raise TransferError(f"{line.peer} has not received all of {sent} tensors")
+        except (TransferError, OSError) as error:
+            problem = _reason(error)
+        _agree(mesh, problem)
+    return sent
+
+
+def _agree(mesh: Mesh, problem: str) -> None:
+    """Raise on all ranks what has gone wrong on rank 0."""
+    found = mesh.world.gather_json(problem, "weights for other processes")[0]
+    if found:
+        raise TransferError(f"weights were not handed over: {found}")
+
+
+def _reason(error: BaseException) -> str:
+    return "the other end was silent for too long" if isinstance(error, TimeoutError) else str(error)
+
+
+def _greet(line: _Line, step: int, token: str | None) -> dict[str, Part]:
+    """Prove to a receiver that it is meant, and return the parts that it wants, by patterns of names."""
+    try:
+        hello = line.header()
+        if hello.get("format") != _FORMAT:
+            raise TransferError(f"{line.peer} does not receive weights of this version")
+        line.send({"format": _FORMAT, "proof": _proof(token, str(hello.get("nonce"))), "step": step})
+        answer = line.header()
+    except OSError as error:
+        raise TransferError(f"{line.peer}: {_reason(error)}") from error
+    if answer.get("accepted") is not True:
+        raise TransferError(f"{line.peer} does not take the weights")
+    return {str(pattern): (int(dim), int(index), int(parts)) for pattern, (dim, index, parts) in hello["parts"].items()}
+
+
+def _send_tensor(line: _Line, name: str, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat.data)}, flat.data)
+
+
+def _proof(token: str | None, nonce: str) -> str:
+    return hmac.new((token or "").encode(), nonce.encode(), "sha256").hexdigest()
+
+
+@contextmanager
+def _connected(address: str, timeout_seconds: float) -> Iterator[_Line]:
+    host, port = _host_of(address)
+    try:
+        if port is not None:
+            connection = socket.create_connection((host, port), timeout=timeout_seconds)
+        else:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout_seconds)
+            connection.connect(address)
+    except OSError as error:
+        raise TransferError(f"nobody receives weights at {address}: {error.strerror or error}") from error
+    with connection:
+        yield _Line(connection, f"the receiver at {address}")
+
+
+def _host_of(address: str) -> tuple[str, int | None]:
+    """Host and port of an address; for the path of a socket the port is None. Raises `ConfigError`."""
+    host, found, port = address.rpartition(":")
+    if "/" in address or not found:
+        return address, None
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(
+            f"{address!r} is no address: give the path of a socket, such as /tmp/weights.sock, or HOST:PORT"
+        )
+    return host.strip("[]"), int(port)
+
+
+def receive_weights(
+    address: str,
+    *,
+    parts: Mapping[str, Part] | None = None,
+    token: str | None = None,
+    timeout_seconds: float = 60.0,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Listen at an address, and yield `(name, tensor)` of each weight that a trainer sends, on the CPU. It ends when all are there.
+
+    Args:
+        address: the path of a Unix socket, or `HOST:PORT`.
+        parts: by patterns of names, as in `fnmatch`, the part `(dim, index, parts)` that is wanted; of all others everything is.
+        token: what the sender has to know; needed where other hosts can reach the address.
+        timeout_seconds: how long it waits for a sender, and for each next tensor.
+
+    Raises:
+        ConfigError: for an address that is none, and for one that others can reach without a token.
+        TransferError: when nobody sends in time, who sends does not know the token, is gone, or has sent damaged bytes.
+    """
+    host, port = _host_of(address)
+    if port is not None and not token and not _is_loopback(host):
+        raise ConfigError(f"{address} can be reached by other hosts: give a token, the same to both ends")
+    with _listening(address, host, port) as listener:
+        listener.settimeout(timeout_seconds)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError as error:
+            raise TransferError(f"nobody sent weights to {address} within {timeout_seconds:g} seconds") from error
+    with connection:
+        connection.settimeout(timeout_seconds)
+        line = _Line(connection, "the sender of weights")
+        try:
+            nonce = secrets.token_hex(16)
+            line.send(
+                {"format": _FORMAT, "nonce": nonce, "parts": {name: list(part) for name, part in (parts or {}).items()}}
+            )
+            if not hmac.compare_digest(str(line.header().get("proof")), _proof(token, nonce)):
+                line.send({"error": "the token is another one"})
+                raise TransferError("the sender of weights does not know the token")
+            line.send({"accepted": True})
+            count = 0
+            while "count" not in (header := line.header()):
+                yield str(header.get("name")), _read_tensor(line, header)
+                count += 1
+            if header["count"] != count:
+                raise TransferError(f"{count} of {header['count']} tensors were received")
+            line.send({"received": count})
+        except OSError as error:
+            raise TransferError(f"weights were not received: {_reason(error)}") from error
+
+
+def _read_tensor(line: _Line, header: Mapping[str, Any]) -> torch.Tensor:
+    name, dtype = header.get("name"), _DTYPES.get(str(header.get("dtype")))
+    given: Any = header.get("shape")
+    shape: list[int] = given if isinstance(given, list) else [-1]
+    sizes = all(type(size) is int and size >= 0 for size in shape)
+    if not isinstance(name, str) or not sizes or dtype is None:
+        raise TransferError(f"{line.peer} sends no weights: {printable(json.dumps(header)[:200])}")
+    try:
+        content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise TransferError(f"{printable(name)} of shape {shape} does not fit into memory") from error
+    line.fill(content.numpy().data)
+    if xxhash.xxh3_64_hexdigest(content.numpy().data) != header.get("xxh3"):
+        raise TransferError(f"{printable(name)} was damaged on the way")
+    return content.view(dtype).view(shape)
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+@contextmanager
+def _listening(address: str, host: str, port: int | None) -> Iterator[socket.socket]:
+    try:
+        if port is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family)
+        else:
+            path = Path(address)
+            if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()  # That of a receiver that is gone.
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(address)
+            path.chmod(0o600)
+            listener.listen(1)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
+    with listener:
+        try:
+            yield listener
+        finally:
+            if port is None:
+                Path(address).unlink(missing_ok=True)
