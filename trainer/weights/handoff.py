@@ -86,7 +86,7 @@ def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _WeightLine:
     """One end of a connection."""
 
     connection: socket.socket
@@ -179,7 +179,7 @@ def _reason(error: BaseException) -> str:
     return "the other end was silent for too long" if isinstance(error, TimeoutError) else str(error)
 
 
-def _greet(line: _Line, step: int, token: str | None) -> dict[str, Part]:
+def _greet(line: _WeightLine, step: int, token: str | None) -> dict[str, Part]:
     """Prove to a receiver that it is meant, and return the parts that it wants, by patterns of names."""
     try:
         hello = line.header()
@@ -194,7 +194,7 @@ def _greet(line: _Line, step: int, token: str | None) -> dict[str, Part]:
     return {str(pattern): (int(dim), int(index), int(parts)) for pattern, (dim, index, parts) in hello["parts"].items()}
 
 
-def _send_tensor(line: _Line, name: str, tensor: torch.Tensor) -> None:
+def _send_tensor(line: _WeightLine, name: str, tensor: torch.Tensor) -> None:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat.data)}, flat.data)
@@ -205,7 +205,7 @@ def _proof(token: str | None, nonce: str) -> str:
 
 
 @contextmanager
-def _connected(address: str, timeout_seconds: float) -> Iterator[_Line]:
+def _connected(address: str, timeout_seconds: float) -> Iterator[_WeightLine]:
     host, port = _host_of(address)
     try:
         if port is not None:
@@ -217,7 +217,7 @@ def _connected(address: str, timeout_seconds: float) -> Iterator[_Line]:
     except OSError as error:
         raise TransferError(f"nobody receives weights at {address}: {error.strerror or error}") from error
     with connection:
-        yield _Line(connection, f"the receiver at {address}")
+        yield _WeightLine(connection, f"the receiver at {address}")
 
 
 def _host_of(address: str) -> tuple[str, int | None]:
@@ -262,7 +262,7 @@ def receive_weights(
             raise TransferError(f"nobody sent weights to {address} within {timeout_seconds:g} seconds") from error
     with connection:
         connection.settimeout(timeout_seconds)
-        line = _Line(connection, "the sender of weights")
+        line = _WeightLine(connection, "the sender of weights")
         try:
             nonce = secrets.token_hex(16)
             line.send(
@@ -283,7 +283,7 @@ def receive_weights(
             raise TransferError(f"weights were not received: {_reason(error)}") from error
 
 
-def _read_tensor(line: _Line, header: Mapping[str, Any]) -> torch.Tensor:
+def _read_tensor(line: _WeightLine, header: Mapping[str, Any]) -> torch.Tensor:
     name, dtype = header.get("name"), _DTYPES.get(str(header.get("dtype")))
     given: Any = header.get("shape")
     shape: list[int] = given if isinstance(given, list) else [-1]
