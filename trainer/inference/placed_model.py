@@ -189,7 +189,11 @@ class PlacedModel:
         `seed` seeds what is drawn. Prompts are padded on the left, but for an encoder, which counts positions from the left.
         """
         arguments: dict[str, Any] = dict(self._padded(prompts, int(settings.pad_token_id or 0)))
-        watched = settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        # With guidance the model is called twice for a token.
+        watched = settings.guidance_scale in (None, 1) and settings.get_generation_mode() in (
+            GenerationMode.GREEDY_SEARCH,
+            GenerationMode.SAMPLE,
+        )
         chosen = _ChosenTokens()
         if watched:
             arguments["stopping_criteria"] = [chosen]

@@ -18,6 +18,7 @@ NEW_TOKENS = 128
 """New tokens where neither the caller nor the model's `generation_config.json` says how many."""
 _DECIDED_HERE = {
     "num_return_sequences": "give a prompt several times",
+    "max_time": "give max_new_tokens",
     "stop_strings": "give eos_token_id, or cut the text",
     "return_dict_in_generate": "results have tokens and logprobs",
     "output_scores": "results have logprobs",

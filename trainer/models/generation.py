@@ -29,10 +29,15 @@ from zeromesh.zero.engine import ZeroEngine
 
 _STAGED_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
-) | {"prefix_allowed_tokens_fn", "streamer"}
+) | {"prefix_allowed_tokens_fn", "streamer", "tokenizer"}
 """Arguments of `generate`, beside fields of `GenerationConfig`, that a model in stages accepts."""
 _UNSTAGED_SETTINGS = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
 """Fields of `GenerationConfig` that a model in stages cannot follow."""
+_ON_THE_HUB = (
+    *(GenerationMode.GROUP_BEAM_SEARCH, GenerationMode.CONSTRAINED_BEAM_SEARCH),
+    *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
+)
+"""Ways of searching whose code transformers loads from the Hub."""
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: bool, shared: bool) -> None:
@@ -57,12 +62,20 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
         and not bool(mask[:, -1].all())
     ):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
-    if not shared:
-        return
-    settings = copy.deepcopy(arguments.get("generation_config") or model.generation_config)
+    settings = copy.deepcopy(arguments.get("generation_config") or getattr(model, "generation_config", None))
     if not isinstance(settings, GenerationConfig):
+        if not shared:
+            return
         raise ConfigError(f"generate: generation_config is a {type(settings).__name__}, not a GenerationConfig")
     rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
+    mode = settings.get_generation_mode()
+    if mode in _ON_THE_HUB and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
+        raise ConfigError(
+            f"generate: {mode.value} is code on the Hub, which transformers does not have itself any more; use beams or sampling, or "
+            "load it: trainer.generate(trust_remote_code=True)"
+        )
+    if not shared:
+        return
     if settings.max_time is not None:
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
     if not staged:
@@ -72,12 +85,13 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
     if unknown or rest:
         named = ", ".join([*unknown, *rest])
         raise ConfigError(f"generate: {named} is not possible {where}; prompts are input_ids and attention_mask")
-    mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ConfigError(
             f"generate: {mode.value} is not possible {where}; allowed are greedy search and sampling (num_beams: 1)"
         )
     found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
+    if settings.guidance_scale not in (None, 1):
+        found.append("guidance_scale")  # It has a second cache, and stages keep one.
     if settings.cache_implementation not in (None, "dynamic"):
         found.append(f"cache_implementation: {settings.cache_implementation}")
     if found:
@@ -136,7 +150,9 @@ def generate(
 
     compute = new_forward()
 
-    def called(_model: nn.Module, **inputs: Any) -> Any:
+    def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
+        # Guidance gives the tokens by their place.
+        inputs |= dict(zip(["input_ids"], ids, strict=False))
         some_rank_goes_on(here=True)
         outputs = compute(inputs)
         see(outputs.logits[:, -1])
