@@ -71,7 +71,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
     mode = settings.get_generation_mode()
     if mode in _ON_THE_HUB and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
         raise ConfigError(
-            f"generate: {mode.value} is code on the Hub, which transformers does not have itself any more; use beams or sampling, or "
+            f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; use beams or sampling, or "
             "load it: trainer.generate(trust_remote_code=True)"
         )
     if not shared:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from generator_cases import sharp
 from tokenizers import Tokenizer, decoders, models
-from trainer_cases import VOCABULARY, sentences, settings
+from trainer_cases import sentences, settings
 from transformers import DynamicCache, PreTrainedTokenizerFast, WatermarkingConfig
 from transformers.generation import BaseStreamer
 
