@@ -122,7 +122,16 @@ class BatchGeneration:
             engine=self.engine,
             pipeline=self.pipeline,
         )
-        return tokens if whole else tokens[:, inputs["input_ids"].shape[1] :]
+        begun = inputs.get("decoder_input_ids")
+        given = inputs["input_ids"].shape[1] if not whole else begun.shape[1] if isinstance(begun, Tensor) else 1
+        self._pad_after_end(tokens[:, given:])
+        return tokens if whole else tokens[:, given:]
+
+    def _pad_after_end(self, new: Tensor) -> None:
+        """Put the pad token behind the first token that ends each row, where the library's beams have another if it is 0."""
+        if self.settings.eos_token_id is not None:
+            ends = torch.isin(new, torch.tensor(self.settings.eos_token_id, device=new.device)).int()
+            new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
 
     @property
     def _beside(self) -> dict[str, Any]:

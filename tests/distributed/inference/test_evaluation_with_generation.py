@@ -48,3 +48,22 @@ def test_a_sample_without_a_prompt_is_named_on_all_ranks(workers: Workers, tmp_p
     with workers.fresh(PoolOptions(size=2, timeout_seconds=5)) as pool:
         for message in pool.run("evaluation_cases:lacks_a_prompt", timeout=60.0, folder=str(tmp_path)):
             assert "sample 3 has no prompt" in message
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["sharded", "tensor"])
+@pytest.mark.parametrize("model", ["llama", "t5"])
+def test_beams(workers: Workers, tmp_path: Path, model: str, layout: str) -> None:
+    ranks, sections = LAYOUTS[layout]
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "model": model, "sections": sections}
+    for found in workers.run(
+        ranks, "evaluation_cases:agrees", timeout=120.0, count=7, fields={"num_beams": 3}, **arguments
+    ):
+        assert not found["wrong"]
+
+
+@pytest.mark.full
+def test_fewer_samples_than_ranks(workers: Workers, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "model": "llama", "sections": LAYOUTS["sharded"][1]}
+    for found in workers.run(4, "evaluation_cases:agrees", timeout=120.0, count=9, **arguments):
+        assert not found["wrong"]
