@@ -44,6 +44,7 @@ from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.handoff import PartOf, send_weights, stream_weights
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.weight_digests import require_same_weights
 
 if TYPE_CHECKING:
     from zeromesh.trainer.verification.certificate import Certificate
@@ -363,6 +364,17 @@ class Trainer:
             ConfigError: for `ema` in a run without `ema.decay`.
         """
         return self.run.model.state_dict(ema=ema)
+
+    def check_weights(self) -> None:
+        """Compare the weights of all ranks that hold the same ones, by digests; all ranks call it, between steps.
+
+        Raises:
+            WeightsDifferError: with the tensors and the ranks that differ.
+            PhaseError: once the model is whole, after `fit`.
+        """
+        engine = self.run.model.require_engine()
+        with self.mesh.call("trainer.check_weights()"):
+            require_same_weights(engine)
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of weights in the compute dtype, parameters and buffers, one bucket in memory at a time; all ranks

@@ -78,7 +78,7 @@ def _digests(engine: ZeroEngine) -> Iterator[tuple[str, str]]:
         part = _part(shard.region, shard.interval)
         name = shard.spec.name if shard.spec.kind == "model" else f"{shard.spec.name} ({shard.spec.kind})"
         if shard.values.numel:
-            yield f"{name}{part}, at rest", _digest(shard.values.load(torch.device("cpu")))
+            yield f"{name}{part}, at rest", _digest(shard.values.load(engine.mesh.device))
 
 
 def _gathered(bucket: Bucket) -> Iterator[tuple[str, str]]:

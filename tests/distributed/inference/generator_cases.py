@@ -42,6 +42,8 @@ def _eager(config: Any) -> Any:
 
 MODELS: dict[str, Any] = {
     "llama": lambda: llama(**_ENDS),
+    "llama-deep": lambda: llama(**_ENDS, num_hidden_layers=4),
+    "llama-heads": lambda: llama(**_ENDS, num_key_value_heads=1),
     "gpt2": gpt2,
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True)),
     "mixtral": lambda: tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**MIXTRAL))),
@@ -234,8 +236,12 @@ def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, 
         places = {}
         for bucket in all_buckets(generator.engine.units):
             for slot in bucket.layout.slots:
-                memory = bucket.buffer.full if bucket.buffer.persistent else bucket.master.memory
-                places[slot.spec.name] = memory[slot.where.start : slot.where.start + 1].view(torch.int64)
+                # Of a bucket that is gathered around use a rank has its interval alone.
+                kept = bucket.buffer.persistent
+                memory = bucket.buffer.full if kept else bucket.master.whole(mesh.device)
+                start = slot.where.start if kept else slot.where.start - bucket.interval.start
+                if memory is not None and 0 <= start < len(memory):
+                    places[slot.spec.name] = memory[start : start + 1].view(torch.int64)
         # Of the last rank, whose stage may be another one.
         for name in mesh.world.gather_json(sorted(places), "names")[-1]:
             flips = mesh.rank == mesh.world_size - 1 and places[name].numel() > 0

@@ -64,6 +64,7 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
                 listeners.append(_Listener(str(paths[0])))
                 listeners.append(_Listener(str(paths[1]), parts=halves, token="t0ken"))
             _ready(mesh, paths)
+            trainer.check_weights()
             found["count"] = trainer.send_weights(str(paths[0]))
             assert trainer.send_weights(str(paths[1]), token="t0ken") == found["count"]
             found["wanted"] = {name: tensor.clone() for name, tensor in trainer.stream_weights()}

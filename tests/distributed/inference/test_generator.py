@@ -17,16 +17,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "file": (2, {"offload": {"parameters": "file"}}),
     "stored": (2, {"offload": {"parameters": "file"}}),
     "host": (2, {"offload": {"parameters": "host"}}),
+    "interleaved": (2, {"parallel": {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}}),
+    "tensor-4": (4, {"parallel": {"tensor": 4}}),
+    "data-tensor": (4, {"parallel": {"tensor": 2}, "zero": {"stage": 0}}),
+    "data-pipeline": (4, {"parallel": {"pipeline": 2}, "zero": {"stage": 0}}),
+    "hybrid": (4, {"parallel": {"replicate": 2}, "zero": {"gathered_budget": 0}}),
 }
 SHORT = {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "stored"), ("t5", "tensor")}
 _STAGED = {"pipeline", "tensor-pipeline", "sharded-pipeline"}
 IMPOSSIBLE: dict[str, set[str]] = {"t5": _STAGED, "bart": {*_STAGED, "tensor"}}
 """Layouts that these models cannot be divided for, in training either."""
+ALONE = {"llama-deep": {"interleaved"}, "llama-heads": {"tensor-4", "data-tensor", "data-pipeline", "hybrid"}}
+"""Models for a few layouts, which no other model is tried in."""
 CASES: list[Any] = [
     pytest.param(model, layout, marks=() if (model, layout) in SHORT else pytest.mark.full)
     for model in MODELS
     for layout in LAYOUTS
     if layout not in IMPOSSIBLE.get(model, ())
+    and (layout in ALONE[model] if model in ALONE else layout not in set().union(*ALONE.values()))
 ]
 
 
