@@ -315,11 +315,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all ranks, as accelerate does."""
-        found = super().gather(tensor)
-        if not self._gathers_data_alone:
-            return found
+        return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
+
+    def gather_of_data(self, tensor: Any) -> Any:
+        """Gather tensors of all ranks, but of those that share layers, which have the same ones, once."""
         ranks = self.num_processes
-        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self._tensor]), found)
+        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self._tensor]), super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors on a tensor axis."""

@@ -53,6 +53,7 @@ class TrainerOverEngine:
 
     accelerator: Accelerator
     args: Any
+    gather_function: Any
     model: nn.Module
     optimizer: Any
     state: Any
@@ -111,6 +112,17 @@ class TrainerOverEngine:
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # Finding out reads gradients, and those are the engine's.
+
+    # Evaluations
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        """Run an evaluation in transformers' way; what ranks that share layers have in common is gathered once.
+
+        `Seq2SeqTrainer` gathers with `Accelerator.gather`, other trainers with `gather_for_metrics`, which knows of this.
+        """
+        if self.gather_function == self.accelerator.gather and self.accelerator.num_processes > 1:
+            self.gather_function = self.accelerator.gather_of_data
+        return self._super.evaluation_loop(*arguments, **named)
 
     # Checkpoints
 

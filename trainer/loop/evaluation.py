@@ -91,14 +91,14 @@ def generation_of(
         return None
     if metrics and run.inputs.compute_metrics is None:
         raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
-    settings = settings_of(model.module, {**(section.generation or {}), **fields}, run.inputs.processing_class)
+    settings = settings_of(model.module, {**(section.generation or {}), **fields}, model.processing_class)
     generation = BatchGeneration(
         model=model.module,
         mesh=run.mesh,
         engine=model.engine,
         pipeline=model.divided.pipeline,
         settings=settings,
-        processing_class=run.inputs.processing_class,
+        processing_class=model.processing_class,
         seed=f"{section.seed}/{run.progress.step}",
     )
     generation.check()

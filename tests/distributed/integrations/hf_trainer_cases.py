@@ -9,7 +9,7 @@ import transformers as tf
 from accelerate_cases import fresh_state
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
-from trainer_cases import VOCABULARY, llama, seeded, sentences
+from trainer_cases import VOCABULARY, WIDE, llama, seeded, sentences
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
@@ -206,6 +206,32 @@ def generating(mesh: Mesh, folder: str) -> dict[str, Any]:
             trainer.save_model(root)
     if mesh.rank == 0:
         found["dtype"] = str(tf.AutoModelForSeq2SeqLM.from_pretrained(Path(folder) / "mine").dtype)
+    return found
+
+
+def generating_together(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """`Seq2SeqTrainer` on a tensor axis of all ranks, whose evaluations see each of five samples once, as in one process."""
+    config = tf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=5,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, over in (("plain", lambda kind: kind), ("mine", on_zeromesh)):
+        with fresh_state():
+            asked = {"predict_with_generate": True, "save_strategy": "no", "load_best_model_at_end": False}
+            trainer = over(tf.Seq2SeqTrainer)(
+                seeded(lambda: tf.T5ForConditionalGeneration(config)).double(),
+                arguments_of(Path(folder) / name, tf.Seq2SeqTrainingArguments, **asked),
+                eval_dataset=sentences(5),
+                compute_metrics=_measure,
+                **({"zeromesh": {"parallel": {"tensor": 2}, "precision": WIDE}} if over is on_zeromesh else {}),
+            )
+            size = trainer.evaluate(max_new_tokens=6)["eval_size"]
+            found[name] = {
+                "size": size,
+                "tokens": trainer.predict(sentences(5), max_new_tokens=6).predictions.tolist(),
+                "beams": trainer.predict(sentences(5), max_new_tokens=4, num_beams=3).predictions.tolist(),
+            }
     return found
 
 

@@ -32,6 +32,16 @@ def test_generation_and_what_is_saved_of_low_precision(workers: Workers, tmp_pat
     assert found["dtype"] == "torch.float32"
 
 
+def test_ranks_that_share_layers_predict_each_sample_once(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(2, "hf_trainer_cases:generating_together", folder=str(tmp_path)):
+        mine, plain = found["mine"], found["plain"]
+        # transformers itself has samples twice where processes do not divide them, after all of them.
+        assert (mine["size"], plain["size"]) == (5, 8)
+        assert mine["tokens"] == plain["tokens"][:5]
+        assert mine["beams"] == plain["beams"][:5]
+        assert len({tuple(each) for each in mine["tokens"]}) > 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_people_do_with_a_trainer_is_what_the_original_does(workers: Workers, tmp_path: Path, stage: int) -> None:
