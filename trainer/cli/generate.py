@@ -79,7 +79,9 @@ def _launch(options: argparse.Namespace, processes: int) -> int:
     # With results on disk the rest is generated again after a rank has died; without them nothing would be kept.
     nodes = Nodes(max_restarts=options.max_restarts if options.out else 0)
     arguments = python_arguments("zeromesh", [*words, "--", options.config, *options.overrides])
-    return train.report(launch_workers(arguments, processes=processes, nodes=nodes, notify=train.say))
+    return train.report(
+        launch_workers(arguments, processes=processes, nodes=nodes, notify=train.say, talks=options.chat)
+    )
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
@@ -131,8 +133,7 @@ def _generate(
         if options.check:
             generator.check()
         if options.chat:
-            chat = _Chat(generator, sys.stdin, sys.stdout, fields) if leads else None
-            generator.serve(chat.inbox if chat is not None else None, batch=1)
+            _talk(generator, _Chat(generator, sys.stdin, sys.stdout, fields) if leads else None)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
         asked = [{"seed": number_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
@@ -229,6 +230,18 @@ def _stream(generator: Generator, prompt: Mapping[str, Any], fields: Mapping[str
     generator.serve(inbox, batch=1, **fields)
 
 
+def _talk(generator: Generator, chat: _Chat | None) -> None:
+    """Serve a conversation until it is over. Ctrl-C reaches all ranks, and rank 0, which has `chat`, does what it means."""
+    from zeromesh.launch.rank_processes import handled_signals
+
+    def interrupt(number: int, frame: object) -> None:
+        if chat is not None:
+            chat.interrupt()
+
+    with handled_signals((signal.SIGINT,), interrupt):
+        generator.serve(chat.inbox if chat is not None else None, batch=1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """A piece of an answer, and whether it is the last."""
@@ -246,11 +259,9 @@ class _Chat:
         self._messages: list[dict[str, str]] = []
         self._number: int | None = None
         generator.encode([{"role": "user", "content": "Hi"}])  # Without a template this says so, before anybody types.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, lambda *_: self._interrupt())
         threading.Thread(target=self._run, name="chat", daemon=True).start()
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """End the answer, or else the conversation."""
         if self._number is None:
             self.inbox.stop(abandon=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +56,17 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
     """The part of one rank."""
+    from zeromesh.launch.rank_processes import handled_signals
     from zeromesh.trainer.inference.generator import Generator
 
     leads = read_environment().rank == 0
     inbox = Inbox(limit=options.queue) if leads else None
     # Whatever rank a signal reaches, rank 0 decides when all end.
     requested = threading.Event()
-    with _signals(requested.set), Generator(options.config, options.config_file, overrides=keys) as generator:
+    with (
+        handled_signals((signal.SIGTERM, signal.SIGINT), lambda *_: requested.set()),
+        Generator(options.config, options.config_file, overrides=keys) as generator,
+    ):
         server = _start(options, generator, inbox) if inbox is not None else None
         if server is not None:
             threading.Thread(target=_stop_when, args=(requested, server, inbox, options.grace), daemon=True).start()
@@ -100,15 +103,3 @@ def _stop_when(requested: threading.Event, server: HttpServer, inbox: Inbox, gra
     server.begin_stop()
     threading.Event().wait(grace)
     inbox.stop(abandon=True)
-
-
-@contextmanager
-def _signals(then: Callable[[], object]) -> Iterator[None]:
-    """Inside the block SIGTERM and SIGINT call `then`, and nothing else."""
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda *_: then()) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -227,17 +228,28 @@ def _record(error: BaseException, trace: str, exit_code: int) -> None:
 
 
 class StopSignals:
-    """Signals that this process has received, and whether one was passed on to the processes that it has started."""
+    """Signals that this process has received, and whether one was passed on to the processes that it has started.
 
-    def __init__(self) -> None:
+    Those in `told` are no requests to stop, but something that a person tells these processes.
+    """
+
+    def __init__(self, told: Sequence[int] = ()) -> None:
         self.first = 0
         self.passed_on = False
         self.pending: list[int] = []
+        self._told = tuple(told)
 
     def receive(self, number: int, frame: object) -> None:
         """Note one; a signal handler."""
-        self.first = self.first or number
+        if number not in self._told:
+            self.first = self.first or number
         self.pending.append(number)
+
+    def tell(self, send: Callable[[int], None]) -> None:
+        """Send what has come that is no request to stop, as often as it came."""
+        while told := [number for number in self.pending if number in self._told]:
+            self.pending.remove(told[0])
+            send(told[0])
 
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
         """Pass on what has come: the first signal lets the others end in order, a second one ends them at once."""
@@ -255,13 +267,21 @@ class StopSignals:
 
 
 @contextmanager
-def noted_signals() -> Iterator[StopSignals]:
-    """Note signals to stop instead of ending, and put the handlers back."""
-    requests = StopSignals()
-    kept = {number: signal.signal(number, requests.receive) for number in _SIGNALS}
+def handled_signals(numbers: Sequence[int], handler: Callable[[int, object], object]) -> Iterator[None]:
+    """Inside the block these signals call `handler`; then the handlers are put back. Nothing but the main thread can do so."""
+    changes = threading.current_thread() is threading.main_thread()
+    kept = {number: signal.signal(number, handler) for number in numbers} if changes else {}
     try:
-        yield requests
+        yield
     finally:
-        for number, handler in kept.items():
-            if handler is not None:
-                signal.signal(number, handler)
+        for number, before in kept.items():
+            if before is not None:
+                signal.signal(number, before)
+
+
+@contextmanager
+def noted_signals(told: Sequence[int] = ()) -> Iterator[StopSignals]:
+    """Note signals to stop instead of ending, and put the handlers back. `told`: signals that are no requests to stop."""
+    requests = StopSignals(told)
+    with handled_signals(_SIGNALS, requests.receive):
+        yield requests

@@ -436,17 +436,23 @@ def _to_stderr(line: str) -> None:
 
 
 def launch_workers(
-    arguments: Sequence[str], *, processes: int, nodes: Nodes = ALONE, notify: Callable[[str], None] = _to_stderr
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    nodes: Nodes = ALONE,
+    notify: Callable[[str], None] = _to_stderr,
+    talks: bool = False,
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
 
-    `notify` gets a line for a person when all start again. Returns 0 when all succeed, the failure when one does not, and 128
-    plus the signal's number when this process got a signal to stop; the workers are gone then.
+    `notify` gets a line for a person when all start again. With `talks` a person talks to the ranks, and Ctrl-C is nothing but
+    passed on to them. Returns 0 when all succeed, the failure when one does not, and 128 plus the signal's number when this
+    process got a signal to stop; the workers are gone then.
 
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.
     """
-    with noted_signals() as requests:
+    with noted_signals((signal.SIGINT,) if talks else ()) as requests:
         others = meeting(nodes, processes, notify, lambda: bool(requests.first))
         try:
             found = others.first_start()
@@ -471,6 +477,7 @@ def _run(arguments: Sequence[str], place: RankRange, poll: Stopped, requests: St
         while not ranks.over():
             if poll():
                 ranks.stop(signal.SIGTERM, _REST_SECONDS)
+            requests.tell(ranks.send)
             requests.pass_on(lambda number: ranks.stop(number, _REST_SECONDS), lambda: ranks.send(signal.SIGKILL))
             time.sleep(_TICK_SECONDS)
         return ranks.failure()

@@ -7,8 +7,8 @@ import pytest
 from test_generator import LAYOUTS
 from workers import Workers
 
-_STAGED = {"pipeline", "sharded-pipeline", "tensor-pipeline"}
-EVERY = [name for name in LAYOUTS if name not in ("file", "stored")]
+# Weights of a training are not read from files, and the model has too few blocks for interleaved stages.
+EVERY = [name for name in LAYOUTS if name not in ("file", "stored", "interleaved")]
 
 
 def marked(names: list[str], short: str) -> list[Any]:
@@ -34,7 +34,7 @@ def test_several_sets_with_fewer_samples_than_ranks(workers: Workers, tmp_path: 
         assert found["loss"] < 1e-9
 
 
-@pytest.mark.parametrize("layout", marked([name for name in EVERY if name not in _STAGED], "tensor"))
+@pytest.mark.parametrize("layout", marked([name for name in EVERY if "pipeline" not in name], "tensor"))
 @pytest.mark.parametrize("model", ["llama", pytest.param("t5", marks=pytest.mark.full)])
 def test_beams_do_not_depend_on_neighbours(workers: Workers, tmp_path: Path, layout: str, model: str) -> None:
     ranks, sections = LAYOUTS[layout]

@@ -92,3 +92,38 @@ def test_a_killed_generation_goes_on(tmp_path: Path, whole: bool) -> None:
     assert [row["number"] for row in rows] == list(range(60))
     assert [row["new_tokens"] for row in rows] == [line["max_new_tokens"] for line in prompts]
     assert not journal.exists()
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_answers_and_then_the_conversation(tmp_path: Path) -> None:
+    """As often as somebody likes, over several ranks."""
+    write_model(tmp_path / "model", layers=8, hidden=256)
+    words = [sys.executable, "-m", "zeromesh", "generate", "model", "--chat", "--nproc", "2", "zero.stage=0"]
+    words += ["--max-new-tokens", "400", "generation.eos_token_id=-1", "generation.do_sample=true"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert command.stdin is not None
+    assert command.stdout is not None
+
+    def heard(many: int) -> bytes:
+        return os.read(command.stdout.fileno(), many) if command.stdout is not None else b""
+
+    said = b""
+    for turn in range(3):
+        while not said.endswith(b"> "):
+            said += heard(1)
+        command.stdin.write(b"Hi\n")
+        command.stdin.flush()
+        said = heard(1)
+        command.send_signal(signal.SIGINT)
+        assert command.poll() is None, turn
+    while not said.endswith(b"\n> "):
+        said += heard(1)
+    assert len(said) < 400, "the answer was not cut short"
+    command.send_signal(signal.SIGINT)
+    error = command.stderr.read().decode() if command.stderr is not None else ""
+    assert command.wait(60) == 0, error
+    command.stdin.close()
+    assert "Traceback" not in error

@@ -144,6 +144,10 @@ def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(m
     assert log == ["ordered", "ordered"]
     gone = Transfer.failing(StorageError("gone"))
     monkeypatch.setattr(moving, "_copy", lambda source, target: gone)
+    together = TieredTensor(torch.float32, halves).read(0, out)  # Two files, whose reader waits when it needs them.
+    with pytest.raises(StorageError, match="gone"):
+        together.wait()
+    gone.crosses = True
     with pytest.raises(StorageError, match="gone"):
         TieredTensor(torch.float32, halves).read(0, out)
 
