@@ -126,6 +126,10 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
                 while at < end:
                     at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
 
+    def read_ahead(self, offset: int, length: int) -> None:
+        """Have the system begin to read bytes into the page cache, which will be read soon."""
+        os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_WILLNEED)
+
     def forget(self, offset: int, length: int) -> None:
         """Let the page cache go of bytes that are on the disk and will not be read soon."""
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)

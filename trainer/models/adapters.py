@@ -7,7 +7,7 @@ their attributes: PEFT itself is imported only where adapters are made.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,9 @@ class AdaptedSource:
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         return self._source.place(self._inside[fqn], start, dtype) if fqn in self._inside else None
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name not in self._own)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         return self._source.buffer(self._inside[name]) if name in self._inside else None

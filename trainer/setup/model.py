@@ -321,7 +321,7 @@ class _WatchedSource:
 
     def __init__(self, built: BuiltModel, console: Console, mesh: Mesh) -> None:
         self.read, self.fill, self.place = built.source.read, built.source.fill, built.source.place
-        self.buffer, self.close = built.source.buffer, built.source.close
+        self.expect, self.buffer, self.close = built.source.expect, built.source.buffer, built.source.close
         self._release, self._console, self._mesh = built.source.release, console, mesh
         self._total = sum(1 for _ in built.model.parameters())
         self._done = 0

@@ -283,6 +283,10 @@ def quiet_library() -> Iterator[None]:
 
 
 MAX_INDEX_BYTES = 100_000_000
+_READ_AHEAD = 256 << 20
+"""Bytes of files that are read into the page cache before they are asked for."""
+_CHUNK = 1 << 22
+"""Elements that are read ahead at a time."""
 
 
 class TensorFiles:
@@ -296,6 +300,34 @@ class TensorFiles:
         except CheckpointError as error:  # What is wrong with a file is wrong with the setting that names it.
             raise ConfigError(f"{error}; download or save it again", where="model.source") from None
         self._files: dict[Path, PositionalFile] = {}
+        self._expected: Iterator[tuple[str, int, int]] = iter(())
+        self._ahead = 0
+        """Bytes that are being read ahead."""
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Read elements [start, end) of tensors ahead, in this order, as far as `_READ_AHEAD` before `fill` gets to them."""
+        self._expected = (
+            (name, begin, min(begin + _CHUNK, end))
+            for name, start, end in ranges
+            for begin in range(start, end, _CHUNK)
+        )
+        self._advance(0)
+
+    def _advance(self, done: int) -> None:
+        """So many bytes have been read: as many others can be read ahead."""
+        self._ahead -= done
+        while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
+            name, start, end = found
+            entry = self.entries[name]
+            length = (end - start) * entry.dtype.itemsize
+            self._file(entry).read_ahead(entry.begin + start * entry.dtype.itemsize, length)
+            self._ahead += length
+
+    def _file(self, entry: Entry) -> PositionalFile:
+        if entry.path not in self._files:
+            # The cache of the Hub has links to its files, which are not followed otherwise.
+            self._files[entry.path] = PositionalFile(entry.path.resolve(), direct=False)
+        return self._files[entry.path]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype.
@@ -312,10 +344,8 @@ class TensorFiles:
         """Fill `out`, 1-D, on CPU and in the file's dtype, with elements from `start` on. Raises as `read` does."""
         entry = self.entries[name]
         if out.numel():
-            if entry.path not in self._files:
-                # The cache of the Hub has links to its files, which are not followed otherwise.
-                self._files[entry.path] = PositionalFile(entry.path.resolve(), direct=False)
-            self._files[entry.path].read(out.view(torch.uint8), entry.begin + start * entry.dtype.itemsize)
+            self._file(entry).read(out.view(torch.uint8), entry.begin + start * entry.dtype.itemsize)
+            self._advance(out.nbytes)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Read tensor `name` in its shape."""
@@ -443,6 +473,11 @@ class SafetensorsSource:
             self._files.fill(name, start, out)
         else:
             out.copy_(self.read(fqn, start, start + out.numel()))
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Read parameters ahead, as far as they are in the files as they are."""
+        direct, origin = self._matched.direct, self._origin
+        self._files.expect((direct[origin[name]], start, end) for name, start, end in ranges if origin[name] in direct)
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """The file, and the byte in it, from which on a parameter's elements lie; None where they have to be converted."""

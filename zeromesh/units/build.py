@@ -1,6 +1,6 @@
 """Builds the runtime units of a model: layouts, memory, initial values, and parameters that are views of flat buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -102,6 +102,8 @@ def build_units(
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
+    # Memory is reserved meanwhile.
+    source.expect(_ranges(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
     trained = [layout for layout in flat if layout.first.requires_grad]
@@ -208,8 +210,7 @@ def _bucket(
     source: ParameterSource,
     tiers: Tiers,
 ) -> Bucket:
-    whole = options.placements.optimizer is Placement.REPLICATED
-    interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
+    interval = _interval(layout, mesh, options)
     stored = _stored(layout, buffer, interval, options, source)
     if stored is not None:
         master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
@@ -249,6 +250,27 @@ def _stored(
             start = piece.in_shard.start + run.local - piece.in_parameter.start
             found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
     return found
+
+
+def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
+    """The elements of a bucket whose master weights this rank has."""
+    whole = options.placements.optimizer is Placement.REPLICATED
+    return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
+
+
+def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
+    """The elements of parameters that this rank will read, in the order in which it does; none that may stay in their files."""
+    if options.offload.in_place and options.offload.parameters.tier == "file":
+        return
+    for layout in layouts:
+        for piece in layout.pieces(_interval(layout, mesh, options)):
+            name, part = piece.spec.name, piece.in_parameter
+            if (rows := _scattered(piece)) is not None:
+                hull = rows.hull(part)
+                yield name, hull.start, hull.end
+                continue
+            for run in piece.spec.region.runs(part):
+                yield name, run.logical, run.logical + run.length
 
 
 def _scattered(piece: ShardPiece) -> StridedRows | None:

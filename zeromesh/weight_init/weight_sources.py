@@ -19,7 +19,7 @@ Memory is NaN before (integers are computed twice over different fillings), so a
 on meta has lost, is found and reported instead of being invented.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -270,6 +270,10 @@ class ParameterSource(Protocol):
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """The file, and the byte in it, from which on the parameter's elements lie as they are in `dtype`; None: in no file."""
         return None
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Note which elements [start, end) of which parameters will be read, in this order, so that they can be read ahead."""
+        return
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The stored value of buffer `name`, or None where the model has it or computes it again."""

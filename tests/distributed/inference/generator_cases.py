@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, WeightsDifferError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import peak_bytes, resident_bytes
+from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.units import build
 from zeromesh.units.unit import all_buckets
 
@@ -88,6 +91,31 @@ def alone(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens[begin:].tolist(), logits.log_softmax(-1)[places - 1, tokens[begin:]].tolist()
 
 
+@contextmanager
+def _unexpected_reads() -> Iterator[list[Any]]:
+    """Collects what is read of a model's files without having been expected, once something is."""
+    found: list[Any] = []
+    expected: dict[str, list[tuple[int, int]]] = {}
+    expect, fill = TensorFiles.expect, TensorFiles.fill
+
+    def note(files: TensorFiles, ranges: Any) -> None:
+        ranges = list(ranges)
+        for name, start, end in ranges:
+            expected.setdefault(name, []).append((start, end))
+        expect(files, ranges)
+
+    def look(files: TensorFiles, name: str, start: int, out: torch.Tensor) -> None:
+        if expected and not any(begin <= start and start + out.numel() <= end for begin, end in expected.get(name, ())):
+            found.append([name, start, out.numel()])
+        fill(files, name, start, out)
+
+    TensorFiles.expect, TensorFiles.fill = note, look  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        TensorFiles.expect, TensorFiles.fill = expect, fill  # type: ignore[method-assign]
+
+
 def agrees(
     mesh: Mesh, folder: str, model: str, sections: dict[str, Any], batch: int = 2, prompts: int = len(PROMPTS)
 ) -> dict[str, Any]:
@@ -102,7 +130,7 @@ def agrees(
     if model in ("mixtral", "qwen3_moe"):
         sections["model"] = {"config": {"experts_implementation": "eager"}}
     rounds: list[list[int]] = []
-    with Generator(directory, **sections) as generator:
+    with _unexpected_reads() as unexpected, Generator(directory, **sections) as generator:
         found = generator.generate(
             PROMPTS[:prompts],
             batch=batch,
@@ -128,6 +156,7 @@ def agrees(
         "trained": any(trained),
         "rounds": rounds,
         "whole": sum(parameter.nbytes for parameter in reference.parameters()),
+        "unexpected": unexpected,
         "kinds": len({tuple(each.tokens) for each in found}),
     }
 

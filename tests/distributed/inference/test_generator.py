@@ -51,6 +51,7 @@ def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model
         assert found["apart"] < 1e-9
         assert found["kinds"] > 1, "prompts are continued by one text, which any mistake would give too"
         assert not found["trained"]
+        assert not found["unexpected"]
         # Nothing but the parameters: no gradients, no moments, no master weights beside them.
         assert set(found["memory"]) <= {"PARAMETERS", "STAGING", "COMMUNICATORS"}
         assert found["rounds"] == results[0]["rounds"]

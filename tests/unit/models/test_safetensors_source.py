@@ -50,6 +50,37 @@ def load(directory: Path, head: Any = "causal_lm", **config: Any) -> Any:
     return build_model(ModelSection(source=str(directory), config=config, head=head), 0)
 
 
+def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("llama", tmp_path, "20KB")
+    source: Any = load(tmp_path).source
+    files, ahead, most = source._files, [], 0
+    monkeypatch.setattr(safetensors_source, "_READ_AHEAD", 4000)
+    monkeypatch.setattr(safetensors_source, "_CHUNK", 300)
+    monkeypatch.setattr(
+        safetensors_source.PositionalFile, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent))
+    )
+    wanted = [(name, 1, numel) for name, numel in source._numel.items()]
+    source.expect(iter(wanted))
+    done = 0
+    for name, start, end in wanted:
+        most = max(most, sum(length for *_, length in ahead) - done)
+        source.read(name, start, end)
+        done += (end - start) * 4
+    places = [(str(entry.path), entry.begin + start * 4, (end - start) * 4)
+              for entry, start, end in ((files.entries[name], start, end) for name, start, end in wanted)]  # fmt: skip
+    told = []
+    for path, begin, length in ahead:
+        assert length <= 1200
+        if told and told[-1][0] == path and sum(told[-1][1:]) == begin:
+            told[-1] = (path, told[-1][1], told[-1][2] + length)
+        else:
+            told.append((path, begin, length))
+    assert told == places
+    assert 4000 <= most < 4000 + 1200
+
+
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_is_exact(family: str, shard: str, tmp_path: Path) -> None:
