@@ -23,7 +23,7 @@ TOKEN = "ZEROMESH_SERVE_TOKEN"
 """The variable with what clients have to send as their API key."""
 _STOPPED = {128 + int(signal.SIGINT), 128 + int(signal.SIGTERM)}
 _FAREWELL_SECONDS = 1.0
-"""How long clients have to read an error of a generator that has failed."""
+"""The time that clients have to read the error of a generator that has failed."""
 
 
 def run_serve(options: argparse.Namespace) -> int:

@@ -42,10 +42,10 @@ from zeromesh.zero.weight_digests import require_same_weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """What a model made of one prompt."""
+    """The result of one prompt."""
 
     text: str | None
-    """That of the new tokens, without special ones; None where the model has no tokenizer."""
+    """The text of the new tokens without special ones; None if the model has no tokenizer."""
     tokens: list[int]
     """The new tokens, with the one that ended it."""
     logprobs: list[float] | None
@@ -97,7 +97,7 @@ class Generator:
             self.mesh.refuse(error)
             raise
         self.work = LaneWork()
-        """What this rank computed for the latest `generate`, where prompts joined a running batch."""
+        """The work of this rank in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
         self._failure = ""
 
@@ -250,22 +250,22 @@ class Generator:
         self._placed.settings(own, len(tokens))
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
-        """Whether requests with these fields may join a running batch of this model, so that `serve` takes them."""
+        """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
         return not why_unbatched(self._placed.module, self._placed.settings(fields, 1))
 
     @property
     def model_type(self) -> str:
-        """As the model's `config.json` has it."""
+        """The `model_type` of the model's `config.json`."""
         return str(self._placed.module.config.model_type)
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a prompt and its continuation may have; None: the model does not say."""
+        """The most tokens that a prompt and its continuation may have together; None if the model does not say."""
         return decoder_positions(self._placed.module)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """That of the model; None where it has none."""
+        """The tokenizer of the model; None if it has none."""
         return self._placed.tokenizer
 
     def _require_alive(self) -> None:
@@ -292,7 +292,7 @@ class Generator:
         return requests, next((each for each in settings if why_unbatched(self._placed.module, each)), settings[0])
 
     def _settings(self, request: Request, fields: Mapping[str, Any]) -> GenerationConfig:
-        """How a request is generated. Raises `ConfigError` and `DataError` with its number."""
+        """Return the settings of a request. Raises `ConfigError` and `DataError` with its number."""
         try:
             return self._placed.settings({**fields, **request.fields}, len(request.tokens))
         except DataError as error:

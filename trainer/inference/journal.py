@@ -37,7 +37,7 @@ class ResultJournal:
         self.out, self.count = out, count
         self.path = out.with_name(out.name + SUFFIX)
         self.rows: dict[int, dict[str, Any]] = {}
-        """By the number of the prompt."""
+        """The results so far, by the number of the prompt."""
         head = {"generates": content, "prompts": count}
         try:
             kept = self._read(head)

@@ -48,7 +48,7 @@ class _ChosenTokens:
 
     def __init__(self) -> None:
         self.logprobs: list[torch.Tensor] = []
-        """Of each new token, [rows]."""
+        """The log-probabilities of each new token, a tensor `[rows]` per token."""
         self._logits = torch.empty(0)
 
     def see(self, logits: torch.Tensor) -> None:
@@ -63,14 +63,14 @@ class _ChosenTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokens:
-    """What one prompt was continued by."""
+    """The continuation of one prompt."""
 
     tokens: list[int]
     """Up to the one that ended it, which is the last."""
     logprobs: list[float] | None
-    """Of each token; None for ways of searching that choose tokens later than they see them."""
+    """The log-probability of each token; None for search methods, such as beams, that choose tokens later than they score them."""
     ended: bool
-    """Whether a token ended it, and not its length."""
+    """True if an end token ended the continuation, False if it reached its maximal length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +127,11 @@ class PlacedModel:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether prompts go to an encoder, and tokens come from a decoder."""
+        """True if prompts go to an encoder and tokens come from a decoder."""
         return bool(self.module.config.is_encoder_decoder)
 
     def settings(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
-        """How this layout goes on from a prompt of so many tokens; see `settings_of`, also for what is raised."""
+        """Return the settings to continue a prompt of `prompt_tokens` tokens in this layout. Raises what `settings_of` raises."""
         staged = self.mesh.pipeline.size > 1
         return settings_of(
             self.module, fields, prompt_tokens, staged=staged, shared=staged or self.mesh.tensor.size > 1
@@ -172,7 +172,7 @@ class PlacedModel:
         )
 
     def _cache_tokens(self) -> int:
-        """How many tokens keys and values may be kept of on each rank, in half of the memory that is free where it computes."""
+        """Return for how many tokens each rank may keep keys and values: they may take half of the free memory of its device."""
         config, device = self.module.config.get_text_config(), self.mesh.device
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

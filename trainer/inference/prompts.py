@@ -97,7 +97,7 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def problem_of(prompt: Any, key: str | None = None) -> str:
-    """What a prompt should have been, or that of this `key`; empty where it is one."""
+    """Return what a prompt, or a prompt under this `key`, has to be if it is not valid; empty if it is."""
     if isinstance(prompt, str) and key in (None, "text"):
         return "" if prompt else "is text of at least one letter"
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) else []

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from zeromesh.errors import PhaseError, QueueFullError
 
 Finish = Literal["stop", "length", "cancelled"]
-"""Why a text ended: a token of its end, the most new tokens, or the one who asked for it is gone."""
+"""The reason why a text ended: an end token came, it reached its maximal length, or its request was cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +32,17 @@ class Request:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of transformers' `GenerationConfig`, on top of the model's own, as JSON has them."""
     seed: int = 0
-    """Of what is drawn for it, whatever else is generated beside it."""
+    """Seeds the sampling of this request, which does not depend on the requests beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What was generated for a request since the progress before."""
+    """The tokens that were generated for a request since the progress before."""
 
     number: int
     tokens: list[int]
     logprobs: list[float]
-    """Of each token the logarithm of the probability that the model gives it, before temperature and the like."""
+    """The logarithm of the probability that the model gives each token, before temperature and other processors."""
     finish: Finish | None = None
     """None: more is to come."""
 
@@ -53,14 +53,14 @@ OnProgress = Callable[[Progress], object]
 
 @dataclass(kw_only=True, slots=True)
 class News:
-    """What has come into an inbox since it was last read."""
+    """The requests and cancellations that have come into an inbox since it was last read."""
 
     requests: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     streams: bool = False
-    """Whether somebody waits for each token as soon as it is there."""
+    """True if clients want each token as soon as it is generated."""
     stopping: bool = False
-    """Whether no more requests come."""
+    """True if no more requests will come."""
 
 
 class Inbox:
@@ -122,7 +122,7 @@ class Inbox:
             self._changed.notify_all()
 
     def take(self, *, wait_seconds: float = 0.0) -> News:
-        """What has come since the last call; where there is nothing, wait for it so long."""
+        """Return what has come since the last call, and wait up to `wait_seconds` for it if there is nothing."""
         with self._changed:
             if wait_seconds:
                 self._changed.wait_for(lambda: self._waiting or self._cancelled or self._stopping, wait_seconds)

@@ -1,4 +1,4 @@
-"""How a request is generated: a model's own `GenerationConfig` with the fields of the request on top, checked."""
+"""The settings of a request: the model's own `GenerationConfig` with the fields of the request on top, checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "to
 def settings_of(
     module: Any, fields: Mapping[str, Any], prompt_tokens: int, *, staged: bool, shared: bool
 ) -> GenerationConfig:
-    """How to go on from a prompt of so many tokens: the model's own settings, with `fields` on top.
+    """Return the settings to continue a prompt of `prompt_tokens` tokens: the model's own ones, with `fields` on top.
 
     `staged`: the model is in stages of a pipeline. `shared`: several ranks compute the same tokens together.
 
@@ -71,7 +71,7 @@ def settings_of(
 
 
 def why_unbatched(module: Any, settings: GenerationConfig) -> str:
-    """Why requests cannot join and leave a running batch of this model, by these settings; empty where they can."""
+    """Return why requests with these settings cannot join and leave a running batch of this model; empty if they can."""
     name = type(module).__name__
     mode = settings.get_generation_mode()
     if mode not in _PLAIN_MODES:

@@ -1,4 +1,4 @@
-"""What a model to generate with comes from, and the configuration of its layout, from what a person named."""
+"""Finds the directory of the model to generate with, and makes the configuration of its layout, from what the user named."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory has files of a tokenizer."""
+    """Return True if a directory has the files of a tokenizer."""
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 

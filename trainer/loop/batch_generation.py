@@ -34,7 +34,7 @@ _OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens
 
 
 def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) -> GenerationConfig:
-    """How an evaluation generates: the model's own settings, with `fields` on top, and a token that pads.
+    """Return the settings of an evaluation: the model's own ones with `fields` on top, and a padding token.
 
     Raises:
         ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
@@ -84,7 +84,7 @@ class BatchGeneration:
     settings: GenerationConfig
     processing_class: Any
     seed: str
-    """Of what sampling draws, beside the number of a batch's first sample."""
+    """Seeds sampling, together with the number of a batch's first sample."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
@@ -160,7 +160,7 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -> tuple[dict[str, Any], Tensor]:
-    """What stands before the first label that counts in each row of a batch, or all of a row without one, padded on the left.
+    """Return the tokens before the first label that counts in each row of a batch, or a whole row without one, padded on the left.
 
     Returns the fields of the batch, of which those with a value for each token are cut and padded like `input_ids`, with an
     `attention_mask`, both [samples, longest]; and how long each prompt is, [samples].

@@ -75,7 +75,7 @@ def predict(
 def generation_of(
     run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool
 ) -> BatchGeneration | None:
-    """How an evaluation generates, by `fields` of `GenerationConfig` on top of those of the configuration; None where it does not.
+    """Return how an evaluation generates, by `fields` of `GenerationConfig` on top of the configuration's; None if it does not.
 
     `wanted`: None: as the configuration says. `metrics`: what is generated is for `compute_metrics` alone.
 

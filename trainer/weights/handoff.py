@@ -38,7 +38,7 @@ from zeromesh.errors import ConfigError, TransferError, printable
 from zeromesh.mesh.process_mesh import Mesh
 
 Part = tuple[int, int, int]
-"""Of a tensor the part `index` of `parts` along a dimension: `(dim, index, parts)`, as `torch.tensor_split` cuts it."""
+"""Names the part `index` of `parts` of a tensor along `dim`, as `torch.tensor_split` cuts it: `(dim, index, parts)`."""
 PartOf = Callable[[str], Part | None]
 """The part of a tensor by its name; None: all of it."""
 _FORMAT = "zeromesh-weights-1"

@@ -36,9 +36,9 @@ class StagedForward:
         self._call = call
         self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
-        """By chunk and microbatch: in one chunk, stubs keep something for the blocks of another. The first is the caller's."""
+        """Caches by chunk and microbatch; stubs in one chunk keep something for blocks of another. The first is the caller's."""
         self._vocabulary = self._width = 0
-        """How many logits there are of a position, and the bytes of each."""
+        """The number of logits of a position, and the bytes of each."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in

@@ -1,7 +1,7 @@
-"""Whether ranks that hold the same weights hold the same values: a digest of each tensor and region, compared over all of them.
+"""Checks that ranks that hold the same weights hold the same values, by a digest of each tensor and region.
 
-Compared are what forward reads, where a rank keeps it gathered, and what rests: shards, and persistent buffers. So replicas along
-data axes are compared, parameters that tensor ranks hold whole, and the copies that stages of a pipeline have of a tied one.
+The digests cover gathered parameters that a rank keeps for forward, shards at rest, and persistent buffers. So the check compares
+replicas along data axes, parameters that tensor ranks hold whole, and the copies of a tied parameter on stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WeightDifference:
     what: str
     """The tensor's name, and which part of it."""
     digests: Mapping[int, str]
-    """By rank, of all that hold these elements."""
+    """The digest of each rank that holds these elements, by rank."""
 
     def __str__(self) -> str:
         most, count = Counter(self.digests.values()).most_common(1)[0]
@@ -70,7 +70,7 @@ def require_same_weights(engine: ZeroEngine) -> None:
 
 
 def _digests(engine: ZeroEngine) -> Iterator[tuple[str, str]]:
-    """What this rank holds, and its digest."""
+    """Yield the name of each part that this rank holds, and its digest."""
     for bucket in all_buckets(engine.units):
         if bucket.buffer.persistent:
             yield from _gathered(bucket)

@@ -26,7 +26,7 @@ from zeromesh.trainer.inference.requests import Finish, Progress, Request
 
 
 class Turn(Enum):
-    """What a lane does next."""
+    """The kind of a lane's next forward."""
 
     IDLE = "idle"
     PREFILL = "prefill"
@@ -35,7 +35,7 @@ class Turn(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneLimits:
-    """How much a lane takes on."""
+    """The limits of a lane."""
 
     rows: int
     """Requests that run at a time."""
@@ -47,13 +47,13 @@ class LaneLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneModel:
-    """What lanes know of their model."""
+    """The properties of a model that lanes use."""
 
     layers: int
     takes: frozenset[str]
     """Names of arguments of its forward."""
     has_router: bool
-    """Whether it can be asked for the logits of its experts' routers."""
+    """True if the model can return the logits of its experts' routers."""
     device: torch.device
     sampler_of: Callable[[Request], tuple[GenerationConfig, RowSampler]]
 
@@ -73,11 +73,11 @@ class LaneModel:
 
 @dataclass(kw_only=True, slots=True)
 class LaneWork:
-    """What a lane has computed."""
+    """The amount of work that a lane has done."""
 
     forwards: int = 0
     tokens: int = 0
-    """Of prompts, and those that a next one was chosen after."""
+    """Tokens of prompts, and tokens after which a next one was chosen."""
     padded_tokens: int = 0
     """Rows times columns of all forwards."""
 
@@ -93,7 +93,7 @@ class RunningRow:
     limit: int
     """The most new tokens."""
     tokens: list[int]
-    """Of the prompt and new ones."""
+    """The tokens of the prompt, followed by the new ones."""
     logprobs: list[float] = field(default_factory=list)
     cached: int = 0
     """Tokens whose keys and values are kept."""
@@ -127,7 +127,7 @@ class RunningRow:
             self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None
 
     def progress(self) -> Progress | None:
-        """What was not reported yet; None where there is nothing."""
+        """Return what was not reported yet; None if there is nothing."""
         begin, self.reported = self.reported, len(self.logprobs)
         if begin == self.reported and self.finish is None:
             return None
@@ -141,7 +141,7 @@ class RunningRow:
 
 
 def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
-    """How many new tokens these settings allow after a prompt."""
+    """Return how many new tokens these settings allow after a prompt."""
     if settings.max_new_tokens is not None:
         return int(settings.max_new_tokens)
     return max(1, int(settings.max_length) - prompt_tokens)
@@ -160,7 +160,7 @@ class Lane:
         self._ended: list[RunningRow] = []
         self._turn = Turn.IDLE
         self._after_prefill = False
-        """Whether the latest forward was one of prompts."""
+        """True if the latest forward computed prompts."""
         self.work = LaneWork()
 
     def add(self, request: Request) -> None:
@@ -178,7 +178,7 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
         return bool(self.waiting or self._joining or self._running)
 
     @property
@@ -325,7 +325,7 @@ class Lane:
         return sum(row.left for row in rows) + chunks
 
     def progress(self) -> list[Progress]:
-        """What has come of all requests since the last call."""
+        """Return the progress of all requests since the last call."""
         rows = (*self._ended, *self._joining, *self._running)
         found = [made for row in rows if (made := row.progress()) is not None]
         self._ended = []

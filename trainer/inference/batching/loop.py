@@ -29,15 +29,15 @@ _MOST_TURNS = 16
 _FEWEST_TURNS = 4
 """In a pipeline a run of fewer turns would fill and empty it more often than it is worth."""
 _IDLE_SECONDS = 0.5
-"""How long rank 0 waits for requests before the ranks hear of each other again."""
+"""The longest time that rank 0 waits for requests before the ranks exchange again."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """What a replica has to do, as far as all ranks know."""
+    """The open requests of a replica, as all ranks know them."""
 
     open: dict[int, int] = field(default_factory=dict)
-    """By the number of a request: its tokens that are still to be computed, at most."""
+    """The most tokens of each request, by its number, that are still to be computed."""
 
     @property
     def tokens(self) -> int:
@@ -87,7 +87,7 @@ class RequestLoop:
         self._shares = [_Share() for _ in range(mesh.data.size)]
         self._queue: list[Request] = []
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
-        """Whether replicas need each other's parameters in every forward."""
+        """True if replicas need each other's parameters in every forward."""
 
     def run(self, inbox: Inbox | None) -> None:
         """Continue what comes into the inbox, which rank 0 has, until it is stopped and all requests have ended.
@@ -108,7 +108,7 @@ class RequestLoop:
                 return
 
     def work(self) -> LaneWork:
-        """What this rank has computed."""
+        """Return the work of all lanes of this rank."""
         lanes = [lane.work for lane in self._lanes]
         return LaneWork(
             forwards=sum(lane.forwards for lane in lanes),
@@ -190,7 +190,7 @@ class RequestLoop:
             lane.take(lane.choose(logits))
 
     def _agreed_turns(self, most: int) -> int:
-        """How many turns are made: where replicas need each other, as many on all of them."""
+        """Return how many turns are made. Replicas that need each other's parameters all make the same number."""
         lanes = [lane for lane in self._lanes if lane.busy]
         if self._staged is None:
             own = min(most, max((lane.longest_turns() for lane in lanes), default=0))

@@ -32,7 +32,7 @@ _FEWEST_COLUMNS = 64
 
 
 def layers_of(config: PreTrainedConfig) -> int | None:
-    """How many layers of keys and values a model of this configuration has; None where it keeps something else between tokens.
+    """Return how many layers of keys and values a model has; None if it keeps something else between tokens.
 
     A sliding window is a matter of the mask: its layers keep all columns.
     """
@@ -42,7 +42,7 @@ def layers_of(config: PreTrainedConfig) -> int | None:
 
 
 class _Extent:
-    """What all layers of a cache have in common."""
+    """The rows and columns that all layers of a cache share."""
 
     def __init__(self) -> None:
         self.rows = self.start = self.end = 0
@@ -62,7 +62,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._extent = extent
         self.buffers: list[torch.Tensor] = []
-        """Of keys and of values; none before the first forward, and in layers of other stages."""
+        """One buffer for keys and one for values; there are none before the first forward, and in layers of other stages."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room, by the first keys and values."""
@@ -114,7 +114,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self._extent.rows
 
     @property
@@ -124,7 +124,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(buffer.nbytes for layer in self._filled() for buffer in layer.buffers)
 
     def make_room(self, new: int) -> None:

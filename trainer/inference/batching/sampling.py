@@ -1,4 +1,4 @@
-"""How the next tokens of rows are chosen from logits: each row by settings and a seed of its own, whatever rows are beside it."""
+"""Chooses the next token of each row from its logits, by settings and a seed of its own and independent of the rows beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowSampler:
     processors: LogitsProcessorList
     """Change scores, as in transformers' `generate`: penalties, temperature, top-k and the like."""
     generator: torch.Generator | None
-    """What is drawn comes from it; None: the best score is taken."""
+    """The source of random numbers for sampling; None: the token with the best score is taken."""
 
     @classmethod
     def of(
@@ -31,7 +31,7 @@ class RowSampler:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it takes the largest logit, and nothing else."""
+        """True if it takes the largest logit and nothing else."""
         return self.generator is None and not self.processors
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

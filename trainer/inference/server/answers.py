@@ -27,18 +27,18 @@ RETRY_SECONDS = 1
 
 
 class Served(Protocol):
-    """What the server needs of a generator."""
+    """The part of a generator that the server uses."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
 
     @property
     def model_type(self) -> str:
-        """As the model's configuration has it."""
+        """The `model_type` of the model's configuration."""
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a prompt and its continuation may have; None: any number."""
+        """The most tokens that a prompt and its continuation may have together; None if there is no limit."""
 
     def encode(self, prompt: Any) -> list[int]: ...
 
@@ -231,5 +231,5 @@ def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many letters at the end of a text are the beginning of another."""
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

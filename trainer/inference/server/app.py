@@ -39,18 +39,18 @@ _Send = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """Where the server listens, and what it takes."""
+    """The address at which the server listens, and the limits of a request."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
-    """What clients send as `Authorization: Bearer TOKEN`; None: nothing, on loopback alone."""
+    """Clients send it as `Authorization: Bearer TOKEN`. None: no token is needed, which is allowed on loopback alone."""
     body_bytes: int = 1 << 20
     grace_seconds: float = 10.0
 
     @property
     def loopback(self) -> bool:
-        """Whether only this host can reach it."""
+        """True if only this host can reach the server."""
         with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
@@ -73,7 +73,7 @@ class HttpServer:
                 "API key, or leave --host out"
             )
         self.failure: BaseException | None = None
-        """Why the generator has ended, if it has failed."""
+        """The error that ended the generator, if it has failed."""
         self._inbox, self._served, self._name, self._options = inbox, served, name, options
         self._answers: set[Answer] = set()
         self._stopping = False

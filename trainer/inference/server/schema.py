@@ -1,4 +1,4 @@
-"""What clients send and get: the bodies of OpenAI's completions and chat completions, checked, and errors in the same form."""
+"""Request bodies of OpenAI's completions and chat completions, checked, and errors in the form that its clients read."""
 
 from __future__ import annotations
 
