@@ -475,9 +475,21 @@ class SafetensorsSource:
             out.copy_(self.read(fqn, start, start + out.numel()))
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Read parameters ahead, as far as they are in the files as they are."""
-        direct, origin = self._matched.direct, self._origin
-        self._files.expect((direct[origin[name]], start, end) for name, start, end in ranges if origin[name] in direct)
+        """Read elements [start, end) of parameters ahead, and all of what a conversion makes a parameter of."""
+        self._files.expect(self._stored_ranges(ranges))
+
+    def _stored_ranges(self, ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+        """Yield the elements of tensors in the files that elements of parameters are made of."""
+        begun = set()
+        for fqn, start, end in ranges:
+            name = self._origin[fqn]
+            conversion = self._matched.converted.get(name)
+            if name in self._matched.direct:
+                yield self._matched.direct[name], start, end
+            elif conversion is not None and conversion.target not in begun:
+                begun.add(conversion.target)
+                for _, source in conversion.sources:
+                    yield source, 0, self._files.entries[source].numel
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """The file, and the byte in it, from which on a parameter's elements lie; None where they have to be converted."""
