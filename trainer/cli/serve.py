@@ -67,7 +67,7 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
         handled_signals((signal.SIGTERM, signal.SIGINT), lambda *_: requested.set()),
         Generator(options.config, options.config_file, overrides=keys) as generator,
     ):
-        server = _start(options, generator, inbox) if inbox is not None else None
+        server = _start(options, generator, inbox, fields) if inbox is not None else None
         if server is not None:
             threading.Thread(target=_stop_when, args=(requested, server, inbox, options.grace), daemon=True).start()
         try:
@@ -83,13 +83,19 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
     return 0
 
 
-def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox) -> HttpServer:
+def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fields: Mapping[str, Any]) -> HttpServer:
     """Begin to listen, and say where."""
     try:
-        from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
+        from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
     except ImportError as error:
         raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
-    listening = ServerOptions(host=options.host, port=options.port, token=setting(TOKEN), grace_seconds=options.grace)
+    listening = ServerOptions(
+        host=options.host,
+        port=options.port,
+        token=setting(TOKEN),
+        new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
+        grace_seconds=options.grace,
+    )
     name = options.name or Path(options.config).resolve().name
     server = HttpServer(inbox, generator, name, listening)
     train.say(f"serving {name} at {server.start()} (Ctrl-C ends it)")

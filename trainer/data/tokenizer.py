@@ -148,7 +148,7 @@ class PretrainedTokenizer:
                     list(messages), tools=tools, add_generation_prompt=True, return_dict=False
                 )
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -231,6 +231,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 _UNFINISHED = "�"
 """What stands in a text for bytes that are no whole character."""
+_KEPT_TOKENS = 12
+"""Characters of a text that is all bytes have up to 4 each, and this is a multiple of all."""
 
 
 class TextStream:
@@ -243,19 +245,21 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._begin = self._told = 0
-        """Tokens from the first are decoded anew with each; of their text so many letters were told."""
+        self._told = 0
+        """The latest tokens are decoded anew with each; of their text so many letters were told."""
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """Return the text that is new with these tokens; `last`: none come after, so that what is unfinished stays so."""
         self._tokens += tokens
-        text = self._decode(self._tokens[self._begin :])
+        text = self._decode(self._tokens)
         end = len(text)
         if not last:
             end = len(text.rstrip(_UNFINISHED))
         new = text[self._told : end]
         self._told = max(self._told, end)
-        # What stands before a line's end does not change how the rest is decoded, as far as is known of any tokenizer.
-        if new.endswith("\n") and end == len(text):
-            self._begin, self._told = len(self._tokens), 0
+        if len(self._tokens) > 2 * _KEPT_TOKENS and end == len(text):
+            # Some tokens stay, as many decoders leave out the space before the first one. They may not begin within a character.
+            kept = self._decode(self._tokens[-_KEPT_TOKENS:])
+            if kept and text.endswith(kept):
+                self._tokens, self._told = self._tokens[-_KEPT_TOKENS:], len(kept)
         return new

@@ -19,6 +19,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, WeightsDifferError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import peak_bytes, resident_bytes
+from zeromesh.trainer.inference.requests import Inbox, Progress
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.units import build
 from zeromesh.units.unit import all_buckets
@@ -284,3 +285,24 @@ def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, 
                 places[name] ^= 1
         generator.check()
     return said
+
+
+def cancels(mesh: Mesh, folder: str, sections: dict[str, Any]) -> list[str]:
+    """How requests end of which one is cancelled before any rank has heard of it."""
+    model, finishes = sharp("llama"), ["open", "open", "open"]
+    if mesh.rank == 0:
+        model.save_pretrained(Path(folder, "model"))
+    mesh.world.barrier("the model's directory")
+    with Generator(Path(folder, "model"), run={"output_dir": folder}, **sections) as generator:
+        inbox = Inbox() if mesh.rank == 0 else None
+        if inbox is not None:
+
+            def note(progress: Progress) -> None:
+                finishes[progress.number] = f"{progress.finish} after {len(progress.tokens)}"
+
+            for _ in finishes:
+                inbox.submit([9, 3, 11], note, fields={"max_new_tokens": 4, "eos_token_id": None})
+            inbox.cancel(1)
+            inbox.stop()
+        generator.serve(inbox, batch=2)
+    return finishes if mesh.rank == 0 else []

@@ -135,3 +135,13 @@ def test_a_flipped_bit_is_named(workers: Workers, tmp_path: Path, ranks: int, se
         assert f"ranks hold other values of the same weights:\n{name}" in message
         assert f"rank {ranks - 1} has " in message
     assert flipped
+
+
+@pytest.mark.parametrize(
+    "sections", [{"zero": {"stage": 3}}, pytest.param({"parallel": {"pipeline": 2}}, marks=pytest.mark.full)]
+)
+def test_a_request_that_is_cancelled_at_once(workers: Workers, tmp_path: Path, sections: dict[str, Any]) -> None:
+    ends = workers.run(2, "generator_cases:cancels", folder=str(tmp_path), sections=sections)[0]
+    assert ends[1] == "cancelled after 0"
+    assert ends[0].startswith("length after")
+    assert ends[2].startswith("length after")

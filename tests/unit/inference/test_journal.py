@@ -1,9 +1,12 @@
 """Results on disk: none is lost or twice there, whenever a run is killed."""
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.data.tokenizer import TextStream
@@ -65,3 +68,25 @@ def test_text_that_comes_in_pieces_has_whole_characters() -> None:
     assert "".join(pieces) == text
     assert all("�" not in piece for piece in pieces)
     assert stream.add([0xE6], last=True) == "�"
+
+
+def test_text_that_comes_in_pieces_is_that_of_all_tokens() -> None:
+    """Also by decoders that leave out the space before the first token, and those that take bytes in a row together."""
+    words = ["</s>", *"▁ ▁▁▁ ▁a b ▁b .".split(), "\n", *(f"<0x{byte:02X}>" for byte in (10, *"漢字".encode()))]
+    pieces = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    pieces.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    )
+    draw, sizes = random.Random(0), []
+
+    def decode(tokens: Sequence[int]) -> str:
+        sizes.append(len(tokens))
+        return pieces.decode(list(tokens), skip_special_tokens=False)
+
+    for _ in range(40):
+        tokens = [token for _ in range(300) for token in draw.choice([[draw.randrange(9)], [9, 10, 11], [12, 13, 14]])]
+        wanted, stream = decode(tokens), TextStream(decode)
+        sizes.clear()
+        told = [stream.add([token], last=place == len(tokens)) for place, token in enumerate(tokens, start=1)]
+        assert "".join(told) == wanted
+        assert max(sizes) < 150, "not all of a long text is decoded for each token"

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,13 +147,26 @@ def test_an_answer_ends_before_a_text(scene: Scene) -> None:
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
+def _nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"x": found}
+    return found
+
+
+def _calling(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("completions", b"{", 400, "the body is no JSON"),
-        ("completions", b"[" * 100_000, 400, "the body is no JSON"),
-        ("completions", b"\xff\xfe", 400, "the body is no JSON"),
-        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "NaN is no number of JSON"),
+        ("completions", b"{", 400, "Invalid JSON"),
+        ("completions", b"[" * 100_000, 400, "Invalid JSON"),
+        ("completions", b"\xff\xfe", 400, "Invalid JSON"),
+        ("completions", rb'{"prompt": "\ud800"}', 400, "Invalid JSON"),
+        ("completions", b'{"prompt": ["' + b"9" * 5000 + b"]}", 400, "Invalid JSON"),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
         ("completions", b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
         ("completions", {}, 400, "prompt: Field required"),
         ("completions", {"prompt": 3}, 400, "prompt.str: Input should be a valid string"),
@@ -181,6 +195,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
         ),
         ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs: Input should be 0"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "tool_calls": [3]}]}, 400, "messages.0.tool_calls"),
+        ("chat/completions", {**CHAT, "tools": [_nested(300)]}, 400, "Invalid JSON"),
+        ("chat/completions", {"messages": [_calling("[" * 100_000)]}, 400, "messages.0.tool_calls"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: Input should be 'auto'"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "should be 'text'"),
         ("load_model", {}, 404, "there is no such path; there are POST /v1/completions"),
     ],
 )
@@ -196,11 +214,36 @@ def test_bad_requests_get_json(scene: Scene, path: str, body: Any, status: int, 
 
 def test_other_paths_and_methods(scene: Scene) -> None:
     assert scene.client.models.list().data[0].id == "repeater"
+    assert scene.client.models.retrieve("repeater").id == "repeater"
+    with pytest.raises(openai.NotFoundError, match="no other is served"):
+        scene.client.models.retrieve("others/model")
     assert scene.http.get("/v1/completions").status_code == 405
     assert scene.http.get("/docs").status_code == 404
     assert scene.http.get("/health", headers={"Host": "evil.example"}).json()["error"]["code"] == "wrong_host"
     assert scene.http.get("/health", headers={"Host": "localhost:80"}).status_code == 200
     assert scene.http.get("/health", headers={"Host": "[::1]:80"}).status_code == 200
+    for origin in ("https://evil.example", "null", "http://localhost.evil.example:8000"):
+        found = scene.http.post("/v1/completions", content=b"{}", headers={"Origin": origin})
+        assert (found.status_code, found.json()["error"]["code"]) == (403, "wrong_origin")
+    assert scene.http.get("/health", headers={"Origin": "http://localhost:3000"}).status_code == 200
+
+
+def test_what_has_no_effect_is_taken(scene: Scene) -> None:
+    options: Any = {"tool_choice": "auto", "response_format": {"type": "text"}, "stream": None, "max_tokens": 1}
+    assert scene.http.post("/v1/chat/completions", json={**CHAT, **options}).status_code == 200
+
+
+def test_a_temperature_that_logits_cannot_be_divided_by_takes_the_best(scene: Scene) -> None:
+    scene.client.completions.create(model="repeater", prompt="Hi", max_tokens=1, temperature=5e-324)
+    assert scene.generator.seen[-1]["do_sample"] is False
+    assert "temperature" not in scene.generator.seen[-1]
+
+
+def test_an_error_that_nobody_foresaw_is_json_too(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.generator, "encode", lambda prompt: 1 / 0)
+    found = scene.http.post("/v1/completions", json={"prompt": "a"})
+    assert (found.status_code, found.json()["error"]["type"]) == (500, "server_error")
+    assert found.headers["Connection"] == "close"
 
 
 def test_a_client_that_leaves_frees_its_slot() -> None:
@@ -220,6 +263,52 @@ def test_a_client_that_leaves_frees_its_slot() -> None:
             )
             scene.until(1)
         scene.until(0)
+    finally:
+        scene.close()
+
+
+def _line(scene: Scene) -> socket.socket:
+    host, port = scene.url.removeprefix("http://").removesuffix("/v1").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_a_client_that_leaves_at_once_frees_its_slot(capfd: pytest.CaptureFixture[str]) -> None:
+    scene = Scene(seconds=0.01)
+    try:
+        body = json.dumps({"prompt": "a", "max_tokens": 2000, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+        for text in (f"{head}{len(body)}\r\n\r\n{body}", f"{head}{len(body) + 1}\r\n\r\n{body}"):
+            for _ in range(4):
+                with _line(scene) as line:
+                    line.sendall(text.encode())
+                    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        time.sleep(0.2)
+        scene.until(0)
+    finally:
+        scene.close()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_who_sends_slowly_is_not_waited_for() -> None:
+    scene = Scene(receive_seconds=0.3)
+    try:
+        for sent, answer in (
+            (b"", b""),
+            (b"GET /health HTTP/1.1\r\nHost: local", b""),
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b"200 OK"),
+            (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", b"408 Request Timeout"),
+        ):
+            with _line(scene) as line:
+                line.sendall(sent)
+                found = b""
+                while part := line.recv(4096):
+                    found += part
+                assert answer in found
+                assert bool(answer) == bool(found)
+        # One that has said all is answered, however long that takes.
+        scene.generator._seconds = 0.05
+        made = scene.client.completions.create(model="repeater", prompt="a", max_tokens=15)
+        assert made.usage is not None and made.usage.completion_tokens == 15
     finally:
         scene.close()
 

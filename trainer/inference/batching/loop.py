@@ -97,8 +97,9 @@ class RequestLoop:
         """
         while True:
             news = self._exchange(inbox)
-            self._cancel(news.cancelled, inbox)
             self._queue += news.requests
+            # Who has asked may be gone before any rank has heard of the request.
+            self._cancel(news.cancelled, inbox)
             if not news.streams:
                 self._queue.sort(key=self._cost_of, reverse=True)
             self._deal()

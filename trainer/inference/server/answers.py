@@ -8,12 +8,13 @@ in silence, answer some bad requests with a traceback, and seed one generator fo
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic_core import from_json
 
 from zeromesh.errors import ConfigError, DataError, PhaseError, QueueFullError
 from zeromesh.trainer.data.tokenizer import TextStream
@@ -222,7 +223,7 @@ def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         for call in calls:
             function = call["function"]
             if isinstance(function["arguments"], str):
-                call["function"] = {**function, "arguments": json.loads(function["arguments"])}
+                call["function"] = {**function, "arguments": from_json(function["arguments"])}
     except (TypeError, KeyError, ValueError) as error:
         raise RequestError(
             400, f"{where}.tool_calls: calls have a function with name and arguments", param=where

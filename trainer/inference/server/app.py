@@ -19,6 +19,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.trainer.inference.requests import Inbox
@@ -32,6 +34,10 @@ from zeromesh.trainer.inference.server.answers import (
 )
 from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError, parse_body
 
+NEW_TOKENS = 1024
+"""New tokens where neither a request nor the command says how many."""
+_CONNECTIONS = 1024
+"""Connections at a time; uvicorn answers 503 to more."""
 _Scope = Mapping[str, Any]
 _Receive = Callable[[], Awaitable[Any]]
 _Send = Callable[[Any], Awaitable[None]]
@@ -45,7 +51,11 @@ class ServerOptions:
     port: int = 8000
     token: str | None = None
     """Clients send it as `Authorization: Bearer TOKEN`. None: no token is needed, which is allowed on loopback alone."""
+    new_tokens: int = NEW_TOKENS
+    """The most new tokens of a request that does not say how many."""
     body_bytes: int = 1 << 20
+    receive_seconds: float = 30.0
+    """How long a client may take to send the head of a request, and then its body."""
     grace_seconds: float = 10.0
 
     @property
@@ -93,6 +103,8 @@ class HttpServer:
             raise ConfigError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from error
         config = uvicorn.Config(
             self.app,
+            http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds}),
+            limit_concurrency=_CONNECTIONS,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -130,6 +142,7 @@ class HttpServer:
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._one_model),
             "/health": ("GET", self._health),
         }
         for path, (method, handle) in routes.items():
@@ -147,6 +160,12 @@ class HttpServer:
             served = ", ".join(f"{method} {path}" for path, (method, _) in routes.items())
             return _refusal(RequestError(error.status_code, f"{what}; there are {served}"))
 
+        @app.exception_handler(Exception)
+        async def fail(request: Request, error: Exception) -> Response:
+            refused = _refusal(RequestError(500, "the server has failed on this request; its log says why"))
+            refused.headers["Connection"] = "close"  # As uvicorn does after it has written the log.
+            return refused
+
         app.add_middleware(_Guard, options=self._options)
         return app
 
@@ -160,14 +179,21 @@ class HttpServer:
         return JSONResponse({"status": "ok", "open_requests": len(self._inbox)})
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self._name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
 
     async def _completions(self, request: Request) -> Response:
         asked = parse_body(await self._body(request), CompletionRequest)
         self._require_model(asked.model)
         try:
-            tokens = self._served.encode(asked.prompt)
+            tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
         except ZeromeshError as error:
             raise RequestError(400, str(error), param="prompt") from error
         answer = self._answer(asked, tokens, None)
@@ -243,11 +269,19 @@ class HttpServer:
         """The body, as long as it is not too large."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
-        content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > self._options.body_bytes:
-                raise RequestError(413, f"the body has more than {self._options.body_bytes} bytes, which are allowed")
+        content, seconds = bytearray(), self._options.receive_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > self._options.body_bytes:
+                        raise RequestError(
+                            413, f"the body has more than {self._options.body_bytes} bytes, which are allowed"
+                        )
+        except TimeoutError as error:
+            raise RequestError(408, f"the body was not there within {seconds:g} seconds") from error
+        except ClientDisconnect as error:
+            raise _left() from error
         return bytes(content)
 
     def _require_model(self, name: str | None) -> None:
@@ -258,7 +292,8 @@ class HttpServer:
 
     def _answer(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> Answer:
         positions = self._served.positions
-        fields = asked.fields(None if positions is None else positions - len(tokens))
+        most = self._options.new_tokens
+        fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
         answer = Answer(self._inbox, self._served, tokens, fields, seed=asked.seed, stops=asked.stops, parser=parser)
         self._answers.add(answer)
         if self.failure is not None:  # It has failed meanwhile.
@@ -276,7 +311,7 @@ class HttpServer:
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
             if not made.done():
-                raise RequestError(499, "the client has left")
+                raise _left()
             return made.result()
         finally:
             gone.cancel()
@@ -306,10 +341,8 @@ class HttpServer:
                 yield "data: [DONE]\n\n"
             except RequestError as error:
                 yield _event(error.body())
-            finally:
-                self._end(answer)
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return _EventStream(events(), on_end=lambda: self._end(answer))
 
 
 def _route(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -318,6 +351,46 @@ def _route(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Reques
 
     route.__annotations__ = {"request": Request, "return": Response}
     return route
+
+
+class _EventStream(StreamingResponse):
+    """Calls `on_end` also where the client has left before the first event was asked for."""
+
+    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+class _Connection(H11Protocol):
+    """Is closed when the whole head of a request has not come in time: else who sends a byte now and then would stay for ever."""
+
+    head_seconds: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head(None)
+
+    def on_response_complete(self) -> None:
+        answered = self.cycle
+        super().on_response_complete()
+        self._await_head(answered)
+
+    def _await_head(self, answered: Any) -> None:
+        self.loop.call_later(self.head_seconds, self._abandon, answered)
+
+    def _abandon(self, answered: Any) -> None:
+        if self.cycle is answered:
+            self.transport.close()
+
+
+def _left() -> RequestError:
+    return RequestError(499, "the client has left")
 
 
 async def _until_gone(request: Request) -> None:
@@ -354,8 +427,8 @@ def _refusal(error: RequestError) -> Response:
 
 
 class _Guard:
-    """Lets in who has the token; and without one, who calls this host by a name of its own, which a web page of another one that
-    was made to resolve to this host (DNS rebinding) does not."""
+    """Lets in who has the token; and without one, who calls this host by a name of its own, and is no web page of another host.
+    Such a page could ask for answers blindly, or read them where its name was made to resolve to this host (DNS rebinding)."""
 
     def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]], options: ServerOptions) -> None:
         self._app, self._options = app, options
@@ -376,8 +449,14 @@ class _Guard:
             if not hmac.compare_digest(given.encode("latin-1"), token.encode()):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
-        host = headers.get("host", "")
-        name = host[: host.rindex("]") + 1].strip("[]") if "]" in host else host.partition(":")[0]
-        if not ServerOptions(host=name or "none").loopback:
+        if not _is_own(headers.get("host", "")):
             return RequestError(403, "the Host header names no address of this host", code="wrong_host")
+        if "origin" in headers and not _is_own(headers["origin"].partition("//")[2]):
+            return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
         return None
+
+
+def _is_own(place: str) -> bool:
+    """Whether `HOST:PORT` is one that only this host can reach."""
+    name = place[: place.rindex("]") + 1].strip("[]") if "]" in place else place.partition(":")[0]
+    return ServerOptions(host=name or "none").loopback

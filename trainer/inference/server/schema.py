@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,14 +27,14 @@ class RequestError(ZeromeshError):
 class _Options(BaseModel):
     """Fields that both endpoints have. What is not known is refused, and so is what would be passed over in silence."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: dict[Literal["include_usage"], bool] | None = None
     n: Literal[1] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
@@ -53,12 +52,10 @@ class _Options(BaseModel):
         """The most new tokens that the client wants."""
         return self.max_tokens
 
-    def fields(self, positions_left: int | None) -> dict[str, Any]:
-        """Make fields of `GenerationConfig`. Without a number of new tokens there are 1024, or as many as there are positions
-        left."""
-        most = _NEW_TOKENS if positions_left is None else max(1, min(_NEW_TOKENS, positions_left))
+    def fields(self, most: int) -> dict[str, Any]:
+        """Make fields of `GenerationConfig`. Without a number of new tokens there are `most`."""
         found: dict[str, Any] = {"max_new_tokens": self.most_tokens or most}
-        if self.temperature == 0:
+        if self.temperature is not None and self.temperature < _GREEDY_BELOW:
             found["do_sample"] = False
         elif self.temperature is not None or self.top_p is not None:
             found["do_sample"] = True
@@ -67,7 +64,8 @@ class _Options(BaseModel):
         return found
 
 
-_NEW_TOKENS = 1024
+_GREEDY_BELOW = 1e-5
+"""Logits that are divided by a lower temperature may overflow, and the best token is drawn in any case."""
 
 
 class CompletionRequest(_Options):
@@ -94,6 +92,8 @@ class ChatRequest(_Options):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=most_messages)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto"] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
 
@@ -108,16 +108,10 @@ _Body = TypeVar("_Body", bound=BaseModel)
 def parse_body(content: bytes, kind: type[_Body]) -> _Body:
     """Parse a body of JSON. Raises `RequestError` 400 with the field that is wrong."""
     try:
-        return kind.model_validate(json.loads(content, parse_constant=_refuse_constant))
+        return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or None
         raise RequestError(
             400, printable(f"{where or 'body'}: {first['msg']}"), param=where and printable(where)
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, printable(f"the body is no JSON: {error}")) from error
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
