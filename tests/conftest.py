@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from workers import Workers
 
@@ -15,6 +16,8 @@ pytest.register_assert_rewrite("doc_pages")
 # A machine that does other things as well makes any example slow.
 settings.register_profile("zeromesh", deadline=None)
 settings.load_profile("zeromesh")
+# Threads of torch turn while they wait for each other: where other processes have the cores, that is most of a test's time.
+torch.set_num_threads(1)
 
 # A shell starts what runs in the background with SIGINT ignored, and a run would leave it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

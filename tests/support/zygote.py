@@ -23,13 +23,23 @@ def die_with_parent() -> None:
 
 def import_once() -> None:
     """What every worker needs, so that forked workers share its pages and start at once."""
+    import peft  # noqa: F401
     import torch
     import torch.distributed
+    import trainer_cases  # noqa: F401
     from conformance import cases  # noqa: F401
-    from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM
+    from transformers import (
+        BertForSequenceClassification,
+        GPT2LMHeadModel,
+        LlamaForCausalLM,
+        MixtralForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+
+    import zeromesh.trainer.trainer  # noqa: F401
 
     torch.set_num_threads(1)
-    _ = (BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM)
+    _ = (BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerFast)
     # What is here stays, so collections in workers need not look at it, nor copy its pages.
     gc.collect()
     gc.freeze()
