@@ -308,7 +308,8 @@ def test_who_sends_slowly_is_not_waited_for() -> None:
         # One that has said all is answered, however long that takes.
         scene.generator._seconds = 0.05
         made = scene.client.completions.create(model="repeater", prompt="a", max_tokens=15)
-        assert made.usage is not None and made.usage.completion_tokens == 15
+        assert made.usage is not None
+        assert made.usage.completion_tokens == 15
     finally:
         scene.close()
 
