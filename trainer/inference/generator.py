@@ -28,7 +28,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
-from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of, split_prompt
+from zeromesh.trainer.inference.prompts import Prompt, deal, deal_alike, problem_of, split_prompt
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
 from zeromesh.trainer.inference.settings import why_unbatched
 from zeromesh.trainer.inference.source import layout_of
@@ -133,7 +133,7 @@ class Generator:
         """Continue prompts and return what came of each, in their order, on every rank; all ranks give the same prompts.
 
         Prompts join a running batch as others leave it, on the replica of the model that has the fewest tokens open. What cannot be
-        generated so (beams, models with an encoder or another cache) is, in batches of about one length.
+        generated so (beams, models with an encoder or another cache) is, in batches of one length, or about one for an encoder.
 
         Args:
             prompts: text, token ids, messages of a conversation, which the chat template makes text of, or mappings with one of
@@ -152,21 +152,23 @@ class Generator:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be 1 or more prompts")
         requests, settings = self._requests(prompts, fields, seed)
+        why = next(filter(None, (why_unbatched(self._placed.module, each) for each in settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
-            "generation": settings.to_json_string(),
+            "generation": settings[0].to_json_string(),
             "batch": batch,
         }
         with self.mesh.call("generator.generate()"):
             require_same(self.mesh.world, given, DataError, advice="All ranks give the same prompts and arguments")
-        why = why_unbatched(self._placed.module, settings)
         if why and any(request.fields for request in requests):
             raise ConfigError(
                 f"generate: {why}, so all prompts are generated alike; give prompts without fields of their own"
             )
         with self._guarded():
             if why:
-                self._placed.console.note(f"prompts are generated in batches of about one length: {why}")
+                alike = self._placed.needs_one_length(settings[0])
+                lengths = "one length" if alike else "about one length"
+                self._placed.console.note(f"prompts are generated in batches of {lengths}: {why}")
                 return self._in_rounds(requests, settings, batch, on_results)
             return self._together(requests, fields, batch, on_results)
 
@@ -274,8 +276,8 @@ class Generator:
 
     def _requests(
         self, prompts: Sequence[Prompt], fields: Mapping[str, Any], seed: int | None
-    ) -> tuple[list[Request], GenerationConfig]:
-        """The requests of prompts, and the settings by which all are generated if they cannot join a running batch."""
+    ) -> tuple[list[Request], list[GenerationConfig]]:
+        """The requests of prompts, and their settings."""
         if not prompts:
             raise DataError("there are no prompts; give at least one")
         self._calls += 1
@@ -287,9 +289,7 @@ class Generator:
             draws = own.pop("seed", None)
             draws = number_of(f"{number}/{index}") if draws is None else draws
             requests.append(Request(number=index, tokens=tokens, fields=own, seed=draws))
-        settings = [self._settings(each, fields) for each in requests]
-        # What cannot join a running batch decides on how all are generated; otherwise all of them are as the first one is.
-        return requests, next((each for each in settings if why_unbatched(self._placed.module, each)), settings[0])
+        return requests, [self._settings(each, fields) for each in requests]
 
     def _settings(self, request: Request, fields: Mapping[str, Any]) -> GenerationConfig:
         """Return the settings of a request. Raises `ConfigError` and `DataError` with its number."""
@@ -341,23 +341,25 @@ class Generator:
     def _in_rounds(
         self,
         requests: Sequence[Request],
-        settings: GenerationConfig,
+        settings: Sequence[GenerationConfig],
         batch: int,
         on_results: Callable[[Mapping[int, Generated]], object],
     ) -> list[Generated]:
-        """Have requests of about one length begin and end together, by the library's own loop."""
+        """Have requests of about one length, which have the same fields, begin and end together, by the library's own loop."""
         data, index = self.mesh.data, self.mesh.data_index
         # A rank without prompts in the last round takes part in it, as others need its parameters.
-        idle = copy.deepcopy(settings)
+        idle = copy.deepcopy(settings[0])
         idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
         found: dict[int, Generated] = {}
-        rounds = deal([len(request.tokens) for request in requests], ranks=data.size, batch=batch)
+        dealt_by = deal_alike if self._placed.needs_one_length(settings[0]) else deal
+        rounds = dealt_by([len(request.tokens) for request in requests], ranks=data.size, batch=batch)
         began, made = time.monotonic(), 0
         for dealt in rounds:
             own = [requests[number] for number in dealt[index]]
             draws = own[0].seed if own else 0
             with _naming_missing(requests, found):
-                new = self._placed.generate([each.tokens for each in own] or [[0]], settings if own else idle, draws)
+                asked = settings[own[0].number] if own else idle
+                new = self._placed.generate([each.tokens for each in own] or [[0]], asked, draws)
                 rows = data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
             results = {
                 number: self._result(NewTokens(**each), len(requests[number].tokens))

@@ -20,14 +20,14 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.inference.batching.lane import LaneLimits, LaneModel, most_new_tokens
 from zeromesh.trainer.inference.batching.loop import RequestLoop
-from zeromesh.trainer.inference.batching.row_cache import layers_of
+from zeromesh.trainer.inference.batching.row_cache import layers_of, numbers_kept
 from zeromesh.trainer.inference.batching.sampling import RowSampler
 from zeromesh.trainer.inference.requests import Progress, Request
 from zeromesh.trainer.inference.settings import ends_of, settings_of
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
-from zeromesh.trainer.models.generation import check_arguments, generate
+from zeromesh.trainer.models.generation import check_arguments, generate, rope_kinds
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
@@ -105,7 +105,7 @@ class PlacedModel:
         options = without_training(config)
         if config.model.attention is not None:
             use_attention(model, config.model.attention, options.precision.compute, mesh.device)
-        notes = begin_alike(built, mesh, config.run.seed)
+        notes = begin_alike(built, mesh, config.run.seed, trains=False)
         tiers = open_tiers(mesh, options)
         try:
             divided = divide(model, mesh, cuts_of(config))
@@ -148,7 +148,7 @@ class PlacedModel:
 
         def sampler_of(request: Request) -> tuple[GenerationConfig, RowSampler]:
             settings = self.settings({**fields, **request.fields}, len(request.tokens))
-            return settings, RowSampler.of(model, settings, len(request.tokens), request.seed, self.mesh.device)
+            return settings, RowSampler.of(model, settings, request.tokens, request.seed, self.mesh.device)
 
         def cost_of(request: Request) -> int:
             settings = self.settings({**fields, **request.fields}, len(request.tokens))
@@ -174,20 +174,28 @@ class PlacedModel:
     def _cache_tokens(self) -> int:
         """Return for how many tokens each rank may keep keys and values: they may take half of the free memory of its device."""
         config, device = self.module.config.get_text_config(), self.mesh.device
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layers = -(-config.num_hidden_layers // self.mesh.pipeline.size)
-        each = 2 * layers * -(-heads // self.mesh.tensor.size) * width * self.engine.options.precision.compute.itemsize
+        kept = numbers_kept(config, self.mesh.tensor.size)
+        layers = -(-len(kept) // self.mesh.pipeline.size)
+        each = layers * max(kept) * self.engine.options.precision.compute.itemsize
         host = available_bytes() // self.mesh.environment.local_world_size
         free = device_memory(device).free if is_accelerator(device) else host
         fewest = self.mesh.world.max_(torch.tensor([-free // (2 * each)]), "room for keys and values")
         return max(1, -int(fewest[0]))
 
+    def needs_one_length(self, settings: GenerationConfig) -> bool:
+        """Whether prompts that are generated together have to be of one length, as padding would change what comes of them.
+
+        An encoder has a mask for it; before other prompts it would move positions, and penalties would count it.
+        """
+        of_encoder = (settings.encoder_repetition_penalty, settings.encoder_no_repeat_ngram_size)
+        return not self.is_encoder_decoder or any(value not in (None, 0, 1) for value in of_encoder)
+
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seed: int) -> list[NewTokens]:
         """Continue prompts, given as tokens, together; all ranks call it, those along data axes with prompts of their own.
 
-        `seed` seeds what is drawn. Prompts are padded on the left, but for an encoder, which counts positions from the left.
+        `seed` seeds what is drawn. Prompts are of one length, but for an encoder.
         """
+        _forget_lengths(self.module)
         arguments: dict[str, Any] = dict(self._padded(prompts, int(settings.pad_token_id or 0)))
         # With guidance the model is called twice for a token.
         watched = settings.guidance_scale in (None, 1) and settings.get_generation_mode() in (
@@ -213,14 +221,13 @@ class PlacedModel:
         ]
 
     def _padded(self, prompts: Sequence[Sequence[int]], padding: int) -> Mapping[str, torch.Tensor]:
-        """Prompts [rows, longest], and a mask that is 0 where there is padding."""
+        """Prompts [rows, longest], and a mask that is 0 where there is padding, behind them."""
         longest = max(map(len, prompts))
         ids = torch.full((len(prompts), longest), padding, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            place = slice(0, len(prompt)) if self.is_encoder_decoder else slice(longest - len(prompt), longest)
-            ids[row, place] = torch.tensor(prompt)
-            mask[row, place] = 1
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+            mask[row, : len(prompt)] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
     def close(self) -> None:
@@ -235,3 +242,15 @@ def _until_end(row: list[int], logprobs: list[float] | None, settings: Generatio
     count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
     kept = count or len(row)
     return NewTokens(tokens=row[:kept], logprobs=logprobs and logprobs[:kept], ended=bool(count))
+
+
+def _forget_lengths(module: Any) -> None:
+    """Have rotary positions that grow with the text begin as in a new model, whatever was generated before."""
+    if "dynamic" not in rope_kinds(module.config):
+        return
+    for part in module.modules():
+        for name, original in list(part.named_buffers(recurse=False)):
+            prefix, found, _ = name.rpartition("original_inv_freq")
+            if found:
+                part.get_buffer(f"{prefix}inv_freq").copy_(original)
+                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)

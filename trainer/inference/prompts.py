@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,15 @@ def deal(lengths: Sequence[int], *, ranks: int, batch: int) -> list[list[list[in
             loads[rank] += lengths[number]
         rounds.append(dealt)
     return rounds
+
+
+def deal_alike(lengths: Sequence[int], *, ranks: int, batch: int) -> list[list[list[int]]]:
+    """Deal prompts out as `deal` does, but so that those that a rank generates together are of one length."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    parts = []
+    for _, group in groupby(order, key=lambda number: lengths[number]):
+        numbers = list(group)
+        most = min(batch, -(-len(numbers) // ranks))
+        parts += [numbers[begin : begin + most] for begin in range(0, len(numbers), most)]
+    rounds = deal([len(part) * lengths[part[0]] for part in parts], ranks=ranks, batch=1)
+    return [[[number for part in own for number in parts[part]] for own in dealt] for dealt in rounds]

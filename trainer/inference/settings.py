@@ -12,7 +12,7 @@ from transformers.generation import GenerationMode
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.inference.batching.row_cache import layers_of
-from zeromesh.trainer.models.generation import check_arguments, decoder_positions
+from zeromesh.trainer.models.generation import check_arguments, decoder_positions, encoder_positions, rope_kinds
 
 NEW_TOKENS = 128
 """New tokens where neither the caller nor the model's `generation_config.json` says how many."""
@@ -30,6 +30,8 @@ _DECIDED_HERE = {
 _PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
 """Fields that change what only the library's own loop does."""
+_RELATIVE = ("bloom", "mpt")
+"""Models without positions, but for the distances of tokens, which are the same in all columns of a batch."""
 
 
 def settings_of(
@@ -58,13 +60,20 @@ def settings_of(
         settings.pad_token_id = next(iter(ends_of(settings)), 0)
     longest = 0 if module.config.is_encoder_decoder else prompt_tokens
     positions = decoder_positions(module)
-    if settings.max_new_tokens is None and "max_length" not in fields:
+    if settings.max_new_tokens is None and settings.max_length is None:
         settings.max_new_tokens = NEW_TOKENS if positions is None else min(NEW_TOKENS, max(1, positions - longest))
+    if positions is not None and settings.max_length is not None and "max_length" not in fields:
+        settings.max_length = min(settings.max_length, positions)
     wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
     if positions is not None and wanted > positions:
         raise DataError(
             f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
             "positions; shorten it, or lower max_new_tokens"
+        )
+    known = encoder_positions(module)
+    if known is not None and prompt_tokens > known:
+        raise DataError(
+            f"the prompt has {prompt_tokens} tokens, and the model's encoder has {known} positions; shorten it"
         )
     check_arguments(module, {"generation_config": settings}, staged=staged, shared=shared)
     return settings
@@ -88,6 +97,13 @@ def why_unbatched(module: Any, settings: GenerationConfig) -> str:
     takes = inspect.signature(module.forward).parameters
     if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
         return f"{name} keeps something else than keys and values between tokens"
+    if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
+        return f"{name} counts positions from the first column of a batch"
+    if any(getattr(part, "is_causal", True) is False for part in module.modules()):
+        return f"{name} has attention that also looks at later tokens"
+    changing = rope_kinds(module.config) & {"dynamic", "longrope"}
+    if changing:
+        return f"{name} turns positions by frequencies that depend on the longest text ({', '.join(sorted(changing))})"
     return ""
 
 

@@ -177,8 +177,30 @@ def generate(
 
 def decoder_positions(module: Any) -> int | None:
     """How many positions a model knows, where it says so; None otherwise."""
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    config = module.config.get_text_config(decoder=True)
+    limit = _number(config, "max_decoder_position_embeddings") or _number(config, "max_position_embeddings")
+    # The frequencies of these grow with the text, beyond what the model was trained for.
+    return None if "dynamic" in rope_kinds(config) else limit
+
+
+def encoder_positions(module: Any) -> int | None:
+    """How many positions the encoder of a model knows, where it has one and says so; None otherwise."""
+    if not module.config.is_encoder_decoder:
+        return None
+    config = module.config.get_text_config(encoder=True)
+    return _number(config, "max_encoder_position_embeddings") or _number(config, "max_position_embeddings")
+
+
+def _number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """The kinds of rotary positions (`rope_type`) that a configuration names, for all layers or for some."""
+    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    groups = [given, *(each for each in given.values() if isinstance(each, Mapping))]
+    return {str(each["rope_type"]) for each in groups if each.get("rope_type")}
 
 
 def _useless_inputs(model: Any, rows: int, device: torch.device) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def _is_compiled(model: Any) -> bool:
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
-def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
-    """Raise `ConfigError` for a model that this layout cannot train.
+def require_layout_fits(model: nn.Module, mesh: Mesh, *, trains: bool) -> None:
+    """Raise `ConfigError` for a model that this layout cannot run, or cannot train where it `trains`.
 
     Data ranks gather layers and sum gradients together. One that leaves a layer out at random (LayerDrop, Fan et al., 2020) would
     have the others wait for it.
@@ -71,8 +71,8 @@ def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
             f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "
             "parameters and gradients; set both to 1, or take the hook off"
         )
-    inside = pretrained_of(model)
-    dropped = list(_layer_drops(inside.config.to_dict())) if inside is not None and mesh.data.size > 1 else []
+    inside = pretrained_of(model) if trains and mesh.data.size > 1 else None
+    dropped = list(_layer_drops(inside.config.to_dict())) if inside is not None else []
     if dropped:
         raise ConfigError(
             f"{', '.join(dropped)}: each of {mesh.data.size} data ranks would leave out other layers, and they gather layers "

@@ -158,16 +158,16 @@ def build_trained_model(
     return trained
 
 
-def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
+def begin_alike(built: BuiltModel, mesh: Mesh, seed: int, *, trains: bool = True) -> list[str]:
     """Give the buffers of a whole model their values, and all ranks the weights that rank 0 has in memory; all ranks call it.
 
-    Returns notes.
+    `trains`: whether the model will be trained. Returns notes.
 
     Raises:
         ConfigError: for a model that the layout cannot run, and for buffers whose values are lost.
         LayoutError: for models with other parameters or buffers.
     """
-    require_layout_fits(built.model, mesh)
+    require_layout_fits(built.model, mesh, trains=trains)
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Cases on `Generator`, against transformers' own `generate` in one process."""
 
+import copy
 import gc
 import os
 import signal
@@ -44,6 +45,29 @@ def _eager(config: Any) -> Any:
     return config
 
 
+_LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 8}
+_ROPE: dict[str, Any] = {
+    "longrope": {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, **_LONGROPE},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+}
+_BERT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32, "initializer_range": 0.3,
+}  # fmt: skip
+_QWEN3_NEXT = {
+    **_QWEN3_MOE, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_LLAMA4 = {
+    **LLAMA, "head_dim": 8, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48,
+}  # fmt: skip
+_GEMMA4 = {
+    **LLAMA, "head_dim": 8, "global_head_dim": 12, "sliding_window": 4, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
 MODELS: dict[str, Any] = {
     "llama": lambda: llama(**_ENDS),
     "llama-deep": lambda: llama(**_ENDS, num_hidden_layers=4),
@@ -66,6 +90,17 @@ MODELS: dict[str, Any] = {
         tf.BartConfig(**_BART, pad_token_id=0, eos_token_id=5, bos_token_id=2, decoder_start_token_id=1)
     ),
 }
+MODELS |= {
+    "bart-decoder": lambda: tf.BartForCausalLM(
+        tf.BartConfig(**_BART, pad_token_id=0, eos_token_id=5, bos_token_id=2, forced_eos_token_id=5)
+    ),
+    "bert": lambda: tf.BertLMHeadModel(tf.BertConfig(**_BERT, is_decoder=False)),
+    "longrope": lambda: llama(**_ENDS, rope_parameters=_ROPE["longrope"], use_cache=True),
+    "dynamic": lambda: llama(**_ENDS, rope_parameters=_ROPE["dynamic"], max_position_embeddings=6, use_cache=True),
+    "qwen3_next": lambda: tf.Qwen3NextForCausalLM(_eager(tf.Qwen3NextConfig(**_QWEN3_NEXT))),
+    "llama4": lambda: tf.Llama4ForCausalLM(_eager(tf.Llama4TextConfig(**_LLAMA4))),
+    "gemma4": lambda: tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**_GEMMA4)),
+}
 NEW = 7
 PROMPTS = [[9, 3, 11, 60], [4], [17, 8], [22, 41, 33, 9, 12, 30, 2], [40, 7, 7], [1, 2, 3, 4, 5]]
 
@@ -80,16 +115,17 @@ def sharp(name: str) -> Any:
 
 
 def alone(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The new tokens of one prompt by itself, greedily, and their log-probabilities from one forward over all of them."""
-    ids = torch.tensor([prompt])
+    """The new tokens of one prompt by itself, greedily, and their log-probabilities."""
+    # What a model keeps of earlier texts is none of this one's.
+    model = copy.deepcopy(model)
+    ids, logits = torch.tensor([prompt]), []
+    begin = 1 if model.config.is_encoder_decoder else len(prompt)
+    watch = model.register_forward_hook(lambda module, arguments, outputs: logits.append(outputs.logits[0, -1]))
     with torch.no_grad():
-        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0)[0]
-        if model.config.is_encoder_decoder:
-            logits, begin = model(input_ids=ids, decoder_input_ids=tokens[None]).logits[0], 1
-        else:
-            logits, begin = model(tokens[None]).logits[0], len(prompt)
-    places = torch.arange(begin, len(tokens))
-    return tokens[begin:].tolist(), logits.log_softmax(-1)[places - 1, tokens[begin:]].tolist()
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0)[0, begin:]
+    watch.remove()
+    logprobs = torch.stack(logits).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return tokens.tolist(), logprobs.tolist()
 
 
 @contextmanager
@@ -128,7 +164,7 @@ def agrees(
     mesh.world.barrier("the model's directory")
     sections = {**sections, "parallel": {"timeout_seconds": 20, **sections.get("parallel", {})}}
     sections["run"] = {"output_dir": folder}
-    if model in ("mixtral", "qwen3_moe"):
+    if model in ("mixtral", "qwen3_moe", "qwen3_next", "llama4"):
         sections["model"] = {"config": {"experts_implementation": "eager"}}
     rounds: list[list[int]] = []
     with _unexpected_reads() as unexpected, Generator(directory, **sections) as generator:

@@ -23,7 +23,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data-pipeline": (4, {"parallel": {"pipeline": 2}, "zero": {"stage": 0}}),
     "hybrid": (4, {"parallel": {"replicate": 2}, "zero": {"gathered_budget": 0}}),
 }
-SHORT = {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "stored"), ("t5", "tensor")}
+FEW = {
+    "bart-decoder": {"sharded", "pipeline"},
+    "bert": {"sharded", "pipeline"},
+    "longrope": {"data", "pipeline"},
+    "dynamic": {"sharded", "pipeline"},
+    "qwen3_next": {"sharded", "pipeline"},
+    "llama4": {"pipeline", "sharded"},
+    "gemma4": {"sharded", "tensor"},
+}
+"""Models that are tried in a few layouts, as others are like them."""
+SHORT = {("bart-decoder", "sharded"), ("bert", "pipeline"), ("longrope", "data"), ("qwen3_next", "pipeline")} | {
+    *{("llama4", "pipeline"), ("gemma4", "sharded"), ("dynamic", "sharded")}
+}
+SHORT |= {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "stored"), ("t5", "tensor")}
 _STAGED = {"pipeline", "tensor-pipeline", "sharded-pipeline"}
 IMPOSSIBLE: dict[str, set[str]] = {"t5": _STAGED, "bart": {*_STAGED, "tensor"}}
 """Layouts that these models cannot be divided for, in training either."""
@@ -34,6 +47,7 @@ CASES: list[Any] = [
     for model in MODELS
     for layout in LAYOUTS
     if layout not in IMPOSSIBLE.get(model, ())
+    and layout in FEW.get(model, LAYOUTS)
     and (layout in ALONE[model] if model in ALONE else layout not in set().union(*ALONE.values()))
 ]
 

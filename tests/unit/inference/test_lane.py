@@ -38,7 +38,7 @@ def _model(kind: str) -> Any:
 def _lane(model: Any, limits: LaneLimits, *, keeps_rows: bool = False) -> Lane:
     def sampler_of(request: Request) -> Any:
         settings = settings_of(model, request.fields, len(request.tokens), staged=False, shared=False)
-        return settings, RowSampler.of(model, settings, len(request.tokens), request.seed, torch.device("cpu"))
+        return settings, RowSampler.of(model, settings, request.tokens, request.seed, torch.device("cpu"))
 
     takes = frozenset(inspect.signature(model.forward).parameters)
     known = LaneModel(
@@ -98,6 +98,43 @@ def test_greedy_requests_are_as_if_alone(kind: str, keeps_rows: bool) -> None:
         assert finish == ("stop" if tokens[-1] in ENDS else "length")
         ends.add(finish)
     assert ends == {"stop", "length"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"forced_eos_token_id": 9},
+        {"encoder_repetition_penalty": 4.0},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 6, "eos_token_id": ENDS},
+        {"min_length": 14, "eos_token_id": ENDS},
+        {"exponential_decay_length_penalty": (2, 1.8)},
+        {"begin_suppress_tokens": ENDS, "forced_bos_token_id": 7},
+        {"max_new_tokens": None, "max_length": 13},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_processors_see_what_they_see_of_a_prompt_alone(fields: dict[str, Any], of_the_model: bool) -> None:
+    model, draw = _model("full"), random.Random(3)
+    fields = {"max_new_tokens": 8, **fields}
+    if of_the_model:
+        model.generation_config.update(**fields)
+    given = {} if of_the_model else fields
+    requests = [Request(number=n, tokens=[*range(8, 10 + 3 * n)], fields=given) for n in range(4)]
+    lane = _lane(model, LaneLimits(rows=4, prefill_tokens=24, cache_tokens=1 << 30))
+    made = _run(model, lane, requests, eager=True, draw=draw)
+    plain, differ = _model("full"), 0
+    for request in requests:
+        ids = torch.tensor([request.tokens])
+        with torch.no_grad():
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, ids.shape[1] :]
+            bare = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[0, ids.shape[1] :]
+        assert made[request.number][0] == alone.tolist()
+        differ += alone.tolist() != bare.tolist()
+    assert differ, "the fields change nothing"
 
 
 def test_draws_do_not_depend_on_the_company() -> None:

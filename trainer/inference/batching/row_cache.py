@@ -41,6 +41,18 @@ def layers_of(config: PreTrainedConfig) -> int | None:
     return len(layers) if plain and layers else None
 
 
+def numbers_kept(config: PreTrainedConfig, tensor_ranks: int) -> list[int]:
+    """Of each layer of a model of this configuration, how many numbers the keys and values of a token are on a rank."""
+    found = []
+    for layer in config.per_layer_config:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        # Latent attention has wider keys than values, and head_dim is that of their part with positions.
+        keys, values = (max(width, getattr(layer, name, None) or 0) for name in ("qk_head_dim", "v_head_dim"))
+        found.append(-(-heads // tensor_ranks) * (keys + values))
+    return found
+
+
 class _Extent:
     """The rows and columns that all layers of a cache share."""
 

@@ -21,11 +21,23 @@ class RowSampler:
 
     @classmethod
     def of(
-        cls, model: Any, settings: GenerationConfig, prompt_tokens: int, seed: int, device: torch.device
+        cls, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device
     ) -> RowSampler:
         """The sampler of a request, by the library's own processors for its settings."""
+        ids, count = torch.tensor([prompt], device=device), len(prompt)
         model._prepare_special_tokens(settings, True, device=device)
-        processors = model._get_logits_processor(settings, input_ids_seq_length=prompt_tokens, device=str(device))
+        # Processors go by lengths that count the prompt.
+        model._prepare_generated_length(
+            settings,
+            has_default_max_length=settings.max_new_tokens is not None,
+            has_default_min_length=True,
+            model_input_name="input_ids",
+            input_ids_length=count,
+            inputs_tensor=ids,
+        )
+        processors = model._get_logits_processor(
+            settings, input_ids_seq_length=count, encoder_input_ids=ids, device=str(device)
+        )
         generator = torch.Generator(device).manual_seed(seed) if settings.do_sample else None
         return cls(processors=processors, generator=generator)
 

@@ -204,8 +204,15 @@ class _Recorder:
             for name, tensor in [*body.named_parameters(), *body.named_buffers()]
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
-        with torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
-            return functional_call(body, meta, args=(), kwargs=batch)
+        had = {module: set(vars(module)) for module in body.modules()}
+        try:
+            with torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
+                return functional_call(body, meta, args=(), kwargs=batch)
+        finally:
+            # What modules have put aside for later calls, as rotary positions do, has no values.
+            for module, names in had.items():
+                for name in set(vars(module)) - names:
+                    delattr(module, name)
 
     @contextmanager
     def _watched(self, body: nn.Module) -> Iterator[None]:

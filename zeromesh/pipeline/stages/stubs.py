@@ -88,8 +88,11 @@ class BlockStub(Stub):
         cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
         if cache is not None and not getattr(cache, "length_without_layers", False):
             # Models ask one layer for the length of all, and need not ask one that is here: this one has one too, of width 1.
-            nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
-            cache.update(nothing, nothing, self._index)
+            # A layer that keeps a state in place of keys and values has no length.
+            layer = next(iter(cache.layers[self._index : self._index + 1]), None)
+            if layer is None or hasattr(layer, "update"):
+                nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
+                cache.update(nothing, nothing, self._index)
         if self._index == slot.last:
             hidden = hidden.new_full((), float("nan")).expand(hidden.shape[0], length, *hidden.shape[2:])
         return self._output.around(hidden)
@@ -106,7 +109,10 @@ class NanStub(Stub):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        # Models move inputs to the device of a weight, which is not here.
+        known = [self._slot.received, *leaves]
+        devices = (leaf.device for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
+        device = next(devices, torch.device("cpu"))
         to_meta = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
             output = self._copy[0](*to_meta[0], **to_meta[1])
