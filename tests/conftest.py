@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import shutil
 import signal
 import tempfile
@@ -42,6 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
         if device.compiler() is None:
             pytest.exit("the simulated device needs a C++ compiler (g++ or clang++), and there is none", returncode=0)
         device.load()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is there once all modules are read stays: looking for garbage in it takes more than a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -44,6 +44,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "ner": ("run_ner.py", {"model_name_or_path": "bert", "learning_rate": 2e-2, **JSON}, 8, DO),
 }  # fmt: skip
 """Each: the script, its arguments, samples of a rank in a microbatch on one rank, and what it is to do."""
+SHORT = {("clm", 2), ("classification", 2), ("ner", 1)}
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +119,14 @@ def same_values(mine: dict[str, Any], theirs: dict[str, Any], where: str) -> Non
             assert math.isclose(mine[name], value, rel_tol=1e-4, abs_tol=1e-6), (where, name, mine[name], value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if (name, ranks) in SHORT else pytest.mark.full)
+        for name in RUNS
+        for ranks in (1, 2)
+    ],
+)
 def test_only_the_import_is_changed(pools: dict[int, Pool], folder: Path, name: str, ranks: int) -> None:
     output = f"{name}-{ranks}"
     words = arguments(name, ranks, output)

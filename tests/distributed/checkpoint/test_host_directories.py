@@ -145,7 +145,7 @@ def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
     assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
 
 
-@pytest.mark.parametrize("disks", [[2, 0, 1], [0, 1, 2]], ids=["first", "last"])
+@pytest.mark.parametrize("disks", [[2, 0, 1], pytest.param([0, 1, 2], marks=pytest.mark.full)], ids=["first", "last"])
 def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
     apart: Any, copied: Path, tmp_path: Path, disks: list[int]
 ) -> None:

@@ -93,13 +93,13 @@ def test_old_checkpoints_are_removed_while_training_goes_on(workers: Workers, tm
 def test_a_slow_disk_is_waited_for(workers: Workers, tmp_path: Path) -> None:
     """Each call takes longer than ranks may be without progress, which is 1 second."""
     calls = ["fsync", "pwritev", "posix_fallocate", "mkdir", "rename"]
-    arguments = {"folder": str(tmp_path), "calls": calls, "seconds": 1.6, "patience": 30.0}
+    arguments = {"folder": str(tmp_path), "calls": calls, "seconds": 1.3, "patience": 30.0}
     for found in workers.run(2, "disk_cases:slow_calls", **arguments):
         assert found == dict.fromkeys(calls, "struck")
 
 
 def test_a_disk_that_hangs_is_named(workers: Workers, tmp_path: Path) -> None:
-    arguments = {"folder": str(tmp_path), "calls": ["fsync"], "seconds": 6.0, "patience": 1.0}
+    arguments = {"folder": str(tmp_path), "calls": ["fsync"], "seconds": 4.5, "patience": 1.0}
     with workers.fresh(PoolOptions(size=2)) as pool:
         _, second = pool.run("disk_cases:slow_calls", **arguments)
     assert second["fsync"].startswith("CollectiveError: rank 1: ")

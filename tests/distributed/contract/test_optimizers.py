@@ -7,10 +7,18 @@ from optimizer_cases import MAKERS
 from workers import Workers
 
 WHOLE = {"Muon", "Muon and AdamW", "Adafactor", "transformers", "Lamb"}
+ALIKE = {"Adam decoupled", "SGD dampened", "RAdam", "Adamax", "Adadelta", "Lion"}
+"""Element by element, with states such as those of another: AdamW, Adam, SGD, NAdam, RMSprop."""
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every stage"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        pytest.param(name, every, marks=pytest.mark.full if every or name in ALIKE else (), id=f"{name}-{stages}")
+        for name in MAKERS
+        for every, stages in ((False, "some"), (True, "every stage"))
+    ],
+)
 def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, name: str, every: bool) -> None:
     stages = [0, 1, 2, 3] if every else [0, 3] if name in WHOLE else [3]
     arguments = {"name": name, "stages": stages, "folder": str(tmp_path)}

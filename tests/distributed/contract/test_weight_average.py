@@ -46,7 +46,7 @@ def test_averages_go_on_in_another_layout(workers: Workers, tmp_path: Path, flag
             assert {name: value for name, value in found.items() if not value < 1e-9} == {}
 
 
-@pytest.mark.parametrize("axis", ["replicate", "tensor", "pipeline"])
+@pytest.mark.parametrize("axis", [pytest.param("replicate", marks=pytest.mark.full), "tensor", "pipeline"])
 def test_averages_are_saved(workers: Workers, tmp_path: Path, axis: str) -> None:
     for found in workers.run(2, "average_cases:averaged_models", folder=str(tmp_path), **{axis: 2}):
         assert {name: value for name, value in found.items() if not value < 1e-9} == {}

@@ -140,7 +140,8 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=FULL), True])
 @pytest.mark.parametrize(
-    "site", ["before-tmp", "mid-write", "before-manifest", pytest.param("before-rename", marks=FULL)]
+    "site",
+    ["before-tmp", "mid-write", *(pytest.param(site, marks=FULL) for site in ("before-manifest", "before-rename"))],
 )
 def test_a_full_disk_is_said_and_training_goes_on(
     workers: Workers, fresh: Any, tmp_path: Path, undisturbed: tuple[Path, list[float]], site: str, asynchronous: bool
@@ -191,7 +192,9 @@ def test_saves_that_always_fail_end_the_run(fresh: Any, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_in_a_save_is_named(fresh: Any, tmp_path: Path) -> None:
-    outcomes = fresh("struck", stuck=(1,), fault="hang@mid-write:1:2", folder=str(tmp_path), steps=STEPS, sections={})
+    sections = {"parallel": {"timeout_seconds": 4.0}}
+    arguments = {"fault": "hang@mid-write:1:2", "folder": str(tmp_path), "steps": STEPS, "sections": sections}
+    outcomes = fresh("struck", stuck=(1,), **arguments)
     assert outcomes[0].error == "CollectiveError"
     assert "rank 1" in outcomes[0].message
 

@@ -119,8 +119,8 @@ def test_a_rank_that_errs_is_named_with_its_message(scene: Scene, transport: str
 
 @pytest.mark.parametrize(("transport", "stage"), whole_product(3, ["shared", "gloo"], [2, 3]))
 def test_a_slow_rank_is_waited_for(scene: Scene, transport: str, stage: int) -> None:
-    """Half a second in each of six places: longer than the timeout in sum, but its progress moves."""
-    outcomes, _ = scene(Fault(kind="slow", seconds=0.5), stage=stage, transport=transport, timeout=2.0)
+    """A part of a second in each of six places: longer than the timeout in sum, but its progress moves."""
+    outcomes, _ = scene(Fault(kind="slow", seconds=0.4), stage=stage, transport=transport, timeout=2.0)
     assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
 
 
@@ -177,5 +177,5 @@ class TestSeveralHosts:
         assert survivor.at - happened < SOON
 
     def test_a_slow_rank_is_waited_for(self, scene: Scene) -> None:
-        outcomes, _ = scene(Fault(kind="slow", seconds=0.5), transport="gloo", hosts=1, timeout=2.0)
+        outcomes, _ = scene(Fault(kind="slow", seconds=0.4), transport="gloo", hosts=1, timeout=2.0)
         assert [outcome.error for outcome in outcomes] == ["", ""], outcomes

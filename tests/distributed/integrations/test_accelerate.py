@@ -6,7 +6,7 @@ import pytest
 from workers import Workers
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_loop_is_that_of_accelerate(workers: Workers, tmp_path: Path, stage: int) -> None:
     found = workers.run(2, "accelerate_cases:as_accelerate", folder=str(tmp_path), stage=stage)[0]
     assert found["stage"] == stage
@@ -21,7 +21,10 @@ def test_ranks_that_divide_layers_see_the_same_batches(workers: Workers) -> None
     assert workers.run(2, "accelerate_cases:over_tensor")[0]["losses"] <= 1e-6
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [pytest.param("bf16", "torch.bfloat16", marks=pytest.mark.full), ("fp16", "torch.float16")],
+)
 def test_mixed_precision_keeps_master_weights(workers: Workers, precision: str, dtype: str) -> None:
     found = workers.run(2, "accelerate_cases:in_low_precision", dtype=precision)[0]
     assert found[f"{precision} dtypes"] == [dtype, *3 * ["torch.float32"]]

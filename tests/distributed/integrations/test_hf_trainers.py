@@ -8,7 +8,7 @@ from workers import Workers
 CALLED = ["compute_loss", "create_optimizer", "get_train_dataloader", "log", "prediction_step", "training_step"]
 
 
-@pytest.mark.parametrize(("stage", "adapted"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "adapted"), [(1, False), pytest.param(3, False, marks=pytest.mark.full), (3, True)])
 def test_a_trainer_is_that_of_transformers(workers: Workers, tmp_path: Path, stage: int, adapted: bool) -> None:
     found = workers.run(2, "hf_trainer_cases:as_original", folder=str(tmp_path), stage=stage, adapted=adapted)[0]
     assert found["called"] == CALLED

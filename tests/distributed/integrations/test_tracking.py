@@ -132,13 +132,13 @@ def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tm
 
         killer = threading.Thread(target=kill)
         killer.start()
-        outcomes = pool.outcomes(CASE, timeout=120, steps=500, marker=str(marker), rest=0.15, **arguments)
+        outcomes = pool.outcomes(CASE, timeout=120, steps=500, marker=str(marker), rest=0.1, **arguments)
         killer.join()
     assert {outcome.error for outcome in outcomes} == {"died"}
     made, before = len(read_metrics(lines)), wandb_log.rows(wandb_log.files(lines.parent)[0])
     lasted = steps_of(before, "train/loss")
     assert lasted == list(range(1, len(lasted) + 1))
-    assert made - len(lasted) <= 2 / 0.15 + 1  # at most two seconds are lost
+    assert made - len(lasted) <= 2 / 0.1 + 1  # at most two seconds are lost
     assert len(lasted) > 10
     found = workers.run(2, CASE, timeout=120, steps=made + 9, **arguments)[0]
     assert "resumed from step" in found["said"]

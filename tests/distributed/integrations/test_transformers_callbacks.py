@@ -144,9 +144,13 @@ CALLBACKS: dict[str, tuple[list[list[Any]], dict[str, Any], list[float]]] = {
     "Summary": ([["Summary"]], EARLY, SCORES),
     "Annotate": ([["Annotate"]], {**OFF, "logging_steps": 1, "max_steps": 2}, []),
 }
+ALIKE = {"DefaultFlowCallback", "SaveWhen", "CountTime"}
+"""What others show as well: each event of `RUNS` by transformers' own flow, `SaveWhen` beside the run's own, substeps."""
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in CALLBACKS]
+)
 def test_a_callback_sees_and_does_the_same(workers: Workers, tmp_path: Path, name: str) -> None:
     """Also by what it makes the run do: a recorder beside it sees the same."""
     callbacks, fields, scores = CALLBACKS[name]
@@ -169,7 +173,7 @@ def test_a_run_that_goes_on_sees_the_same(workers: Workers, tmp_path: Path) -> N
     assert [each["state"][0] for each in found["ours"][0] if each["event"] == "on_step_end"] == [3]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_checkpoints_have_the_names_of_transformers(workers: Workers, tmp_path: Path, ranks: int) -> None:
     said = workers.run(ranks, f"{CASES}:linked", folder=str(tmp_path))
     named = "checkpoint.resume names step-00000003, and this run has gone on since: it goes on from step 4."

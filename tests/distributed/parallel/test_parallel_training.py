@@ -182,7 +182,7 @@ def over(axes: str, **more: Any) -> dict[str, Any]:
     [
         pytest.param("tensor 2", 1, marks=FULL),
         pytest.param("pipeline 2", 1, marks=FULL),
-        ("pipeline 2", 0),
+        pytest.param("pipeline 2", 0, marks=FULL),
         ("pipeline 2 x tensor 2", 3),
     ],
 )
@@ -245,13 +245,13 @@ ORDERS = (("tensor 2", "pipeline 2", "llama"), ("pipeline 2", "data 2", "gpt2"))
 )
 def test_a_run_goes_on_over_other_axes(workers: Workers, tmp_path: Path, first: str, second: str, kind: str) -> None:
     losses = []
-    for folder, steps, axes in (("a", 10, "data 2"), ("b", 5, first), ("b", 10, second)):
+    for folder, steps, axes in (("a", 6, "data 2"), ("b", 3, first), ("b", 6, second)):
         size, parallel = AXES[axes]
         sections = {"parallel": {**WAIT, **parallel}}
         case = {"folder": f"{tmp_path}/{folder}", "steps": steps, "sections": sections, "kind": kind}
         losses.append(workers.run(size, "checkpoint_cases:trained", **case)[0]["losses"])
     straight, before, after = losses
-    assert len(before) == len(after) == 5
+    assert len(before) == len(after) == 3
     assert apart(before + after, straight) <= 1e-9
 
 

@@ -9,10 +9,13 @@ from workers import Workers
 from zeromesh import Callback
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 
+FULL = pytest.mark.full
 CASES = "loop_cases"
 
 
-@pytest.mark.parametrize(("size", "last"), [(1, "partial"), (2, "partial"), (3, "drop"), (2, "carry")])
+@pytest.mark.parametrize(
+    ("size", "last"), [(1, "partial"), pytest.param(2, "partial", marks=FULL), (3, "drop"), (2, "carry")]
+)
 def test_epochs_are_those_of_a_plain_loop(workers: Workers, tmp_path: Path, size: int, last: str) -> None:
     found = workers.run(size, f"{CASES}:epochs", folder=str(tmp_path), last=last)[0]
     assert found["losses"] <= 1e-9
@@ -67,7 +70,7 @@ def test_metrics_are_exact_over_uneven_data(
         assert found["test"] == ["test_accuracy", "test_loss", "test_order", *speed]
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [pytest.param(False, marks=FULL), True])
 def test_flags_of_transformers_callbacks_are_requests_of_all_ranks(
     workers: Workers, tmp_path: Path, alone: bool
 ) -> None:
@@ -119,7 +122,7 @@ def test_a_run_without_progress_ends_with_its_best_weights(workers: Workers, tmp
         assert found["difference"] == 0.0
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=FULL), True])
 def test_a_stream_goes_on_with_another_number_of_ranks(workers: Workers, tmp_path: Path, shuffle: bool) -> None:
     whole = workers.run(1, f"{CASES}:streamed", folder=str(tmp_path / "a"), steps=8, shuffle=shuffle)[0]
     losses: list[float] = []
