@@ -72,7 +72,7 @@ def test_text_that_comes_in_pieces_has_whole_characters() -> None:
 
 def test_text_that_comes_in_pieces_is_that_of_all_tokens() -> None:
     """Also by decoders that leave out the space before the first token, and those that take bytes in a row together."""
-    words = ["</s>", *["▁", "▁▁▁", "▁a", "b", "▁b", "."], "\n", *(f"<0x{byte:02X}>" for byte in (10, *"漢字".encode()))]
+    words = ["</s>", "▁", "▁▁▁", "▁a", "b", "▁b", ".", "\n", *(f"<0x{byte:02X}>" for byte in (10, *"漢字".encode()))]
     pieces = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     pieces.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
