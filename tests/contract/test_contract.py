@@ -8,7 +8,6 @@ from workers import Workers
 
 from contract.harness import LAYOUTS, Layout, cases, check, short
 
-
 ALIKE = {"DeBERTa"}
 """What others show as well: DeBERTa-v2, with the same head, and DeBERTa with its first head."""
 
