@@ -65,3 +65,10 @@ def test_text_that_comes_in_pieces_has_whole_characters() -> None:
     assert "".join(pieces) == text
     assert all("�" not in piece for piece in pieces)
     assert stream.add([0xE6], last=True) == "�"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    for out, message in ((tmp_path, "is no regular file"), (Path("/dev/null"), "is no regular file")):
+        with pytest.raises(ConfigError, match=message):
+            ResultJournal(out, "abc", 1)
+    assert not any(tmp_path.iterdir())
