@@ -104,7 +104,8 @@ def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[
 
 
 def _standard_input() -> bytes:
-    if sys.stdin.isatty():
+    # It is None where it was closed.
+    if sys.stdin is None or sys.stdin.isatty():
         raise DataError("there are no prompts: give --prompts FILE, lines on standard input, or --chat")
     return sys.stdin.buffer.read()
 
@@ -139,10 +140,13 @@ def _generate(
         asked = [{"seed": number_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
         for line, prompt in zip(prompts, asked, strict=True):
             _check(generator, line, {**fields, **prompt})
-        if len(asked) == 1 and options.out is None and generator.tokenizer is not None and generator.can_serve(fields):
+        alone = len(asked) == 1 and options.out is None and generator.tokenizer is not None
+        if alone and generator.can_serve({**fields, **generator.request_of(asked[0])[1]}):
             _stream(generator, asked[0], fields)
             return 0
-        content = json.dumps([str(options.config), asked, sorted(fields.items()), list(keys)], default=str)
+        # A run stands for its newest checkpoint, which may be another one when the command is given again.
+        of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
+        content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
         results = _Results(options.out, xxhash.xxh3_64_hexdigest(content.encode()), prompts, leads=leads)
         missing = generator.mesh.world.gather_json(results.missing(), "prompts without a result")[0]
         try:

@@ -160,10 +160,8 @@ class Generator:
         }
         with self.mesh.call("generator.generate()"):
             require_same(self.mesh.world, given, DataError, advice="All ranks give the same prompts and arguments")
-        if why and any(request.fields for request in requests):
-            raise ConfigError(
-                f"generate: {why}, so all prompts are generated alike; give prompts without fields of their own"
-            )
+        if why and any(request.fields != requests[0].fields for request in requests):
+            raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
         with self._guarded():
             if why:
                 alike = self._placed.needs_one_length(settings[0])

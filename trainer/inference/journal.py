@@ -29,11 +29,14 @@ class ResultJournal:
         count: how many results there will be.
 
     Raises:
-        ConfigError: where there are results of another generation.
+        ConfigError: where there are results of another generation, and where no file can be.
         StorageError: where files cannot be read or written.
     """
 
     def __init__(self, out: Path, content: str, count: int) -> None:
+        # What is at its place is replaced in the end, be it a device.
+        if out.exists() and not out.is_file():
+            raise ConfigError(f"--out {str(out)!r} is no regular file; name one, or leave it out for standard output")
         self.out, self.count = out, count
         self.path = out.with_name(out.name + SUFFIX)
         self.rows: dict[int, dict[str, Any]] = {}

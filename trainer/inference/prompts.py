@@ -72,6 +72,10 @@ def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
         raise DataError(
             f"{where}: a prompt is an object with one of {', '.join(KEYS)}; it is {_shown(json.dumps(row))}"
         )
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: it has half of a character (\\ud800 to \\udfff), which is no text") from error
     name = row.pop("id", number)
     if not isinstance(name, str | int):
         raise DataError(f"{where}: id is text or a number, not {_shown(json.dumps(name))}")

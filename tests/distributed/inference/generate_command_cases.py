@@ -54,6 +54,7 @@ def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
         write_model(root / "model")
         (root / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (root / "bad.jsonl").write_text('{"text": "a"}\n{"input_ids": [999]}\n')
+        (root / "beams.jsonl").write_text(json.dumps({**lines[0], "num_beams": 3}) + "\n")
         (root / "one.jsonl").write_text(json.dumps(lines[0]) + "\n")
     mesh.world.barrier("files")
     asked = ["generate", "model", "--prompts", "p.jsonl", "--max-new-tokens", "8"]
@@ -64,6 +65,7 @@ def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
             "bad": command(mesh, ["generate", "model", "--prompts", "bad.jsonl"]),
             "field": command(mesh, [*asked, "generation.temprature=1"]),
             "chat": command(mesh, ["generate", "model", "--chat", "--out", "x"]),
+            "beams": command(mesh, ["generate", "model", "--prompts", "beams.jsonl", "--max-new-tokens", "8"]),
             "one": command(mesh, ["generate", "model", "--prompts", "one.jsonl", "generation.max_new_tokens=8"]),
         }
         talk = "Hi\n/reset\n\nHi\nHo\n/exit\nnot this"

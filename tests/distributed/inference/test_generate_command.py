@@ -33,6 +33,9 @@ def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
     assert "temprature is no field of transformers' GenerationConfig" in said["field"]["err"]
     assert "--chat reads from the terminal" in said["chat"]["err"]
     assert said["one"]["out"].rstrip("\n") == rows[0]["text"]
+    # What is written as it comes is of a running batch, which beams that a prompt asks for cannot join.
+    (beams,) = (json.loads(line) for line in said["beams"]["out"].splitlines() if line.startswith("{"))
+    assert beams["logprobs"] is None
     answers = said["talk"]["out"].split("> ")
     assert len(answers) == 7, "a greeting, and a sign for each line that was read"
     assert said["talk"]["code"] == 0

@@ -90,3 +90,10 @@ def test_text_that_comes_in_pieces_is_that_of_all_tokens() -> None:
         told = [stream.add([token], last=place == len(tokens)) for place, token in enumerate(tokens, start=1)]
         assert "".join(told) == wanted
         assert max(sizes) < 150, "not all of a long text is decoded for each token"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    for out, message in ((tmp_path, "is no regular file"), (Path("/dev/null"), "is no regular file")):
+        with pytest.raises(ConfigError, match=message):
+            ResultJournal(out, "abc", 1)
+    assert not any(tmp_path.iterdir())

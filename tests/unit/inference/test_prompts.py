@@ -49,6 +49,8 @@ def test_all_bad_lines_are_named_at_once() -> None:
         (b'{"input_ids": [true]}', "line 2: input_ids is a list of token ids"),
         (b'{"messages": ["Hi"]}', "line 2: messages is a list of messages"),
         (b"\xff", "line 2: it is no JSON"),
+        (b'{"text": "a\\ud800"}', "line 2: it has half of a character"),
+        (b'{"text": "a", "id": "\\udfff"}', "line 2: it has half of a character"),
     ],
 )
 def test_a_line_that_is_no_prompt(tmp_path: Path, line: bytes, message: str) -> None:
