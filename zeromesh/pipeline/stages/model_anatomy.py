@@ -209,10 +209,11 @@ class _Recorder:
             with torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
                 return functional_call(body, meta, args=(), kwargs=batch)
         finally:
-            # What modules have put aside for later calls, as rotary positions do, has no values.
+            # Tensors that modules have put aside for later calls, as rotary positions do, have no values.
             for module, names in had.items():
                 for name in set(vars(module)) - names:
-                    delattr(module, name)
+                    if isinstance(getattr(module, name), torch.Tensor):
+                        delattr(module, name)
 
     @contextmanager
     def _watched(self, body: nn.Module) -> Iterator[None]:
