@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +104,6 @@ class ResultJournal:
 
     def close(self) -> None:
         """Leave the journal as it is, for the next start."""
-        self._file.close()
+        # What a full disk has not taken is tried once more, and then missing, which the next start sees.
+        with suppress(OSError):
+            self._file.close()

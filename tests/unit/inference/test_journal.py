@@ -1,6 +1,7 @@
 """Results on disk: none is lost or twice there, whenever a run is killed."""
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,3 +98,14 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             ResultJournal(out, "abc", 1)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_and_what_was_kept_is_left(tmp_path: Path) -> None:
+    journal = ResultJournal(tmp_path / "r.jsonl", "abc", 2)
+    journal.add(_row(0))
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), journal._file.fileno())
+    with pytest.raises(StorageError, match="cannot be written: No space left"):
+        journal.add(_row(1))
+    journal.close()
+    assert ResultJournal(tmp_path / "r.jsonl", "abc", 2).missing() == [1]

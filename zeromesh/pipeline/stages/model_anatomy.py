@@ -209,8 +209,7 @@ class _Recorder:
             with torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
                 return functional_call(body, meta, args=(), kwargs=batch)
         finally:
-            # Tensors that modules have put aside for later calls, as rotary positions do, have no values. Other attributes stay: in
-            # one of them the library notes that its hooks are there, and it would register them again.
+            # Tensors that modules have put aside for later calls, as rotary positions do, have no values.
             for module, names in had.items():
                 for name in set(vars(module)) - names:
                     if isinstance(getattr(module, name), torch.Tensor):
