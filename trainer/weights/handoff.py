@@ -43,6 +43,7 @@ PartOf = Callable[[str], Part | None]
 """The part of a tensor by its name; None: all of it."""
 _FORMAT = "zeromesh-weights-1"
 _HEADER_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -92,11 +93,12 @@ class _WeightLine:
     connection: socket.socket
     peer: str
 
-    def send(self, header: Mapping[str, Any], content: memoryview | None = None) -> None:
+    def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
         text = json.dumps(header).encode()
         self.connection.sendall(len(text).to_bytes(4, "big") + text)
-        if content is not None:
-            self.connection.sendall(content)
+        # The time that a socket waits is for all of a call, and one who takes a large tensor slowly is not silent.
+        for begin in range(0, len(content), _PIECE_BYTES):
+            self.connection.sendall(content[begin : begin + _PIECE_BYTES])
 
     def header(self) -> dict[str, Any]:
         size = int.from_bytes(self.fill(bytearray(4)), "big")
@@ -191,7 +193,12 @@ def _greet(line: _WeightLine, step: int, token: str | None) -> dict[str, Part]:
         raise TransferError(f"{line.peer}: {_reason(error)}") from error
     if answer.get("accepted") is not True:
         raise TransferError(f"{line.peer} does not take the weights")
-    return {str(pattern): (int(dim), int(index), int(parts)) for pattern, (dim, index, parts) in hello["parts"].items()}
+    try:
+        return {name: (int(dim), int(index), int(parts)) for name, (dim, index, parts) in hello["parts"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TransferError(
+            f"{line.peer} asks for parts that are not (dim, index, parts) by patterns of names"
+        ) from error
 
 
 def _send_tensor(line: _WeightLine, name: str, tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from workers import Workers
 
 from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
+from zeromesh.trainer.weights.handoff import _greet, _WeightLine
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,36 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
     ):
         assert message in str(_sent(address, *frames))
         assert not address.exists()
+
+
+def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(0.5)
+        content, found = memoryview(bytes(8 << 20)), 0
+
+        def receive() -> None:
+            nonlocal found
+            while part := theirs.recv(1 << 20):
+                found += len(part)
+                threading.Event().wait(0.02)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        _WeightLine(ours, "the receiver").send({}, content)
+        ours.shutdown(socket.SHUT_WR)
+        thread.join(20)
+        assert found == len(content) + len(_frame({}))
+
+
+@pytest.mark.parametrize("parts", [None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}])
+def test_parts_that_are_none_are_refused(parts: Any) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        hello = {"format": "zeromesh-weights-1", "nonce": "n", "parts": parts}
+        theirs.sendall(_frame(hello) + _frame({"accepted": True}))
+        with pytest.raises(TransferError, match=r"the receiver asks for parts that are not \(dim, index, parts\)"):
+            _greet(_WeightLine(ours, "the receiver"), 0, None)
 
 
 def test_addresses(tmp_path: Path) -> None:
