@@ -92,6 +92,8 @@ class _WeightLine:
 
     connection: socket.socket
     peer: str
+    moved: Callable[[], object] = lambda: None
+    """Called after each piece of a tensor that was sent."""
 
     def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
         text = json.dumps(header).encode()
@@ -99,6 +101,7 @@ class _WeightLine:
         # The time that a socket waits is for all of a call, and one who takes a large tensor slowly is not silent.
         for begin in range(0, len(content), _PIECE_BYTES):
             self.connection.sendall(content[begin : begin + _PIECE_BYTES])
+            self.moved()
 
     def header(self) -> dict[str, Any]:
         size = int.from_bytes(self.fill(bytearray(4)), "big")
@@ -142,10 +145,12 @@ def send_weights(
     """
     problem, lines, sent = "", [], 0
     with ExitStack() as stack:
+        # The other ranks wait for rank 0, which waits for a receiver.
+        stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
         if mesh.rank == 0:
             try:
                 for address in addresses:
-                    lines.append(stack.enter_context(_connected(address, timeout_seconds)))
+                    lines.append(stack.enter_context(_connected(address, timeout_seconds, mesh.watch.beat)))
                 wanted = [_greet(line, step, token) for line in lines]
             except (TransferError, ConfigError) as error:
                 problem = str(error)
@@ -212,7 +217,7 @@ def _proof(token: str | None, nonce: str) -> str:
 
 
 @contextmanager
-def _connected(address: str, timeout_seconds: float) -> Iterator[_WeightLine]:
+def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]) -> Iterator[_WeightLine]:
     host, port = _host_of(address)
     try:
         if port is not None:
@@ -224,7 +229,7 @@ def _connected(address: str, timeout_seconds: float) -> Iterator[_WeightLine]:
     except OSError as error:
         raise TransferError(f"nobody receives weights at {address}: {error.strerror or error}") from error
     with connection:
-        yield _WeightLine(connection, f"the receiver at {address}")
+        yield _WeightLine(connection, f"the receiver at {address}", moved)
 
 
 def _host_of(address: str) -> tuple[str, int | None]:

@@ -12,13 +12,19 @@ from zeromesh.errors import TransferError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
 
+def wide() -> Any:
+    """A Llama whose weights do not fit into what sockets hold."""
+    return llama(intermediate_size=1 << 15)
+
+
 class _Listener:
     """Takes weights in a thread, up to `most` tensors."""
 
-    def __init__(self, address: str, *, most: int | None = None, **options: Any) -> None:
+    def __init__(self, address: str, *, most: int | None = None, pause: float = 0.0, **options: Any) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.error = ""
         self._arguments = (address, most, options)
+        self._pause = pause
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -28,6 +34,7 @@ class _Listener:
             weights = receive_weights(address, timeout_seconds=5, **options)
             for name, tensor in weights:
                 self.found[name] = tensor
+                threading.Event().wait(self._pause if len(self.found) == 1 else 0.0)
                 if len(self.found) == most:
                     weights.close()  # type: ignore[attr-defined]  # It is a generator.
                     return
@@ -135,3 +142,18 @@ def from_generator(mesh: Mesh, folder: str) -> dict[str, Any]:
         found = {name: tensor.clone() for name, tensor in generator.stream_weights()}
     wanted = dict(model.named_parameters())
     return {"wrong": [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]}
+
+
+def is_slow(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """A receiver that rests longer than ranks wait for each other, but not longer than it may be silent."""
+    model, path, listener = seeded(wide), Path(folder, "slow.sock"), None
+    config = settings(folder, run={"max_steps": 1}, parallel={"timeout_seconds": 2})
+    with Trainer(model, config, train_dataset=sentences()) as trainer:
+        if mesh.rank == 0:
+            listener = _Listener(str(path), pause=4.0)
+        _ready(mesh, [path])
+        count = trainer.send_weights(str(path), timeout_seconds=15)
+        if listener is not None:
+            listener.join()
+        trainer.fit()
+        return {"count": count, "found": len(listener.found) if listener else count, "steps": trainer.state.step}

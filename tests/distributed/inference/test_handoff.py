@@ -41,6 +41,13 @@ def test_receivers_that_fail_end_nothing(workers: Workers, tmp_path: Path) -> No
         assert said.get("token, receiver", "does not know the token").endswith("does not know the token")
 
 
+@pytest.mark.full
+def test_other_ranks_wait_while_a_receiver_rests(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(2, "handoff_cases:is_slow", folder=str(tmp_path)):
+        assert found["found"] == found["count"] > 10
+        assert found["steps"] == 1
+
+
 def test_a_generator_has_those_of_its_directory(workers: Workers, tmp_path: Path) -> None:
     for found in workers.run(2, "handoff_cases:from_generator", folder=str(tmp_path)):
         assert not found["wrong"]
