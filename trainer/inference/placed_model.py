@@ -183,7 +183,7 @@ class PlacedModel:
         return max(1, -int(fewest[0]))
 
     def needs_one_length(self, settings: GenerationConfig) -> bool:
-        """Whether prompts that are generated together have to be of one length, as padding would change what comes of them.
+        """Return True if prompts that are generated together must have one length, since padding would change their results.
 
         An encoder has a mask for it; before other prompts it would move positions, and penalties would count it.
         """

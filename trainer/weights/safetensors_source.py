@@ -314,7 +314,7 @@ class TensorFiles:
         self._advance(0)
 
     def _advance(self, done: int) -> None:
-        """So many bytes have been read: as many others can be read ahead."""
+        """Note that `done` bytes have been read, and have as many others read ahead."""
         self._ahead -= done
         while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
             name, start, end = found

@@ -259,7 +259,7 @@ def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interva
 
 
 def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
-    """The elements of parameters that this rank will read, in the order in which it does; none that may stay in their files."""
+    """Yield the elements of parameters that this rank will read, in that order, without those that may stay in their files."""
     if options.offload.in_place and options.offload.parameters.tier == "file":
         return
     for layout in layouts:

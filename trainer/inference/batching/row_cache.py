@@ -42,7 +42,7 @@ def layers_of(config: PreTrainedConfig) -> int | None:
 
 
 def numbers_kept(config: PreTrainedConfig, tensor_ranks: int) -> list[int]:
-    """Of each layer of a model of this configuration, how many numbers the keys and values of a token are on a rank."""
+    """Return for each layer how many elements the keys and values of one token have on a rank."""
     found = []
     for layer in config.per_layer_config:
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads

@@ -457,6 +457,6 @@ class _Guard:
 
 
 def _is_own(place: str) -> bool:
-    """Whether `HOST:PORT` is one that only this host can reach."""
+    """Return True if only this host can reach `HOST:PORT`."""
     name = place[: place.rindex("]") + 1].strip("[]") if "]" in place else place.partition(":")[0]
     return ServerOptions(host=name or "none").loopback
