@@ -41,7 +41,7 @@ from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.weights.handoff import PartOf, send_weights, stream_weights
+from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.weight_digests import require_same_weights
@@ -377,21 +377,22 @@ class Trainer:
             require_same_weights(engine)
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of weights in the compute dtype, parameters and buffers, one bucket in memory at a time; all ranks
-        iterate over it to its end. `part_of(name)` is `(dim, index, parts)` where a rank wants a part of a tensor.
+        """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
 
-        A tensor may change with the next step: copy it to keep it.
+        Names and shapes are those of files on the Hub, and adapters are merged. Beside its part a rank has one bucket in memory at
+        a time, and where weights are converted or merged, those that belong together. `part_of(name)` is `(dim, index, parts)`
+        where a rank wants a part of a tensor. A tensor may change with the next step: copy it to keep it.
 
         Raises:
-            ConfigError: for a part that a tensor does not have.
+            ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
         """
         compute: torch.dtype = getattr(torch, self.config.precision.compute)
-        return stream_weights(self.run.model.stored(), compute, part_of)
+        return parts_of_weights(self.run.model.stored(compute), part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights`; all ranks call it. Returns how many tensors.
 
-        No rank has more of the model than one bucket beside its own part.
+        No rank has more of the model than its own part and what `stream_weights` keeps.
 
         Args:
             addresses: paths of Unix sockets, or `HOST:PORT`.

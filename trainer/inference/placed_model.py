@@ -32,6 +32,7 @@ from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
 from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
+from zeromesh.trainer.weights.hub_form import HubForm
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 
@@ -81,6 +82,7 @@ class PlacedModel:
     mesh: Mesh
     console: Console
     module: Any
+    hub_form: HubForm
     divided: Divided
     engine: ZeroEngine
     tokenizer: Tokenizer | None
@@ -108,6 +110,7 @@ class PlacedModel:
         notes = begin_alike(built, mesh, config.run.seed, trains=False)
         tiers = open_tiers(mesh, options)
         try:
+            hub_form = HubForm(model)
             divided = divide(model, mesh, cuts_of(config))
             _, prepared = prepare_model(model, config.model, options, tiers)
             console.note(*notes, *divided.notes, *prepared, *built.notes)
@@ -120,6 +123,7 @@ class PlacedModel:
             mesh=mesh,
             console=console,
             module=model.eval(),
+            hub_form=hub_form,
             divided=divided,
             engine=engine,
             tokenizer=tokenizer,
@@ -223,6 +227,9 @@ class PlacedModel:
     def _padded(self, prompts: Sequence[Sequence[int]], padding: int) -> Mapping[str, torch.Tensor]:
         """Prompts [rows, longest], and a mask that is 0 where there is padding, behind them."""
         longest = max(map(len, prompts))
+        if self.is_encoder_decoder and self.mesh.data.size > 1:
+            # Encoders may look tokens up once more for some lengths, which all ranks that gather them have to do.
+            longest = int(self.mesh.data.max_(torch.tensor([longest]), "the longest prompt of a round")[0])
         ids = torch.full((len(prompts), longest), padding, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):

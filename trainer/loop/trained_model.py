@@ -27,6 +27,7 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.profiler import explained
+from zeromesh.trainer.weights.hub_form import HubForm
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import saved_buffers
 
@@ -43,6 +44,7 @@ class TrainedModel:
     processing_class: Any
     """The tokenizer that is saved with the model."""
     module: nn.Module
+    hub_form: HubForm
     loss: Loss
     divided: Divided
     put_back: Callable[[], None]
@@ -125,14 +127,14 @@ class TrainedModel:
         with self.mesh.call("trainer.state_dict()"):
             yield from (self.engine.averaged_state if ema else self.engine.state).parameters()
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters, tied ones once, and persistent buffers by name. Values are master weights."""
+    def stored(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The weights in a dtype, made from master weights, in the form of the hub: tied ones once, and persistent buffers."""
         if self.engine is None:
-            yield from ((name, own.detach()) for name, own in self.module.named_parameters())
-            yield from ((name, buffer.detach()) for name, buffer in saved_buffers(self.module).items())
+            tensors = {**dict(self.module.named_parameters()), **saved_buffers(self.module)}
+            yield from self.hub_form.of(((name, own.detach()) for name, own in tensors.items()), dtype)
             return
         with self.mesh.call("trainer.stream_weights()"):
-            yield from self.engine.state.stored()
+            yield from self.hub_form.of(self.engine.state.stored(), dtype)
 
     def _require_average(self, ema: bool) -> None:
         if ema and not self.config.ema.decay:

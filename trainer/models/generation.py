@@ -17,9 +17,10 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from zeromesh.errors import ConfigError, DataError
+from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Placement
+from zeromesh.overrides import tensors_put_aside
 from zeromesh.pipeline.generation import CACHE
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness
@@ -116,6 +117,7 @@ def generate(
 
     Raises:
         DataError: where ranks of one model have other prompts or arguments.
+        LayoutError: for a model in stages whose modules keep tensors from one token to the next.
     """
     arguments = {
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
@@ -155,10 +157,17 @@ def generate(
         inputs |= dict(zip(["input_ids"], ids, strict=False))
         some_rank_goes_on(here=True)
         outputs = compute(inputs)
+        if pipeline is not None and (kept := put_aside()):
+            raise LayoutError(
+                f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches of a pipeline "
+                "would share; generate without parallel.pipeline"
+            )
         see(outputs.logits[:, -1])
         return outputs
 
-    with in_evaluation_mode(model) if seed is not None else nullcontext(), torch.no_grad():
+    mode = in_evaluation_mode(model) if seed is not None else nullcontext()
+    # What modules keep between tokens is of this text, and nothing to the next one.
+    with mode, torch.no_grad(), tensors_put_aside(model) as put_aside:
         with own_randomness() if seed is not None else nullcontext():
             if seed is not None:
                 seed()

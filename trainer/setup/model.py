@@ -40,6 +40,7 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, pinned_notes, require_memory
+from zeromesh.trainer.weights.hub_form import HubForm
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -98,6 +99,7 @@ def build_trained_model(
             smoothing=config.run.label_smoothing,
         )
         start_times.end("loss")
+        hub_form = HubForm(model)
         divided = divide(model, mesh, cuts_of(config))
         if config.precision.linear is not None:
             console.note(use_float8_linear(model, mesh.device))
@@ -132,6 +134,7 @@ def build_trained_model(
         steps_made=lambda: progress.step,
         processing_class=data.processing_class if inputs.processing_class is None else inputs.processing_class,
         module=model,
+        hub_form=hub_form,
         loss=loss,
         divided=divided,
         put_back=put_back,

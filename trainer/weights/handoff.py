@@ -60,21 +60,17 @@ _DTYPES = {
 }
 
 
-def stream_weights(
-    stored: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, part_of: PartOf = lambda name: None
+def parts_of_weights(
+    weights: Iterator[tuple[str, torch.Tensor]], part_of: PartOf
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` of what is `stored` of a model, on every rank; all ranks iterate to the end.
-
-    Floating-point tensors are in `dtype`. Of a tensor that `part_of` names a part of, which may be another one on each rank, only
-    that is yielded. One bucket is in memory at a time. A tensor may be a view of weights that the next step changes.
+    """Yield `(name, tensor)` of `weights`, and where `part_of` names a part of a tensor, perhaps another on each rank, only that.
 
     Raises:
         ConfigError: for a part that a tensor does not have.
     """
-    for name, tensor in stored:
+    for name, tensor in weights:
         part = part_of(name)
-        found = tensor if part is None else _cut(name, tensor, part)
-        yield name, found.to(dtype) if found.is_floating_point() else found
+        yield name, tensor if part is None else _cut(name, tensor, part)
 
 
 def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -5,9 +5,8 @@ split projections) is made whole on CPU, one conversion at a time, and the lates
 checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
 
 transformers renames and converts weights as it loads them (eight expert matrices into one parameter, a fused projection into
-three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. For writing,
-`revert_weight_conversion` undoes it for a whole state dict; here it is asked for one group of tensors at a time, those that go into
-one conversion together.
+three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. `hub_form.py`
+undoes it.
 """
 
 import copy
@@ -26,12 +25,10 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 from transformers.utils import logging
 
@@ -181,76 +178,6 @@ def _ignored(model: Any, name: str) -> bool:
 
 def _fits(name: str, patterns: Iterable[str] | None) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """Tensors of a model that together become other ones."""
-
-    names: tuple[str, ...]
-    converted: bool
-    outputs: Mapping[str, torch.Tensor]
-    """What they become, by name, on the meta device."""
-
-
-class HubNames:
-    """The names that tensors of a model have on the hub. `note` says why names stay as they are, where nothing is known."""
-
-    def __init__(self, directory: Path) -> None:
-        """`directory` holds a `config.json`, or none. Raises `CheckpointError` for one that no model can be built of."""
-        self.note = ""
-        self._model: Any = None
-        self._converters: list[Any] = []
-        if not (directory / "config.json").is_file():
-            self.note = "no config.json: only the weights are written, under the model's own names"
-            return
-        cls, config, reason = read_class(directory)
-        if cls is None:
-            self.note = f"{reason}: names stay as they are"
-            return
-        try:
-            with torch.device("meta"):
-                model = cls(config)
-        except INITIALISER_ERRORS as error:
-            raise CheckpointError(
-                f"{cls.__name__} cannot be built from config.json: {summary(error, lines=2)}"
-            ) from error
-        # What transformers itself reverts for a model that was not loaded from files.
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        found = [each for each in found if not isinstance(each, PrefixChange)]
-        if found:
-            model._weight_conversions = found
-            self._model = model
-            reverse = [each.reverse_transform() for each in reversed(found)]
-            self._converters = [each for each in reverse if isinstance(each, WeightConverter)]
-
-    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-        """Return every tensor, which is on the meta device, in the group that it is reverted with.
-
-        Raises:
-            CheckpointError: where transformers cannot revert a conversion.
-        """
-        found: dict[tuple[str, bool], list[str]] = {}
-        for name in sorted(tensors, key=dot_natural_key):
-            target, pattern = rename_source_key(name, [], self._converters)
-            found.setdefault((target, pattern is not None), []).append(name)
-        return [
-            Group(names=tuple(names), converted=converted, outputs=self.revert({name: tensors[name] for name in names}))
-            for (_, converted), names in found.items()
-        ]
-
-    def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of one group as the hub has them. Raises `CheckpointError` where transformers cannot revert them."""
-        if self._model is None:
-            return dict(tensors)
-        try:
-            reverted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
-        except (*INITIALISER_ERRORS, NotImplementedError) as error:
-            raise CheckpointError(
-                f"{some(tensors)} cannot be brought into the form of the hub: {summary(error, lines=2)}; the checkpoint itself can "
-                "be loaded with from_pretrained"
-            ) from error
-        return reverted
 
 
 def read_class(directory: Path) -> tuple[Any, Any, str]:

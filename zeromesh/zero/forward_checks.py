@@ -165,8 +165,8 @@ class InplaceWrites:
         if not (self._alone and unit.keeps_writes):
             raise PhaseError(
                 f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
-                "Embedding(max_norm=), averaged codebooks or clamped weights; ranks would then train different weights. "
-                "Compute a changed copy in forward, or keep these values in a buffer"
+                "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
+                "or the change would be lost. Compute a changed copy in forward, or keep these values in a buffer"
             )
 
     def end_forward(self, units: Iterable[Unit]) -> None:

@@ -1,11 +1,17 @@
 """Weights that a trainer hands to a thread of rank 0, which listens as another process would."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from trainer_cases import gpt2, llama, seeded, sentences, settings
+import transformers as tf
+from lora_cases import adapted
+from parallel_cases import MIXTRAL
+from safetensors.torch import load_file
+from trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 
 from zeromesh import Callback, Generator, Trainer, receive_weights
 from zeromesh.errors import TransferError, ZeromeshError
@@ -102,6 +108,62 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
         wrong += [f"{name}, half"] if half is None or not torch.equal(half, wished) else []
     left = [path.name for path in Path(folder).glob("*.sock")] if mesh.rank == 0 else []
     return {"wrong": wrong, "count": count, "left": left}
+
+
+def _neox() -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=64))
+
+
+def _mixtral() -> Any:
+    config = tf.MixtralConfig(**MIXTRAL)
+    config._experts_implementation = "eager"
+    return tf.MixtralForCausalLM(config)
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: seeded(_mixtral),
+    "neox": lambda: seeded(_neox),
+    "lora": adapted,
+    "dora": lambda: adapted(use_dora=True),
+    "head": lambda: adapted(modules_to_save=["lm_head"]),
+    "moe-lora": lambda: peft.get_peft_model(seeded(_mixtral), peft.LoraConfig(target_modules=["q_proj"])),
+}
+
+
+def has_the_form_of_files(mesh: Mesh, folder: str, sections: dict[str, Any], model: str) -> dict[str, Any]:
+    """What differs between the weights that are streamed and those in the files that `save_pretrained` writes of a plain model."""
+    root, build = Path(folder), FORMS[model]
+    config = settings(folder, run={"max_steps": 2}, **sections)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    class Streams(Callback):
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            found["sent"] = {name: tensor.clone() for name, tensor in trainer.stream_weights()}
+            found["trained"] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+
+    with Trainer(build(), config, train_dataset=sentences(), callbacks=[Streams()]) as trainer:
+        trainer.fit()
+        found["whole"] = dict(trainer.stream_weights())
+    plain = build().double()
+    before = {name: parameter.clone() for name, parameter in plain.named_parameters()}
+    plain.load_state_dict(found["trained"], strict=False)
+    changed = [name for name, value in plain.named_parameters() if not torch.equal(value, before[name])]
+    if isinstance(plain, peft.PeftModel):
+        plain = plain.merge_and_unload()
+    if mesh.rank == 0:
+        plain.save_pretrained(root / "plain")
+    mesh.world.barrier("files")
+    files = [load_file(path) for path in (root / "plain").glob("*.safetensors")]
+    wanted = {name: tensor for file in files for name, tensor in file.items()}
+    wrong = [f"names: {sorted(set(wanted) ^ set(found['sent']))}"] if set(wanted) != set(found["sent"]) else []
+    wrong += [
+        f"{name}, {when}"
+        for when in ("sent", "whole")
+        for name, tensor in found[when].items()
+        if name in wanted and not torch.allclose(tensor, wanted[name], rtol=0, atol=1e-14)
+    ]
+    return {"wrong": wrong, "changed": len(changed), "names": sorted(wanted)}
 
 
 def fails(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -32,6 +32,30 @@ def test_weights_arrive(workers: Workers, tmp_path: Path, ranks: int, sections: 
         assert not found["left"], "sockets are removed"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sections", "model"),
+    [
+        (2, {"zero": {"stage": 3}}, "mixtral"),
+        (2, {"zero": {"stage": 3}}, "lora"),
+        pytest.param(2, {"parallel": {"tensor": 2}}, "mixtral", marks=pytest.mark.full),
+        pytest.param(2, {"parallel": {"tensor": 2}}, "neox", marks=pytest.mark.full),
+        pytest.param(2, {"parallel": {"pipeline": 2}}, "mixtral", marks=pytest.mark.full),
+        pytest.param(2, {"zero": {"stage": 3}}, "dora", marks=pytest.mark.full),
+        pytest.param(2, {"zero": {"stage": 3}}, "head", marks=pytest.mark.full),
+        pytest.param(2, {"zero": {"stage": 1}}, "moe-lora", marks=pytest.mark.full),
+    ],
+)
+def test_they_have_the_form_of_files(
+    workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any], model: str
+) -> None:
+    arguments = {"folder": str(tmp_path), "sections": sections, "model": model}
+    for found in workers.run(ranks, "handoff_cases:has_the_form_of_files", **arguments):
+        assert not found["wrong"]
+        assert found["changed"] > 3
+        if model == "mixtral":
+            assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in found["names"]
+
+
 def test_receivers_that_fail_end_nothing(workers: Workers, tmp_path: Path) -> None:
     for said in workers.run(2, "handoff_cases:fails", folder=str(tmp_path)):
         assert "nobody receives weights at" in said["nobody"]

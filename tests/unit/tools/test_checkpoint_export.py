@@ -20,7 +20,7 @@ from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.weights.safetensors_source import HubNames
+from zeromesh.trainer.weights.hub_form import HubNames
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.arange(10)[None]
@@ -80,7 +80,7 @@ def test_groups_of_conversions_are_those_of_the_library(tmp_path: Path, kind: st
     model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, **{**LLAMA, **fields}))
     model.save_pretrained(tmp_path)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    names = HubNames(tmp_path)
+    names = HubNames.of_directory(tmp_path)
     assert not names.note
     groups = names.groups({name: tensor.to("meta") for name, tensor in state.items()})
     assert sorted(name for group in groups for name in group.names) == sorted(state)

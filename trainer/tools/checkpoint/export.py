@@ -24,7 +24,8 @@ from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, begin_files
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, windows
-from zeromesh.trainer.weights.safetensors_source import Group, HubNames, quiet_library, read_class
+from zeromesh.trainer.weights.hub_form import Group, HubNames
+from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,7 +68,7 @@ def export_checkpoint(
         else:
             if dtype != "keep":
                 _put_dtype(folder / "config.json", dtype)
-            names = HubNames(folder)
+            names = HubNames.of_directory(folder)
             if names.note:
                 console.note(names.note)
             count = _write_weights(reader, chosen, folder, names, moved)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import LayoutError, summary
-from zeromesh.overrides import override
+from zeromesh.overrides import override, tensors_put_aside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,16 +204,9 @@ class _Recorder:
             for name, tensor in [*body.named_parameters(), *body.named_buffers()]
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
-        had = {module: set(vars(module)) for module in body.modules()}
-        try:
-            with torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
-                return functional_call(body, meta, args=(), kwargs=batch)
-        finally:
-            # Tensors that modules have put aside for later calls, as rotary positions do, have no values.
-            for module, names in had.items():
-                for name in set(vars(module)) - names:
-                    if isinstance(getattr(module, name), torch.Tensor):
-                        delattr(module, name)
+        # Tensors that modules put aside for later calls, as rotary positions do, have no values here.
+        with tensors_put_aside(body), torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
+            return functional_call(body, meta, args=(), kwargs=batch)
 
     @contextmanager
     def _watched(self, body: nn.Module) -> Iterator[None]:

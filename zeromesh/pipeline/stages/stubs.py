@@ -94,7 +94,7 @@ class BlockStub(Stub):
                 nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
                 cache.update(nothing, nothing, self._index)
         if self._index == slot.last:
-            hidden = hidden.new_full((), float("nan")).expand(hidden.shape[0], length, *hidden.shape[2:])
+            hidden = hidden.new_full((hidden.shape[0], length, *hidden.shape[2:]), float("nan"))
         return self._output.around(hidden)
 
 
@@ -119,12 +119,12 @@ class NanStub(Stub):
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """One NaN (zero for integers), seen in the shape of `like`. Models take dtypes of masks from it."""
+        """NaN (zero for integers) in the shape of `like`. Models take dtypes of masks from it, and may write into it."""
         if not like.is_floating_point():
-            return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
         received = self._slot.received
         dtype = like.dtype if received is None else received.dtype
-        return torch.full((), float("nan"), dtype=dtype, device=device).expand(like.shape)
+        return torch.full(like.shape, float("nan"), dtype=dtype, device=device)
 
 
 def meta_copy(module: nn.Module) -> nn.Module:

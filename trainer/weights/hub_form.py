@@ -1,0 +1,241 @@
+"""The form that weights have in files of the Hub, as `save_pretrained` writes them, made of a model's own a few at a time.
+
+transformers converts weights as it loads them, and undoes it for a whole state dict as it saves (`revert_weight_conversion`). Here
+it is asked for one group of tensors at a time, those that go into one conversion together. Adapters of PEFT are merged by PEFT
+itself, a layer at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from zeromesh.errors import CheckpointError, ConfigError, some, summary
+from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
+from zeromesh.trainer.weights.safetensors_source import read_class
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton
+from zeromesh.zero.full_state import saved_buffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Tensors of a model that together become other ones."""
+
+    names: tuple[str, ...]
+    converted: bool
+    outputs: Mapping[str, torch.Tensor]
+    """What they become, by name, on the meta device."""
+
+
+class HubNames:
+    """The names that tensors of a model have on the hub. `note` says why names stay as they are, where nothing is known."""
+
+    def __init__(self, model: Any, note: str = "") -> None:
+        """`model` is one of transformers, of which no tensor is read; None: names stay as they are."""
+        self.note = note
+        self._model: Any = None
+        self._converters: list[Any] = []
+        found = getattr(model, "_weight_conversions", None)
+        if model is not None and found is None:
+            # What transformers itself reverts for a model that was not loaded from files.
+            found = get_model_conversion_mapping(model, add_legacy=False)
+            found = [each for each in found if not isinstance(each, PrefixChange)]
+        if found:
+            self._model = SimpleNamespace(config=model.config, _weight_conversions=found)
+            reverse = [each.reverse_transform() for each in reversed(found)]
+            self._converters = [each for each in reverse if isinstance(each, WeightConverter)]
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> Self:
+        """The names of the model that `config.json` of a directory describes. Raises `CheckpointError` where it cannot be built."""
+        if not (directory / "config.json").is_file():
+            return cls(None, "no config.json: only the weights are written, under the model's own names")
+        model_class, config, reason = read_class(directory)
+        if model_class is None:
+            return cls(None, f"{reason}: names stay as they are")
+        try:
+            with torch.device("meta"):
+                return cls(model_class(config))
+        except INITIALISER_ERRORS as error:
+            raise CheckpointError(
+                f"{model_class.__name__} cannot be built from config.json: {summary(error, lines=2)}"
+            ) from error
+
+    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
+        """Return every tensor, which is on the meta device, in the group that it is reverted with.
+
+        Raises:
+            CheckpointError: where transformers cannot revert a conversion.
+        """
+        found: dict[tuple[str, bool], list[str]] = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(name, [], self._converters)
+            found.setdefault((target, pattern is not None), []).append(name)
+        return [
+            Group(names=tuple(names), converted=converted, outputs=self.revert({name: tensors[name] for name in names}))
+            for (_, converted), names in found.items()
+        ]
+
+    def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of one group as the hub has them. Raises `CheckpointError` where transformers cannot revert them."""
+        if self._model is None:
+            return dict(tensors)
+        try:
+            reverted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
+        except (*INITIALISER_ERRORS, NotImplementedError) as error:
+            raise CheckpointError(
+                f"{some(tensors)} cannot be brought into the form of the hub: {summary(error, lines=2)}; the checkpoint itself can "
+                "be loaded with from_pretrained"
+            ) from error
+        return reverted
+
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+class HubForm:
+    """Brings the weights of a model, as they come, into the form of the hub, with adapters merged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` is whole: it has not been divided over ranks yet. None of its values is kept or read."""
+        self._why_not = ""
+        if is_adapted(model) and learns_prompts(model):
+            self._why_not = (
+                "adapters that put tokens before the inputs, or keys and values before theirs, are no part of any weight of the "
+                "model; save them with trainer.save"
+            )
+        inside = pretrained_of(model)
+        self._names = HubNames(inside)
+        self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
+        self._layers: dict[str, nn.Module] = {}
+        """Layers with adapters, and modules of which adapters train a copy."""
+        self._layer_of: dict[str, str] = {}
+        tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
+        if is_adapted(model):
+            self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
+            self._layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
+        self._counts = Counter(self._layer_of.values())
+        plain = {name: each for name, each in tensors.items() if name not in self._layer_of}
+        for layer in self._counts:
+            base = _base_of(self._layers[layer])
+            plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
+        self._tensors = {
+            name.removeprefix(self._prefix): torch.empty_like(each, device="meta") for name, each in plain.items()
+        }
+        self._group_of: dict[str, Group] | None = None
+
+    def of(self, weights: Named, dtype: torch.dtype) -> Named:
+        """Yield what `weights`, `(name, tensor)` of each parameter and persistent buffer of the model, are on the hub.
+
+        Floating-point tensors are in `dtype`. A few tensors are kept meanwhile: those of one conversion, and of layers whose
+        adapters are to come.
+
+        Raises:
+            ConfigError: for adapters that cannot be merged, and for weights that transformers cannot convert.
+        """
+        if self._why_not:
+            raise ConfigError(self._why_not)
+        try:
+            if self._group_of is None:
+                self._group_of = {name: group for group in self._names.groups(self._tensors) for name in group.names}
+            yield from self._converted(_in_dtype(self._merged(weights), dtype), self._group_of)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    def _merged(self, weights: Named) -> Named:
+        """Yield weights of the model without adapters."""
+        waiting: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in weights:
+            layer = self._layer_of.get(name)
+            if layer is None:
+                yield name.removeprefix(self._prefix), tensor
+                continue
+            parts = waiting.setdefault(layer, {})
+            parts[name.removeprefix(f"{layer}.")] = tensor.clone()
+            if len(parts) == self._counts[layer]:
+                plain = layer.removeprefix(self._prefix)
+                for leaf, merged in _merge(self._layers[layer], waiting.pop(layer)):
+                    if merged.is_meta:
+                        raise ConfigError(
+                            f"{plain}.{leaf} is also the weight of another layer, and adapters of one cannot be merged into both; "
+                            "leave the layer out of the adapters' targets"
+                        )
+                    yield f"{plain}.{leaf}", merged
+
+    def _converted(self, weights: Named, group_of: Mapping[str, Group]) -> Named:
+        waiting: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in weights:
+            group = group_of[name]
+            if not group.converted:
+                yield next(iter(group.outputs)), tensor
+                continue
+            parts = waiting.setdefault(id(group), {})
+            parts[name] = tensor if len(group.names) == 1 else tensor.clone()
+            if len(parts) == len(group.names):
+                yield from self._names.revert(waiting.pop(id(group))).items()
+
+
+def _in_dtype(weights: Named, dtype: torch.dtype) -> Named:
+    for name, tensor in weights:
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _is_adapter(module: Any) -> bool:
+    """Return True for a layer of PEFT around one of the model's own, and for its copy of a module."""
+    around = isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
+    return around or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
+
+
+def _base_of(layer: Any) -> nn.Module:
+    """The layer that adapters are merged into, or the copy that is trained of a module."""
+    if hasattr(layer, "base_layer"):
+        base: nn.Module = layer.get_base_layer()
+        return base
+    copies: nn.ModuleDict = layer.modules_to_save
+    active = [name for name in layer.active_adapters if name in copies]
+    return copies[active[0]] if active else layer.original_module
+
+
+def _parents(name: str) -> Iterable[str]:
+    """The names of the modules that a tensor is in, the outermost first."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+def _merge(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the tensors of the layer that `module` is around, with the adapters of `tensors`, which are all that it has."""
+    layer: Any = Skeleton(module).root
+    for part in layer.modules():
+        # What merging writes into is not that of the model, whose attributes these are.
+        own = {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict | list | set)}
+        vars(part).update(own)
+    widest = torch.float32
+    for tensor in tensors.values():
+        widest = torch.promote_types(widest, tensor.dtype) if tensor.is_floating_point() else widest
+    for name, tensor in tensors.items():
+        parent, _, leaf = name.rpartition(".")
+        part = layer.get_submodule(parent)
+        if leaf in part._parameters:
+            part._parameters[leaf] = nn.Parameter(tensor.to(widest), requires_grad=False)
+        else:
+            part._buffers[leaf] = tensor
+    if hasattr(layer, "base_layer"):
+        with torch.no_grad():
+            layer.merge()
+    return [(name, tensor.detach()) for name, tensor in _base_of(layer).state_dict(keep_vars=True).items()]
