@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 import xxhash
 
 from zeromesh.environment import die_with_launcher, kept_environment, python_arguments, read_environment
-from zeromesh.errors import ConfigError, DataError, ZeromeshError, some
+from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.journal import ResultJournal
 from zeromesh.trainer.inference.prompts import PromptLine, parse_prompts, read_prompts
-from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.inference.requests import Finish, Inbox, Progress
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
@@ -77,7 +77,7 @@ def _launch(options: argparse.Namespace, processes: int) -> int:
         )
     words += [f"--{name}" for name in ("chat", "check") if getattr(options, name)]
     # With results on disk the rest is generated again after a rank has died; without them nothing would be kept.
-    nodes = Nodes(max_restarts=options.max_restarts if options.out else 0)
+    nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, begins_with="the results that are there")
     arguments = python_arguments("zeromesh", [*words, "--", options.config, *options.overrides])
     return train.report(
         launch_workers(arguments, processes=processes, nodes=nodes, notify=train.say, talks=options.chat)
@@ -217,8 +217,8 @@ class _Results:
 
 
 def _stream(generator: Generator, prompt: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Continue one prompt, and write its text as it comes."""
-    inbox = None
+    """Continue one prompt, and write its text as it comes. Raises `NonFiniteError` on rank 0."""
+    inbox, ends = None, set[Finish | None]()
     if generator.mesh.rank == 0:
         inbox = Inbox()
         tokens, own, seed = generator.request_of(prompt)
@@ -228,10 +228,16 @@ def _stream(generator: Generator, prompt: Mapping[str, Any], fields: Mapping[str
             sys.stdout.write(text.add(progress.tokens, last=progress.finish is not None))
             sys.stdout.write("\n" if progress.finish is not None else "")
             sys.stdout.flush()
+            ends.add(progress.finish)
 
         inbox.submit(tokens, on_progress, fields=own, seed=seed)
         inbox.stop()
     generator.serve(inbox, batch=1, **fields)
+    if "not_finite" in ends:
+        raise NonFiniteError(_NOT_FINITE)
+
+
+_NOT_FINITE = "the model's logits for the next token are NaN or infinite, so the text ends here"
 
 
 def _talk(generator: Generator, chat: _Chat | None) -> None:
@@ -248,10 +254,10 @@ def _talk(generator: Generator, chat: _Chat | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A piece of an answer, and whether it is the last."""
+    """A piece of an answer, and how it ends if it is the last."""
 
     text: str
-    over: bool
+    finish: Finish | None
 
 
 class _Chat:
@@ -302,17 +308,15 @@ class _Chat:
         except ZeromeshError as error:
             self._say(f"{error}; /reset begins anew\n")
             return
-        answer, over = "", False
-        while not over:
+        answer, finish = "", None
+        while finish is None:
             piece = pieces.get()
-            answer, over = answer + piece.text, piece.over
+            answer, finish = answer + piece.text, piece.finish
             self._say(piece.text)
         self._number = None
-        self._say("\n")
+        self._say(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
         self._messages = [*messages, {"role": "assistant", "content": answer}]
 
 
 def _into(pieces: queue.Queue[_Answer], text: TextStream) -> Callable[[Progress], object]:
-    return lambda made: pieces.put(
-        _Answer(text.add(made.tokens, last=made.finish is not None), made.finish is not None)
-    )
+    return lambda made: pieces.put(_Answer(text.add(made.tokens, last=made.finish is not None), made.finish))

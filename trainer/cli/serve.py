@@ -61,15 +61,23 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
 
     leads = read_environment().rank == 0
     inbox = Inbox(limit=options.queue) if leads else None
-    # Whatever rank a signal reaches, rank 0 decides when all end.
-    requested = threading.Event()
+    # Whatever rank a signal reaches, rank 0 decides when all end. One signal may reach a rank twice, from a terminal and from the
+    # launcher, which ends all at a second one; without a launcher that is done here.
+    requested, hurried = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        if requested.is_set() and not options.worker:
+            hurried.set()
+        requested.set()
+
     with (
-        handled_signals((signal.SIGTERM, signal.SIGINT), lambda *_: requested.set()),
+        handled_signals((signal.SIGTERM, signal.SIGINT), stop),
         Generator(options.config, options.config_file, overrides=keys) as generator,
     ):
         server = _start(options, generator, inbox, fields) if inbox is not None else None
         if server is not None:
-            threading.Thread(target=_stop_when, args=(requested, server, inbox, options.grace), daemon=True).start()
+            arguments = (requested, hurried, server, inbox, options.grace)
+            threading.Thread(target=_stop_when, args=arguments, daemon=True).start()
         try:
             generator.serve(inbox, batch=options.batch, **fields)
         except BaseException as error:
@@ -102,10 +110,12 @@ def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fiel
     return server
 
 
-def _stop_when(requested: threading.Event, server: HttpServer, inbox: Inbox, grace: float) -> None:
-    """Stop when a signal has come: at first nothing new is taken, and after a while what is open ends too."""
+def _stop_when(
+    requested: threading.Event, hurried: threading.Event, server: HttpServer, inbox: Inbox, grace: float
+) -> None:
+    """Stop when a signal has come: at first nothing new is taken, and after a while, or at a second one, what is open ends too."""
     requested.wait()
     train.say(f"stopping; {len(inbox)} open requests have {grace:g} seconds")
     server.begin_stop()
-    threading.Event().wait(grace)
+    hurried.wait(grace)
     inbox.stop(abandon=True)

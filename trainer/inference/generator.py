@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 from transformers import GenerationConfig
 
-from zeromesh.errors import CollectiveError, ConfigError, DataError, PhaseError, some
+from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import number_of
@@ -139,7 +139,8 @@ class Generator:
             prompts: text, token ids, messages of a conversation, which the chat template makes text of, or mappings with one of
                 these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` or `seed` for this prompt alone.
             batch: prompts that a replica of the model continues at a time.
-            seed: of what sampling draws; None: of `run.seed` and how often this was called.
+            seed: the seed of what sampling draws for each prompt, whatever else is in its batch; None: one of `run.seed` and the
+                number of calls so far.
             on_results: called on every rank with results as they come, by the number of their prompt.
             fields: of transformers' `GenerationConfig`, on top of the model's own; without any number of new tokens 128, or as many
                 as the model has positions for.
@@ -147,6 +148,7 @@ class Generator:
         Raises:
             ConfigError: for fields that do not exist or that the layout does not allow.
             DataError: for prompts that are none, are too long, or differ between ranks.
+            NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; with beams nobody looks.
         """
         self._require_alive()
         if batch < 1:
@@ -167,8 +169,10 @@ class Generator:
                 alike = self._placed.needs_one_length(settings[0])
                 lengths = "one length" if alike else "about one length"
                 self._placed.console.note(f"prompts are generated in batches of {lengths}: {why}")
-                return self._in_rounds(requests, settings, batch, on_results)
-            return self._together(requests, fields, batch, on_results)
+                found = self._in_rounds(requests, settings, batch, on_results)
+            else:
+                found = self._together(requests, fields, batch, on_results)
+        return _all_of(requests, found)
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Continue what comes into the inbox of rank 0 until it is stopped; all ranks call it, the others with None.
@@ -304,10 +308,10 @@ class Generator:
         fields: Mapping[str, Any],
         batch: int,
         on_results: Callable[[Mapping[int, Generated]], object],
-    ) -> list[Generated]:
-        """Have requests join and leave a running batch."""
+    ) -> dict[int, Generated]:
+        """Have requests join and leave a running batch. Returns results by number, but of those whose logits are not finite."""
         found: dict[int, Generated] = {}
-        made = {request.number: NewTokens(tokens=[], logprobs=[], ended=False) for request in requests}
+        made = {request.number: NewTokens(tokens=[], logprobs=[], finish=None) for request in requests}
         began = time.monotonic()
 
         def on_progress(progress: Sequence[Progress]) -> None:
@@ -317,9 +321,9 @@ class Generator:
                 new = made[each.number] = NewTokens(
                     tokens=new.tokens + each.tokens,
                     logprobs=(new.logprobs or []) + each.logprobs,
-                    ended=each.finish == "stop",
+                    finish=each.finish,
                 )
-                if each.finish is not None:
+                if each.finish in _WHOLE:
                     results[each.number] = self._result(new, len(requests[each.number].tokens))
             found.update(results)
             rate = sum(len(each.tokens) for each in made.values()) / max(time.monotonic() - began, 1e-9)
@@ -336,7 +340,7 @@ class Generator:
         with _naming_missing(requests, found):
             loop.run(inbox)
         self.work = loop.work()
-        return [found[number] for number in range(len(requests))]
+        return found
 
     def _in_rounds(
         self,
@@ -344,8 +348,8 @@ class Generator:
         settings: Sequence[GenerationConfig],
         batch: int,
         on_results: Callable[[Mapping[int, Generated]], object],
-    ) -> list[Generated]:
-        """Have requests of about one length, which have the same fields, begin and end together, by the library's own loop."""
+    ) -> dict[int, Generated]:
+        """As `_together`; requests of about one length and the same fields begin and end together, by the library's loop."""
         data, index = self.mesh.data, self.mesh.data_index
         # A rank without prompts in the last round takes part in it, as others need its parameters.
         idle = copy.deepcopy(settings[0])
@@ -356,22 +360,24 @@ class Generator:
         began, made = time.monotonic(), 0
         for dealt in rounds:
             own = [requests[number] for number in dealt[index]]
-            draws = own[0].seed if own else 0
             with _naming_missing(requests, found):
                 asked = settings[own[0].number] if own else idle
-                new = self._placed.generate([each.tokens for each in own] or [[0]], asked, draws)
+                new = self._placed.generate(
+                    [each.tokens for each in own] or [[0]], asked, [each.seed for each in own] or [0]
+                )
                 rows = data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
             results = {
                 number: self._result(NewTokens(**each), len(requests[number].tokens))
                 for numbers, row in zip(dealt, rows, strict=True)
                 for number, each in zip(numbers, row, strict=True)
+                if each["finish"] in _WHOLE
             }
             found |= results
             made += sum(each.new_tokens for each in results.values())
             rate = made / max(time.monotonic() - began, 1e-9)
             self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
             on_results(results)
-        return [found[number] for number in range(len(requests))]
+        return found
 
     def _result(self, new: NewTokens, prompt_tokens: int) -> Generated:
         tokenizer = self._placed.tokenizer
@@ -381,7 +387,7 @@ class Generator:
             logprobs=new.logprobs,
             prompt_tokens=prompt_tokens,
             new_tokens=len(new.tokens),
-            finish="stop" if new.ended else "length",
+            finish=str(new.finish),
         )
 
     def _encoded(self, prompt: Any, where: str) -> list[int]:
@@ -436,6 +442,22 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_WHOLE = ("stop", "length")
+"""How texts end that are results."""
+
+
+def _all_of(requests: Sequence[Request], found: Mapping[int, Generated]) -> list[Generated]:
+    """Return the results in order. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
+    missing = [request.number for request in requests if request.number not in found]
+    if missing:
+        raise NonFiniteError(
+            f"the model's logits are NaN or infinite for prompt{'' if len(missing) == 1 else 's'} {some(missing, 100)}; the other "
+            f"{len(found)} have a result, which on_results was given. Look at the weights, or compute in another dtype "
+            "(precision.compute: float32)"
+        )
+    return [found[request.number] for request in requests]
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """`PlacedModel`: a model on the ranks of a mesh with nothing but its parameters, and the generation of one batch by it."""
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -21,8 +23,8 @@ from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.inference.batching.lane import LaneLimits, LaneModel, most_new_tokens
 from zeromesh.trainer.inference.batching.loop import RequestLoop
 from zeromesh.trainer.inference.batching.row_cache import layers_of, numbers_kept
-from zeromesh.trainer.inference.batching.sampling import RowSampler
-from zeromesh.trainer.inference.requests import Progress, Request
+from zeromesh.trainer.inference.batching.sampling import RowDraws, RowSampler
+from zeromesh.trainer.inference.requests import Finish, Progress, Request
 from zeromesh.trainer.inference.settings import ends_of, settings_of
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
@@ -70,8 +72,8 @@ class NewTokens:
     """Up to the one that ended it, which is the last."""
     logprobs: list[float] | None
     """The log-probability of each token; None for search methods, such as beams, that choose tokens later than they score them."""
-    ended: bool
-    """True if an end token ended the continuation, False if it reached its maximal length."""
+    finish: Finish | None
+    """The reason why it ended; None where it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,10 +196,12 @@ class PlacedModel:
         of_encoder = (settings.encoder_repetition_penalty, settings.encoder_no_repeat_ngram_size)
         return not self.is_encoder_decoder or any(value not in (None, 0, 1) for value in of_encoder)
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seed: int) -> list[NewTokens]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seeds: Sequence[int]
+    ) -> list[NewTokens]:
         """Continue prompts, given as tokens, together; all ranks call it, those along data axes with prompts of their own.
 
-        `seed` seeds what is drawn. Prompts are of one length, but for an encoder.
+        `seeds` has for each prompt that of what is drawn for it. Prompts are of one length, but for an encoder.
         """
         _forget_lengths(self.module)
         arguments: dict[str, Any] = dict(self._padded(prompts, int(settings.pad_token_id or 0)))
@@ -209,15 +213,16 @@ class PlacedModel:
         chosen = _ChosenTokens()
         if watched:
             arguments["stopping_criteria"] = [chosen]
-        tokens = generate(
-            self.module,
-            self.mesh,
-            {**arguments, "generation_config": settings},
-            seed=partial(seed_all, seed),
-            engine=self.engine,
-            pipeline=self.divided.pipeline,
-            see=chosen.see,
-        )
+        with RowDraws(seeds, self.mesh.device) if settings.do_sample else nullcontext():
+            tokens = generate(
+                self.module,
+                self.mesh,
+                {**arguments, "generation_config": settings},
+                seed=partial(seed_all, seeds[0]),
+                engine=self.engine,
+                pipeline=self.divided.pipeline,
+                see=chosen.see,
+            )
         begin = 1 if self.is_encoder_decoder else arguments["input_ids"].shape[1]
         logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(prompts)
         return [
@@ -244,11 +249,15 @@ class PlacedModel:
 
 
 def _until_end(row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> NewTokens:
-    """A row of new tokens without the padding behind its end."""
+    """A row of new tokens without the padding behind its end, or what was chosen by logits that are not finite."""
     ends = ends_of(settings)
     count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
     kept = count or len(row)
-    return NewTokens(tokens=row[:kept], logprobs=logprobs and logprobs[:kept], ended=bool(count))
+    finish: Finish = "stop" if count else "length"
+    unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
+    if unknown is not None:
+        kept, finish = unknown, "not_finite"
+    return NewTokens(tokens=row[:kept], logprobs=logprobs and logprobs[:kept], finish=finish)
 
 
 def _forget_lengths(module: Any) -> None:

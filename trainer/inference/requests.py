@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from zeromesh.errors import PhaseError, QueueFullError
 
-Finish = Literal["stop", "length", "cancelled"]
-"""The reason why a text ended: an end token came, it reached its maximal length, or its request was cancelled."""
+Finish = Literal["stop", "length", "cancelled", "not_finite"]
+"""The reason why a text ended: an end token came, it reached its maximal length, its request was cancelled, or the logits for its
+next token were NaN or infinite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +97,20 @@ class Inbox:
             PhaseError: after `stop`.
         """
         with self._changed:
-            if self._stopping:
-                raise PhaseError("the generator is stopping and takes no more requests")
-            if self._limit is not None and len(self._open) >= self._limit:
-                raise QueueFullError(f"{len(self._open)} requests are open, as many as are allowed; try again later")
+            self.require_room()
             number, self._count = self._count, self._count + 1
             self._open[number] = on_progress
             self._waiting.append(Request(number=number, tokens=tokens, fields=fields or {}, seed=seed))
             self._changed.notify_all()
         return number
+
+    def require_room(self) -> None:
+        """Raise what `submit` would raise for any request."""
+        with self._changed:
+            if self._stopping:
+                raise PhaseError("the generator is stopping and takes no more requests")
+            if self._limit is not None and len(self._open) >= self._limit:
+                raise QueueFullError(f"{len(self._open)} requests are open, as many as are allowed; try again later")
 
     def cancel(self, number: int) -> None:
         """Have a request end with what it has so far; one that has ended is left alone."""

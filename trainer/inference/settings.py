@@ -56,6 +56,8 @@ def settings_of(
     refused += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
     if refused:
         raise ConfigError([f"generate: {each}" for each in refused])
+    # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
+    settings.update(**{**settings._get_default_generation_params(), "max_length": None}, defaults_only=True)
     if settings.pad_token_id is None:
         settings.pad_token_id = next(iter(ends_of(settings)), 0)
     longest = 0 if module.config.is_encoder_decoder else prompt_tokens

@@ -72,6 +72,8 @@ class Nodes:
     run_id: str = ""
     max_restarts: int = 0
     rank: int | None = None
+    begins_with: str = "the newest checkpoint"
+    """From what workers go on when they start again, as a message says it."""
 
     @property
     def alone(self) -> bool:
@@ -240,7 +242,7 @@ class Leader:
         return min([*([own] if own else []), *elsewhere], key=lambda each: each.noticed, default=None)
 
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
-        again = "all ranks start again from the newest checkpoint"
+        again = f"all ranks start again from {self._nodes.begins_with}"
         if self._lost:
             self._notify(f"host {', '.join(self._lost)} is gone; {again}")
         elif self._joining:

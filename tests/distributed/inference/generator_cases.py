@@ -17,7 +17,7 @@ from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, set
 
 from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CollectiveError, WeightsDifferError
+from zeromesh.errors import CollectiveError, NonFiniteError, WeightsDifferError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import peak_bytes, resident_bytes
 from zeromesh.trainer.inference.requests import Inbox, Progress
@@ -90,7 +90,22 @@ MODELS: dict[str, Any] = {
         tf.BartConfig(**_BART, pad_token_id=0, eos_token_id=5, bos_token_id=2, decoder_start_token_id=1)
     ),
 }
+_RECURRENT_GEMMA = {
+    **{name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}, "num_hidden_layers": 6, "num_key_value_heads": 2,
+    "lru_width": 32, "attention_window_size": 4,
+}  # fmt: skip
+_LED = {
+    **{name: value for name, value in _BART.items() if name != "max_position_embeddings"}, "attention_window": 4,
+    "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32,
+}  # fmt: skip
 MODELS |= {
+    "recurrent_gemma": lambda: tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**_RECURRENT_GEMMA)),
+    "ctrl": lambda: tf.CTRLLMHeadModel(
+        tf.CTRLConfig(vocab_size=VOCABULARY, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=32)
+    ),
+    "led": lambda: tf.LEDForConditionalGeneration(
+        tf.LEDConfig(**_LED, pad_token_id=0, eos_token_id=5, bos_token_id=2, decoder_start_token_id=1)
+    ),
     "bart-decoder": lambda: tf.BartForCausalLM(
         tf.BartConfig(**_BART, pad_token_id=0, eos_token_id=5, bos_token_id=2, forced_eos_token_id=5)
     ),
@@ -263,7 +278,61 @@ def refuses(mesh: Mesh, folder: str) -> dict[str, Any]:
                 messages[name] = f"{type(error).__name__}: {error}"
         drawn: Any = {"do_sample": True, "max_new_tokens": 9}
         messages["sampled"] = [generator.generate([[1, 2]], seed=seed, **drawn)[0].tokens for seed in (3, 3, 4)]
+        # By requests that join a running batch, by length together, and one by one.
+        ways: tuple[dict[str, Any], ...] = ({}, {"use_cache": False}, {"use_cache": False, "batch": 1})
+        alike: list[Any] = [
+            {"input_ids": prompt, "seed": seed} for seed, prompt in enumerate([[1, 2], [3, 4], [5, 6], [7]])
+        ]
+        messages["ways"] = [[each.tokens for each in generator.generate(alike, **drawn, **way)] for way in ways]
+        messages["ways"].append([_drawn(sharp("gpt2"), prompt["input_ids"], prompt["seed"], drawn) for prompt in alike])
     return messages
+
+
+def refuses_states_in_stages(mesh: Mesh, folder: str) -> str:
+    """What is said of a model in stages whose modules keep tensors between tokens."""
+    directory = Path(folder, "model")
+    if mesh.rank == 0:
+        sharp("recurrent_gemma").save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    sections: dict[str, Any] = {"run": {"output_dir": folder}, "parallel": {"pipeline": 2, "timeout_seconds": 5}}
+    with Generator(directory, **sections) as generator:
+        try:
+            generator.generate([[4]], max_new_tokens=3)
+        except ZeromeshError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def is_not_finite(mesh: Mesh, folder: str, sections: dict[str, Any]) -> list[Any]:
+    """What is said, and which prompts have a result, where the embedding of a token in the second prompt is NaN."""
+    directory = Path(folder, "model")
+    if mesh.rank == 0:
+        model = sharp("llama")
+        with torch.no_grad():
+            model.model.embed_tokens.weight[7] = float("nan")
+        model.save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    said: list[Any] = []
+    ways: tuple[dict[str, Any], ...] = ({}, {"do_sample": True}, {"use_cache": False})
+    with Generator(directory, run={"output_dir": folder}, **sections) as generator:
+        for way in (*ways, {"do_sample": True, "use_cache": False}):
+            found: dict[int, Any] = {}
+            try:
+                prompts = [[9, 3], [7, 2], [4]]
+                generator.generate(prompts, on_results=found.update, suppress_tokens=[7], max_new_tokens=3, **way)
+            except NonFiniteError as error:
+                said.append([str(error), sorted(found)])
+    return said
+
+
+def _drawn(model: Any, prompt: list[int], seed: int, fields: dict[str, Any]) -> list[int]:
+    """The new tokens that the library draws for one prompt by itself."""
+    ids = torch.tensor([prompt])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **fields)
+    found: list[int] = tokens[0, len(prompt) :].tolist()
+    return found
 
 
 def loses_a_rank(mesh: Mesh, folder: str) -> dict[str, Any]:

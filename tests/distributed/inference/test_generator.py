@@ -31,10 +31,14 @@ FEW = {
     "qwen3_next": {"sharded", "pipeline"},
     "llama4": {"pipeline", "sharded"},
     "gemma4": {"sharded", "tensor"},
+    "recurrent_gemma": {"data", "sharded", "host"},
+    "ctrl": {"pipeline", "sharded"},
+    "led": {"sharded", "data"},
 }
 """Models that are tried in a few layouts, as others are like them."""
 SHORT = {("bart-decoder", "sharded"), ("bert", "pipeline"), ("longrope", "data"), ("qwen3_next", "pipeline")} | {
-    *{("llama4", "pipeline"), ("gemma4", "sharded"), ("dynamic", "sharded")}
+    *{("llama4", "pipeline"), ("gemma4", "sharded"), ("dynamic", "sharded")},
+    *{("recurrent_gemma", "sharded"), ("ctrl", "pipeline"), ("led", "sharded")},
 }
 SHORT |= {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "stored"), ("t5", "tensor")}
 _STAGED = {"pipeline", "tensor-pipeline", "sharded-pipeline"}
@@ -110,6 +114,29 @@ def test_what_is_refused(workers: Workers, tmp_path: Path) -> None:
             for name, text in wanted.items():
                 assert text in messages[name], messages
             assert messages["sampled"][0] == messages["sampled"][1] != messages["sampled"][2]
+            together, by_length, one_by_one, plain = messages["ways"]
+            assert together == by_length == one_by_one == plain, "what is drawn depends on the prompt's seed alone"
+            assert len(set(map(tuple, together))) == 4
+
+
+def test_states_that_modules_keep_are_refused_in_stages(workers: Workers, tmp_path: Path) -> None:
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5)) as pool:
+        for said in pool.run("generator_cases:refuses_states_in_stages", folder=str(tmp_path)):
+            assert "keeps model.layers" in said
+            assert "in its modules between tokens, which microbatches of a pipeline would share" in said
+
+
+@pytest.mark.parametrize(
+    "sections", [{"zero": {"gathered_budget": 0}}, pytest.param({"parallel": {"pipeline": 2}}, marks=pytest.mark.full)]
+)
+def test_logits_that_are_no_numbers_end_their_prompt_alone(
+    workers: Workers, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    for said in workers.run(2, "generator_cases:is_not_finite", folder=str(tmp_path), sections=sections):
+        assert len(said) == 4
+        for message, found in said:
+            assert "the model's logits are NaN or infinite for prompt 1; the other 2 have a result" in message
+            assert found == [0, 2]
 
 
 def test_prompts_without_a_result_are_named_when_a_rank_dies(workers: Workers, tmp_path: Path) -> None:

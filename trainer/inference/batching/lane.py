@@ -11,6 +11,7 @@ long prompts do not hold up the others. Where several ranks run one model, each 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -120,8 +121,10 @@ class RunningRow:
         return 0 if self.finish else self.limit - len(self.logprobs)
 
     def add(self, token: int, logprob: float) -> None:
-        """Take the next token; what comes after the end is of no use."""
-        if self.finish is None:
+        """Take the next token; what comes after the end is of no use. A `logprob` of NaN is one that was chosen by no numbers."""
+        if self.finish is None and math.isnan(logprob):
+            self.finish = "not_finite"
+        elif self.finish is None:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None

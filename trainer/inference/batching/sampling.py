@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, LogitsProcessorList
 
 
@@ -49,10 +50,36 @@ class RowSampler:
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """The next token after `tokens`, from the logits `[vocabulary]` of the last position."""
         ids = torch.tensor([tokens], device=logits.device)
-        scores: torch.Tensor = self.processors(ids, logits[None].clone())[0]
+        # Numbers that are drawn in float64 are other ones, and the library draws in float32.
+        dtype = logits.dtype if self.generator is None else torch.float32
+        scores: torch.Tensor = self.processors(ids, logits[None].to(dtype, copy=True))[0]
         if self.generator is None:
             return scores.argmax()
-        return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)[0]
+        return torch.multinomial(_drawable(scores.softmax(dim=-1)), 1, generator=self.generator)[0]
+
+
+class RowDraws(TorchFunctionMode):
+    """Inside the block `torch.multinomial` draws from `[rows, choices]` for each row by a seed of its own, as `RowSampler` does."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        super().__init__()
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.multinomial or args[0].dim() != 2 or len(args[0]) != len(self._generators):
+            return func(*args, **kwargs)
+        rows = zip(args[0], self._generators, strict=True)
+        return torch.stack(
+            [func(_drawable(row), *args[1:], **{**kwargs, "generator": generator}) for row, generator in rows]
+        )
+
+
+def _drawable(probabilities: torch.Tensor) -> torch.Tensor:
+    """Probabilities that something can be drawn by; those of a row of NaN, whose token is of no use, are all the same."""
+    return probabilities.nan_to_num(nan=1.0)
 
 
 def choose_tokens(
@@ -60,7 +87,8 @@ def choose_tokens(
 ) -> tuple[list[int], list[float]]:
     """Choose a token for each row of `logits` [rows, vocabulary]; `tokens` are those that the rows have, prompts included.
 
-    Returns them, and of each the logarithm of the probability that the model gives it. Logits of less than 32 bits are widened.
+    Returns them, and of each the logarithm of the probability that the model gives it: NaN where logits are NaN or infinite. Logits
+    of less than 32 bits are widened.
     """
     logits = logits if logits.dtype is torch.float64 else logits.float()
     chosen = logits.argmax(dim=-1)

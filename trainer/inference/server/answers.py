@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -97,15 +98,12 @@ class Answer:
         self.over = False
         try:
             served.check_request(tokens, fields)
+        except (ConfigError, DataError) as error:
+            raise RequestError(400, str(error)) from error
+        with refused_by_inbox():
             self.number = inbox.submit(
                 tokens, self._arrived, fields=fields, seed=secrets.randbits(62) if seed is None else seed
             )
-        except (ConfigError, DataError) as error:
-            raise RequestError(400, str(error)) from error
-        except QueueFullError as error:
-            raise RequestError(429, str(error), code="queue_full") from error
-        except PhaseError as error:
-            raise RequestError(503, str(error), code="stopping") from error
 
     def _arrived(self, progress: Progress | BaseException) -> None:
         """Hand progress over to the event loop, from the generator's thread."""
@@ -142,6 +140,8 @@ class Answer:
                 if self.over:
                     piece = self._parsed(self._last_events(), piece)
             if self.over:
+                if not stopped and progress.finish == "not_finite":
+                    raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
                 length = not stopped and progress.finish == "length"
                 piece.finish = "tool_calls" if self._used_tools else "length" if length else "stop"
                 if not stopped and progress.finish == "cancelled":
@@ -179,6 +179,17 @@ class Answer:
                 text += chunk
         piece.text = text
         return piece
+
+
+@contextmanager
+def refused_by_inbox() -> Iterator[None]:
+    """Have a full queue and a server that stops raise `RequestError` inside the block."""
+    try:
+        yield
+    except QueueFullError as error:
+        raise RequestError(429, str(error), code="queue_full") from error
+    except PhaseError as error:
+        raise RequestError(503, str(error), code="stopping") from error
 
 
 def response_parser(served: Served, tokens: Sequence[int], tools: Any) -> Any:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -30,6 +31,7 @@ from zeromesh.trainer.inference.server.answers import (
     Piece,
     Served,
     chat_tokens,
+    refused_by_inbox,
     response_parser,
 )
 from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError, parse_body
@@ -282,6 +284,9 @@ class HttpServer:
             raise RequestError(408, f"the body was not there within {seconds:g} seconds") from error
         except ClientDisconnect as error:
             raise _left() from error
+        # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
+        with refused_by_inbox():
+            self._inbox.require_room()
         return bytes(content)
 
     def _require_model(self, name: str | None) -> None:
@@ -380,6 +385,13 @@ class _Connection(H11Protocol):
         answered = self.cycle
         super().on_response_complete()
         self._await_head(answered)
+
+    def send_400_response(self, msg: str) -> None:
+        refused = _refusal(RequestError(400, msg.rstrip(".")))
+        status = h11.Response(status_code=400, headers=[*refused.raw_headers, (b"connection", b"close")])
+        for event in (status, h11.Data(data=bytes(refused.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _await_head(self, answered: Any) -> None:
         self.loop.call_later(self.head_seconds, self._abandon, answered)

@@ -195,7 +195,7 @@ class Stages:
             module = self.model.get_submodule(name)
             parent, _, leaf = name.rpartition(".")
             if name in outside:
-                stub: nn.Module = NanStub(module, outside[name], self._slot)
+                stub: nn.Module = NanStub(module, outside[name], self._slot, before=name in anatomy.before)
             else:
                 stub = BlockStub(module, int(leaf), anatomy.outputs[int(leaf)], anatomy.hidden_argument, self._slot)
             holder = self.model.get_submodule(parent)

@@ -101,11 +101,12 @@ class BlockStub(Stub):
 class NanStub(Stub):
     """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
 
-    def __init__(self, foreign: nn.Module, shape: nn.Module, slot: StageSlot) -> None:
-        """`shape` is a copy of it on the meta device, see `meta_copy`."""
+    def __init__(self, foreign: nn.Module, shape: nn.Module, slot: StageSlot, *, before: bool) -> None:
+        """`shape` is a copy of it on the meta device, see `meta_copy`. `before`: it stands before the blocks."""
         super().__init__(foreign)
         self._slot = slot
         self._copy = (shape,)
+        self._before = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -113,18 +114,27 @@ class NanStub(Stub):
         known = [self._slot.received, *leaves]
         devices = (leaf.device for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
         device = next(devices, torch.device("cpu"))
-        to_meta = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        floats = [each.dtype for each in self._copy[0].parameters() if each.is_floating_point()]
+
+        def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to("meta", floats[0] if floats and tensor.is_floating_point() else None)
+
+        to_meta = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
         with torch.no_grad():
             output = self._copy[0](*to_meta[0], **to_meta[1])
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """NaN (zero for integers) in the shape of `like`. Models take dtypes of masks from it, and may write into it."""
+        """NaN (zero for integers) in the shape of `like`. Models take dtypes of masks from it.
+
+        Models may write into what embeddings return. What a head returns is large, and is one number seen in all places.
+        """
+        shape = like.shape if self._before else ()
         if not like.is_floating_point():
-            return torch.zeros(like.shape, dtype=like.dtype, device=device)
+            return torch.zeros(shape, dtype=like.dtype, device=device).expand(like.shape)
         received = self._slot.received
         dtype = like.dtype if received is None else received.dtype
-        return torch.full(like.shape, float("nan"), dtype=dtype, device=device)
+        return torch.full(shape, float("nan"), dtype=dtype, device=device).expand(like.shape)
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
