@@ -30,11 +30,11 @@ from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, wit
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
 from zeromesh.trainer.models.generation import check_arguments, generate, rope_kinds
+from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
 from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
-from zeromesh.trainer.weights.hub_form import HubForm
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 

@@ -24,10 +24,10 @@ from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.generation import check_arguments, generate
+from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.profiler import explained
-from zeromesh.trainer.weights.hub_form import HubForm
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import saved_buffers
 

@@ -5,8 +5,8 @@ split projections) is made whole on CPU, one conversion at a time, and the lates
 checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
 
 transformers renames and converts weights as it loads them (eight expert matrices into one parameter, a fused projection into
-three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. `hub_form.py`
-undoes it.
+three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. What undoes it is
+in `models/hub_form.py`.
 """
 
 import copy

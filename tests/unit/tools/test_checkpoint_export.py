@@ -20,7 +20,7 @@ from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.weights.hub_form import HubNames
+from zeromesh.trainer.models.hub_form import HubNames
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.arange(10)[None]

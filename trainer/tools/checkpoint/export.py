@@ -21,10 +21,10 @@ from zeromesh.files import read_whole, write_whole
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
+from zeromesh.trainer.models.hub_form import Group, HubNames
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, begin_files
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, windows
-from zeromesh.trainer.weights.hub_form import Group, HubNames
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
 from zeromesh.weight_init.weight_sources import canonical_names
 
