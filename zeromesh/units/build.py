@@ -56,6 +56,8 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 _CPU = torch.device("cpu")
 _PASSING = 1 << 20
 """Elements of a parameter that are on their way to another tier at a time."""
+_WINDOW = 1 << 18
+"""Elements of rows that are read at a time where columns of them are kept."""
 _LEAST_RUN = 1 << 18
 """Bytes. Shorter runs of rows are not read one by one."""
 _SHARE_OF_MEMORY = 4
@@ -284,15 +286,19 @@ def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> N
     name, part = piece.spec.name, piece.in_parameter
     ahead = piece.in_shard.start - part.start
     if (rows := _scattered(piece)) is not None:
-        # Whole rows are read, of which others have the rest, since a read for each would take longer.
-        step = max(1, _PASSING // rows.width) * rows.taken
+        # Whole rows are read, of which others have the rest, since a read for each would take longer; a few at a time, which stay in
+        # the processor's cache until their columns are copied.
+        step = max(1, _WINDOW // rows.width) * rows.taken
+        window = torch.empty((step // rows.taken + 1) * rows.width, dtype=master.dtype)
         for begin in range(part.start, part.end, step):
             own = Interval(start=begin, end=min(begin + step, part.end))
             hull = rows.hull(own)
-            window = source.read(name, hull.start, hull.end)
-            passing = torch.empty(own.length, dtype=master.dtype, device=window.device)
+            source.fill(name, hull.start, window[: hull.length])
+            memory = master.view(ahead + begin, ahead + own.end, _CPU)
+            passing = torch.empty(own.length, dtype=master.dtype) if memory is None else memory
             rows.take(window, hull.start, own, passing)
-            master.write(ahead + begin, passing).wait()
+            if memory is None:
+                master.write(ahead + begin, passing).wait()
         return
     for run in piece.spec.region.runs(part):
         start = ahead + run.local

@@ -173,7 +173,7 @@ def agrees(
 ) -> dict[str, Any]:
     """What differs from one process, how far log-probabilities are apart, and what memory is for."""
     reference, directory = sharp(model), Path(folder, model)
-    build._PASSING = 500  # A parameter comes in many parts.
+    build._PASSING = build._WINDOW = 500  # A parameter comes in many parts.
     if mesh.rank == 0:
         reference.save_pretrained(directory)
     mesh.world.barrier("the model's directory")
