@@ -128,6 +128,7 @@ def generate(
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
     waits = engine is not None and engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
+    plain = partial(looped_class.__call__, looped)
     microbatches = 1
     if pipeline is not None and engine is not None:
         # As many microbatches as stages can work on, and as all data-parallel ranks have rows for.
@@ -137,20 +138,7 @@ def generate(
     def some_rank_goes_on(*, here: bool) -> bool:
         return here if not waits else int(mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
-    def new_forward() -> Callable[[dict[str, Any]], Any]:
-        """Return what computes the forwards of one generation, in all stages if there are stages."""
-        plain = partial(looped_class.__call__, looped)
-        if pipeline is None or engine is None:
-            return lambda inputs: plain(**inputs)
-        staged = pipeline.generation(microbatches=microbatches, call=plain)
-
-        def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-            with engine.evaluation():
-                return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
-
-        return computed
-
-    compute = new_forward()
+    compute = _forward(plain, engine, pipeline, microbatches)
 
     def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
         # Guidance gives the tokens by their place.
@@ -180,8 +168,23 @@ def generate(
             finally:
                 looped.__class__ = looped_class
         while waits and some_rank_goes_on(here=False):
-            new_forward()(_useless_inputs(looped, microbatches, mesh.device))
+            _forward(plain, engine, pipeline, microbatches)(_useless_inputs(looped, microbatches, mesh.device))
     return tokens
+
+
+def _forward(
+    plain: Callable[..., Any], engine: ZeroEngine | None, pipeline: Pipeline | None, microbatches: int
+) -> Callable[[dict[str, Any]], Any]:
+    """Return what computes the forwards of one generation: the model's own call, in all stages if there are stages."""
+    if pipeline is None or engine is None:
+        return lambda inputs: plain(**inputs)
+    staged = pipeline.generation(microbatches=microbatches, call=plain)
+
+    def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+        with engine.evaluation():
+            return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
+
+    return computed
 
 
 def decoder_positions(module: Any) -> int | None:
