@@ -286,8 +286,8 @@ def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> N
     name, part = piece.spec.name, piece.in_parameter
     ahead = piece.in_shard.start - part.start
     if (rows := _scattered(piece)) is not None:
-        # Whole rows are read, of which others have the rest, since a read for each would take longer; a few at a time, which stay in
-        # the processor's cache until their columns are copied.
+        # Whole rows are read, of which others have the rest, since a read for each would take longer. They are few enough to stay
+        # in the processor's cache until their columns are copied.
         step = max(1, _WINDOW // rows.width) * rows.taken
         window = torch.empty((step // rows.taken + 1) * rows.width, dtype=master.dtype)
         for begin in range(part.start, part.end, step):
