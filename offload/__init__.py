@@ -1,4 +1,4 @@
-"""Where bytes rest and how they move: the device's memory, the host's, files; and the ledger of bytes by tier and purpose.
+"""The storage and movement of bytes: the device's memory, the host's, files; and the ledger of bytes by tier and purpose.
 
     Tiers            hands out flat tensors that rest on a tier, or partly on one: `TieredTensor`
     Stream           goes through such tensors row by row: reads ahead, computes, writes behind

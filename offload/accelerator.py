@@ -25,12 +25,12 @@ _MOST_ALLOCATIONS = 100_000
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` runs in streams, beside the host, and in memory of its own."""
+    """Return True if work on `device` runs in streams, beside the host, and in memory of its own."""
     return device.type not in ("cpu", "meta")
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in an accelerator's memory."""
+    """Return True if a tensor lies in an accelerator's memory."""
     return is_accelerator(tensor.device)
 
 
@@ -40,7 +40,7 @@ def found() -> torch.device | None:
 
 
 def built_for() -> str:
-    """What torch was built for beside CPUs, such as `CUDA 13.0`; empty: nothing."""
+    """Return the platform that torch was built for beside CPUs, such as `CUDA 13.0`; empty: none."""
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     kind = torch.accelerator.current_accelerator()
     return next((f"{name} {version}" for name, version in versions.items() if version), kind.type if kind else "")
@@ -60,12 +60,12 @@ def begin() -> list[torch.device]:
 
 
 def has_begun() -> bool:
-    """Whether this process has begun to use its accelerator, whose libraries have read their environment variables then."""
+    """Return True if this process has begun to use its accelerator, whose libraries have read their environment variables then."""
     return _begun() is not None
 
 
 def has_cublas() -> bool:
-    """Whether matrices are multiplied by cuBLAS, on an accelerator that this process sees."""
+    """Return True if matrices are multiplied by cuBLAS, on an accelerator that this process sees."""
     return torch.version.cuda is not None and found() is not None
 
 
@@ -174,7 +174,7 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def end_of(stream: torch.Stream) -> Callable[[], None]:
-    """What returns once all that was launched on `stream` so far is done. The caller sleeps, if the device can wake it.
+    """Return a function that returns once all launched on `stream` so far is done. The caller sleeps, if the device can wake it.
 
     A `torch.Event` cannot: it takes `blocking` and does nothing with it. The device's own events can, those of CUDA for one.
     """
@@ -224,7 +224,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """What memory of an accelerator is free and used."""
+    """Return the free and the used memory of an accelerator."""
     free, total = torch.accelerator.get_memory_info(device)
     return DeviceMemory(
         free=free,
@@ -236,7 +236,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocator_settings() -> str:
-    """What torch's allocator for this process's accelerator is to be told before it starts; empty where that is nothing.
+    """Return the settings that torch's allocator for this process's accelerator is to be told before it starts; empty: none.
 
     Segments that grow: what activations of one length leave free then fits those of another, and is no hole between them.
     """
@@ -274,7 +274,7 @@ def device_name(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """What tells a device from all others, whichever of them a process is shown and by which number; empty where that is not known.
+    """Return an identifier that no other device has, whichever of them a process is shown and by which number; empty if not known.
 
     Not for AMD's: parts of one GPU, each of which is a device, may say the same.
     """
@@ -285,7 +285,7 @@ def identity(device: torch.device) -> str:
 
 
 def architecture(device: torch.device) -> str:
-    """What kernels are compiled for, such as `sm_90` or `gfx942`; empty where a device has no name for it."""
+    """Return the architecture that kernels are compiled for, such as `sm_90` or `gfx942`; empty where a device has no such name."""
     if device.type != "cuda":
         return ""
     if torch.version.hip:
@@ -294,7 +294,7 @@ def architecture(device: torch.device) -> str:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether a device multiplies matrices of 8-bit floats: NVIDIA's do from compute capability 8.9 on, of AMD's some do."""
+    """Return True if a device multiplies matrices of 8-bit floats: NVIDIA's do from compute capability 8.9 on, of AMD's some do."""
     kind = architecture(device)
     if kind.startswith("sm_"):
         return int(kind.removeprefix("sm_")) >= 89
@@ -310,7 +310,7 @@ def collectives_library() -> str:
 
 
 def profiled(device: torch.device) -> list[ProfilerActivity]:
-    """What torch's profiler records of work on `device`: operators on the CPU, and the device's own kernels where it can."""
+    """Return the activities that torch's profiler records on `device`: operators on the CPU, and the device's kernels if it can."""
     known = supported_activities()  # type: ignore[no-untyped-call]
     return [each for each in known if each.name in ("CPU", device.type.upper())]
 

@@ -1,4 +1,4 @@
-"""What recomputed blocks keep, on the host or on files: it leaves in forward, and is back before backward wants it.
+"""The inputs that recomputed blocks keep, on the host or on files: they leave in forward, and are back before backward wants them.
 
     forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
     backward    ... block 2   block 1   block 0    block 1's input is read from when block 2's is asked for on
@@ -48,7 +48,7 @@ class Reservation:
     """
 
     memory: torch.Tensor
-    """Of the host, where that is what is reserved."""
+    """The host's memory, where that is what is reserved."""
 
     def __init__(self, ended: SimpleQueue[Callable[[], None]], end: Callable[[], None]) -> None:
         self._ended = ended
@@ -74,7 +74,7 @@ class SavedTensor(ABC):
 
 @dataclass(eq=False)
 class BlockCall:
-    """What one call of a block keeps. `before` is the call whose inputs backward will want after this one's."""
+    """The inputs that one call of a block keeps. `before` is the call whose inputs backward will want after this one's."""
 
     away: bool
     before: weakref.ref[BlockCall] | None = None

@@ -52,7 +52,7 @@ class TierChoice:
 
     @property
     def away(self) -> bool:
-        """Whether any of it leaves the device."""
+        """True if any of it leaves the device."""
         return self.tier != "none" and self.fraction > 0
 
     def leaves(self, device: torch.device) -> bool:
@@ -89,7 +89,7 @@ class TieredPart:
     first: int = 0
 
     def beside(self, data: torch.Tensor) -> bool:
-        """Whether it lies in the same kind of memory as `data`."""
+        """Return True if the part lies in the same kind of memory as `data`."""
         return self.memory is not None and self.memory.device.type == data.device.type
 
 
@@ -274,7 +274,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSettings:
-    """Where the file tier lies and how it is used. `label` becomes part of its files' names."""
+    """The place of the file tier and its settings. `label` becomes part of its files' names."""
 
     directories: tuple[Path, ...] = ()
     label: str = "states"

@@ -27,7 +27,7 @@ _GRAIN_BYTES = GRAIN * 8
 
 
 class Access(Enum):
-    """Whether a row reads a tensor, changes it, or replaces it."""
+    """The access of a row to a tensor: the row reads it, changes it, or replaces it."""
 
     READ = "read"
     UPDATE = "update"

@@ -39,7 +39,7 @@ class Work:
 
     @classmethod
     def of(cls, seconds: float) -> "Work":
-        """What takes so long now."""
+        """Return the work that takes `seconds` now."""
         count, best = 100, float("inf")
         for _ in range(100):  # the least of many, as others may compute at the same time
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the record of a rank's latest events costs: nanoseconds of an event, and a step of a small model with and without it.
+"""The cost of recording a rank's latest events: nanoseconds of an event, and a step of a small model with and without it.
 
     torchrun --nproc-per-node 2 scripts/bench_events.py
 

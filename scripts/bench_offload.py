@@ -30,7 +30,7 @@ from bench.workload import TORCH_DTYPES, Workload
 
 _PARTS = ("bandwidth", "steps", "large")
 _ELEMENTS = 32 << 20
-"""Of each of four tensors in the measurement of bandwidth: 0.5 GiB together."""
+"""The elements of each of four tensors in the measurement of bandwidth: 0.5 GiB together."""
 _OURS, _THEIRS = "zeromesh-3", "deepspeed-3"
 
 
@@ -148,7 +148,7 @@ def _figure(run: Run, what: str) -> float:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """What is kept of a run: everything but the events of its timeline."""
+    """Return the part of a run that is kept: everything but the events of its timeline."""
     events = run.ranks[0]["notes"].get("events", [])
     return {
         "step_seconds": run.step_seconds,

@@ -1,4 +1,4 @@
-"""What a plan says beside what is measured: memory and seconds of layouts over 1 to 4 ranks, and published tables.
+"""The predictions of a plan beside measurements: memory and seconds of layouts over 1 to 4 ranks, and published tables.
 
     python scripts/bench_plan.py --machine FILE        about 40 minutes on two cores; prints the tables of docs/benchmarks/plan.md
     python scripts/bench_plan.py --machine FILE --from docs/benchmarks/plan.json    plans alone, beside what was measured then
@@ -145,7 +145,7 @@ class Case:
 
     @property
     def memory_error(self) -> float:
-        """Of the prediction, as a part of what was measured."""
+        """The error of the predicted memory, as a part of what was measured."""
         return self.predicted / self.peak - 1
 
 
@@ -176,7 +176,7 @@ def measure(model: str, layout: Layout) -> dict[str, Any]:
 
 
 def cases(measured: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[Case]:
-    """What was measured, with predictions."""
+    """Yield the cases that were measured, with predictions."""
     for model, layouts in LAYOUTS.items():
         subject = Subject.of(load_config(None, overrides(model)))
         known = {str(placed(layout)): placed(layout) for layout in layouts}

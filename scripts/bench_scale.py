@@ -1,4 +1,4 @@
-"""What it costs to build the mesh of many ranks: `python scripts/bench_scale.py`, on one core, without processes.
+"""The cost of building the mesh of many ranks: `python scripts/bench_scale.py`, on one core, without processes.
 
 For each number of ranks it builds what every one of them has: its coordinate, neighbours and groups on all axes, and its shards of
 the flat buckets of a Llama of 70 billion parameters, cut over pipeline and tensor; then what each rank computes of the world as
@@ -77,7 +77,7 @@ def _spec(name: str, *shape: int) -> ParameterSpec:
 
 
 def part_of(shape: MeshShape, layouts: Layouts, rank: int) -> RankParts:
-    """What one rank has: where it stands, its groups, their numbers and its neighbours, and what its shards hold."""
+    """Return the parts of one rank: its coordinate, its groups, their numbers and its neighbours, and what its shards hold."""
     at = shape.coordinate(rank)
     groups = [shape.group_of(rank, *axes) for axes in GROUPS]
     numbers = [shape.group_index(rank, *axes) for axes in GROUPS]
@@ -86,12 +86,12 @@ def part_of(shape: MeshShape, layouts: Layouts, rank: int) -> RankParts:
 
 
 def parts_of(shape: MeshShape, layouts: Layouts) -> list[RankParts]:
-    """What all ranks have."""
+    """Return the parts of all ranks."""
     return [part_of(shape, layouts, rank) for rank in range(shape.world_size)]
 
 
 def world_of(shape: MeshShape) -> str:
-    """What a rank computes of all the others, once at the start."""
+    """Return the view of all the others that a rank computes, once at the start."""
     places = [ProcessLocation(host=f"host {rank // HOST}") for rank in range(shape.world_size)]
     shape.group_of(0, *AXES)
     ordered = [places[process] for process in rank_order(places)]

@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _machine() -> dict[str, Any]:
-    """What is here, found out in a process of its own: this one keeps no memory of the device."""
+    """Describe the devices and versions here, in a process of its own: this one keeps no memory of the device."""
     code = "import json; from bench.device.machine import describe; print(json.dumps(describe()))"
     variables = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)

@@ -189,7 +189,7 @@ def _config(folder: Path, name: str, dtype: str) -> dict[str, Any]:
 
 
 def _embed(folder: Path, rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """What the sharded model makes of some texts, beside transformers."""
+    """Compare the sharded model's outputs for some texts with those of transformers."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
     plain = AutoModel.from_pretrained(folder / "weights").eval()
     config = {

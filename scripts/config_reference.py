@@ -67,7 +67,7 @@ def _rows(prefix: str, section: type[BaseModel], defaults: BaseModel) -> Iterato
 
 
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """What each key of a section is: the docstrings below its fields, which are read from the source."""
+    """Return the description of each key of a section: the docstrings below its fields, which are read from the source."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         body = ast.parse(inspect.getsource(kind)).body[0]

@@ -411,7 +411,7 @@ def _copy(text: str, changes: Mapping[str, str], places: Mapping[str, Any], stag
 def _run(
     example: Example, source: Path, folder: Path, ranks: int, stage: int | None, launcher: str
 ) -> dict[str, float]:
-    """What a run has printed, logged and noted, by name. Raises `RuntimeError` with the last line that it wrote."""
+    """Return the values that a run printed, logged and noted, by name. Raises `RuntimeError` with the last line that it wrote."""
     work = folder / f"{example.name}-{ranks}-{stage}"
     work.mkdir()
     places = {"model": folder / example.model, "data": folder, "out": work / "out", "batch": 4 // ranks}

@@ -1,4 +1,4 @@
-"""Where every byte of a rank is, by purpose, predicted and measured: `python scripts/memory_report.py`.
+"""The bytes of a rank by purpose, predicted and measured: `python scripts/memory_report.py`.
 
 For each configuration zeromesh trains in fresh processes. Bytes by purpose of the formula (`zero/memory_model.py`) stand beside the
 ledger's, which must be equal. States, activations (measured alone, without an engine) and a constant stand beside the highest
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def problems(lines: Iterable[Line], grown: Iterable[Growth]) -> list[str]:
-    """What is not as predicted."""
+    """Return the deviations from the prediction."""
     found = [f"{line.case}: {problem}" for line in lines for problem in line.problems]
     return found + [f"growth to {each.many.case}: {problem}" for each in grown for problem in each.problems]
 

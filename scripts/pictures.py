@@ -70,7 +70,7 @@ def comparison() -> str:
 
 
 def stages() -> str:
-    """What each of four ranks holds between steps, by stage: AdamW, bfloat16 compute, float32 sums and master weights."""
+    """Draw the bytes that four ranks hold between steps, by stage: AdamW, bfloat16 compute, float32 sums and master weights."""
     ranks, unit, left, top = 4, 8.5, 92, 70
     parts = (("parameters", "a", 2), ("gradients", "b", 4), ("master weights, moments", "c", 12))
     cell = sum(nbytes for _, _, nbytes in parts) * unit + 14

@@ -31,7 +31,7 @@ def render(timeline: Timeline, *, columns: int = 100) -> str:
 
 
 def _in_units(timeline: Timeline) -> bool:
-    """Whether times are small whole numbers, which need no more columns than their labels."""
+    """Return True if times are small whole numbers, which need no more columns than their labels."""
     return all(span.end == round(span.end) for spans in timeline.spans for span in spans) and timeline.duration < 200
 
 

@@ -67,12 +67,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _repository_path(page: str, link: str) -> str:
-    """What a link of a page leads to, from the top of the repository."""
+    """Return the path that a link of a page leads to, from the top of the repository."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
 def _place(path: str) -> str:
-    """Where a file of the repository lies in the site; nothing for what there is not."""
+    """Return the place of a file of the repository in the site; empty for what there is not."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):

@@ -71,7 +71,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _run(checkout: Path, file: str, record: Path, *, replace: bool) -> dict[str, dict[str, Any]]:
-    """What became of each test of a file, by its name; read from `record` where that exists."""
+    """Return the outcome of each test of a file, by its name; read from `record` where that exists."""
     here = Path(__file__).resolve().parent
     environment = {
         **os.environ,

@@ -119,7 +119,7 @@ def train(kind: str, base: Path, out: Path, stage: int, lora: bool) -> None:
 
 
 def _logits(kind: str, folder: Path) -> Any:
-    """Of a saved model, or adapter, that plain transformers and peft read."""
+    """Return the logits of a saved model, or adapter, that plain transformers and peft read."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -1,4 +1,4 @@
-"""Who started this process, and as which rank: the one file that touches environment variables.
+"""The launcher of this process, and its rank: the one file that touches environment variables.
 
 Understood are torchrun (and all that sets its variables, as accelerate and Kubernetes operators do), Slurm,
 Open MPI, MPICH and Intel MPI. A process that none of them started is a world of one.
@@ -202,7 +202,7 @@ def launch_identity(environment: LaunchEnvironment) -> str:
 
 
 def launcher_serves_store() -> bool:
-    """Whether the launcher, which is torchrun then, serves the store that the ranks of several hosts meet in."""
+    """Return True if the launcher, which is torchrun then, serves the store that the ranks of several hosts meet in."""
     return os.environ.get(_AGENT_STORE) == "True"
 
 
@@ -293,7 +293,7 @@ def _slurm_master(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process. A batch script's body carries SLURM_PROCID=0 too, but no step."""
+    """Return True if `srun` started this process. A batch script's body carries SLURM_PROCID=0 too, but no step."""
     in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
     return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
 

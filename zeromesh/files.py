@@ -154,7 +154,7 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def longest() -> Waiting | None:
-    """Of all threads' innermost calls the one that has been going on for longest; None where no disk is waited for."""
+    """Return the one of all threads' innermost calls that has been going on for longest; None where no disk is waited for."""
     now = time.monotonic()
     found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_CALLS.values())) if calls]
     if not found:

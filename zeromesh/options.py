@@ -62,14 +62,14 @@ Megatron-FSDP's experimental rewrite.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlan:
-    """What an optimizer class keeps of a parameter, by the names of the class, as a step on one has shown."""
+    """The states that an optimizer class keeps of a parameter, by the names of the class, as a step on one has shown."""
 
     tensors: dict[str, torch.Tensor]
     """Examples of tensors, on the meta device. They may be subclasses, with plain tensors inside."""
     scalars: dict[str, Any]
     """Examples of numbers, which may be tensors without dimensions."""
     by_size: bool = False
-    """Whether tensors of larger parameters are subclasses."""
+    """True if tensors of larger parameters are subclasses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +78,11 @@ class OptimizerClass:
 
     optimizer: Optimizer = field(repr=False, compare=False)
     whole: bool
-    """Whether its update needs whole tensors; else any elements can be updated on their own."""
+    """True if its update needs whole tensors; otherwise any elements can be updated on their own."""
     plans: Mapping[tuple[int, int], StatePlan]
-    """What it keeps of a parameter, by the number of its group and of its dimensions."""
+    """The states that it keeps of a parameter, by the number of its group and of its dimensions."""
     sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict, compare=False)
-    """What it keeps by the number of the group and the shape, where that depends on sizes, as far as it has been asked for."""
+    """The states that it keeps by the number of the group and the shape, where they depend on sizes, as far as asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class OptimizerSettings:
 
     name: OptimizerName = "adamw"
     own_class: OptimizerClass | None = None
-    """What is run instead of the optimizer of that name."""
+    """The class that is run instead of the optimizer of that name."""
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -103,8 +103,8 @@ class OptimizerSettings:
     """Names of the parameters of each group, where groups are the user's own; one that is in none is never updated."""
 
     def groups(self, lr_factor: float = 1.0, momentum: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What decayed parameters and the others are updated with in a step, whose schedule multiplies the learning rate by
-        `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
+        """Return the settings that decayed parameters and the others are updated with in a step, whose schedule multiplies the
+        learning rate by `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
         common = {
             "lr": self.lr * lr_factor,
             "betas": self.betas if momentum is None else (momentum, self.betas[1]),
@@ -184,12 +184,12 @@ class Precision:
 
 
 STAGING_SHARE = 64
-"""Of an accelerator's memory this part is for buffers of the update stream: 1.25 GiB of 80 GiB."""
+"""The divisor of an accelerator's memory that gives the buffers of the update stream: 1.25 GiB of 80 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
-    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
+    """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
 
     The caller itself offloads `activations`, which recomputed blocks keep for backward. `gradients` None follows the optimizer.
     `update` is where updates are computed, if states are not on the device. `staging_bytes` bounds the buffers on the way there;
@@ -203,7 +203,7 @@ class OffloadOptions:
     update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
     in_place: bool = False
-    """Whether frozen parameters on files stay in the files of their source, as far as they lie there as they are: nobody changes
+    """True if frozen parameters on files stay in the files of their source, as far as they lie there as they are: nobody changes
     them, neither here nor there."""
     staging_bytes: int | None = None
 
@@ -218,7 +218,7 @@ class OffloadOptions:
 
     @property
     def gradients_at(self) -> TierChoice:
-        """Where gradient shards rest."""
+        """The tier where gradient shards rest."""
         return self.optimizer if self.gradients is None else self.gradients
 
 
@@ -246,7 +246,7 @@ class ZeroOptions:
     accumulation: int = 1
     """Microbatches of a step on each rank."""
     reduce_once: bool = False
-    """Whether stages 2 and 3 too reduce gradients once a step, from sums of each rank that take memory for all of them."""
+    """True if stages 2 and 3 too reduce gradients once a step, from sums of each rank that take memory for all of them."""
     clip_norm: float = 0.0
     on_nonfinite: Literal["skip", "stop"] = "skip"
     optimizer_in_backward: bool = False
@@ -284,20 +284,19 @@ class ZeroOptions:
 
     @property
     def gradients_pass_through(self) -> bool:
-        """Whether a gradient shard lives only from its reduction to its update, within one backward."""
+        """True if a gradient shard lives only from its reduction to its update, within one backward."""
         return self.optimizer_in_backward and self.accumulation == 1
 
     def gradients_stay(self, device: torch.device) -> bool:
-        """Whether gradient shards have memory from step to step on a rank that computes on `device`: sums over several
-        microbatches, and what rests on another tier. Else they have it from reduction to update, which activations have
-        just left.
+        """Return True if gradient shards have memory from step to step on a rank that computes on `device`: sums over several
+        microbatches, and what rests on another tier. Else they have what activations have just left, from reduction to update.
         """
         resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves(device)
         return self.accumulation > 1 or resting
 
     @property
     def sums_before_reducing(self) -> bool:
-        """Whether each rank sums the gradients of its own microbatches before they are reduced, once per step."""
+        """True if each rank sums the gradients of its own microbatches before they are reduced, once per step."""
         return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL
 
     def wire_dtype(self, own: torch.dtype, *, on_device: bool) -> torch.dtype:

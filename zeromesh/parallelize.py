@@ -49,7 +49,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divided:
-    """What `divide` made of a model."""
+    """The result of `divide` for a model."""
 
     cuts: ModelCuts = field(default_factory=ModelCuts)
     tensor: Parallelized | None = None

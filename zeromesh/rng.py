@@ -1,4 +1,4 @@
-"""What forward and the data draw depends on what is computed, and not on who computes it.
+"""The random numbers of forward and of the data, which depend on what is computed, and not on who computes it.
 
 A microbatch has a stream of random numbers for its loss, and one for every call of a unit:
 
@@ -240,7 +240,7 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """What is drawn inside the block does not disturb what the user draws elsewhere."""
+    """Restore the generators after the block, so that what it draws does not disturb what the user draws elsewhere."""
     states = AllStates.now()
     try:
         yield

@@ -76,7 +76,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
     @property
     def direct(self) -> bool:
-        """Whether whole blocks go past the page cache."""
+        """True if whole blocks go past the page cache."""
         return self._direct >= 0
 
     def size(self) -> int:

@@ -153,7 +153,7 @@ class FileTier:
             file.write(part, at)
 
     def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
-        """Where the bytes of `data` lie, which begin at `offset`: file, offset in it, and which of `data`."""
+        """Yield the places of the bytes of `data`, which begin at `offset`: the file, the offset in it, and the part of `data`."""
         if len(self._files) == 1:
             yield self._files[0], offset, data
             return
@@ -296,7 +296,7 @@ class StoredSlot(FileSlot):
 
 
 def _copier(data: torch.Tensor) -> _Copy:
-    """What copies between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
+    """Return the copy between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
     if on_accelerator(data):
         streams = copy_streams_of(data.device)
         return partial(streams.copy_after, streams.now())

@@ -53,9 +53,9 @@ class Transfer:
     """Pieces that threads read or write. One without pieces is over from the beginning."""
 
     on_device = False
-    """Whether `wait` keeps what is launched on a device behind the bytes, and not the caller."""
+    """True if `wait` keeps what is launched on a device behind the bytes, and not the caller."""
     crosses = False
-    """Whether bytes go between the memory of a device and the host's."""
+    """True if bytes go between the memory of a device and the host's."""
 
     def __init__(self, pieces: Sequence[Future[None]] = (), waits: WaitTime | None = None, what: str = "bytes") -> None:
         """`what` says in errors what is moved."""
@@ -163,7 +163,7 @@ class CopyLane:
         return event
 
     def touching(self, begin: int, end: int) -> list[torch.Event]:
-        """What happens when the copies in flight of bytes between two addresses of the host are done."""
+        """Return events that occur when the copies in flight of bytes between two addresses of the host are done."""
         with self._lock:
             while self._in_flight and self._in_flight[0][2].query():
                 self._in_flight.popleft()

@@ -114,7 +114,7 @@ class PinnedBudget:
         return pages(nbytes)
 
     def take(self, nbytes: int, device: torch.device) -> bool:
-        """Whether so many bytes more may be pinned; they count from now on. For a CPU there is nothing to pin."""
+        """Return True if `nbytes` more may be pinned, and count them from now on. For a CPU there is nothing to pin."""
         if not is_accelerator(device):
             return False
         wanted = self.used + nbytes

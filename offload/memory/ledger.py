@@ -25,7 +25,7 @@ class Tier(Enum):
 
 
 class Purpose(Enum):
-    """What bytes are for."""
+    """The purposes that bytes serve."""
 
     __hash__ = object.__hash__
 
@@ -53,7 +53,7 @@ class Change:
 
 _CGROUP = Path("/sys/fs/cgroup")
 MEMORY = (Tier.DEVICE, Tier.HOST)
-"""What is memory, and no disk."""
+"""The tiers that are memory, and no disk."""
 
 
 class Ledger:
@@ -178,7 +178,7 @@ def machine_bytes() -> int:
 
 
 def group_settings(name: str) -> list[str]:
-    """What the file `name`, such as `memory.max`, says in each control group (version 2) of this process, outermost first."""
+    """Return the text of file `name`, such as `memory.max`, in each control group (version 2) of this process, outermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""What the benchmarks share: the workload, the systems that run it, and how time and memory are taken."""
+"""The common part of the benchmarks: the workload, the systems that run it, and how time and memory are taken."""

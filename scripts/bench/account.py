@@ -1,4 +1,4 @@
-"""Where a rank's memory is: what layout and activations predict, beside what the ledger counted and the system saw.
+"""The memory of a rank: what layout and activations predict, beside what the ledger counted and the system saw.
 
     peak = states that stay + the most that come and go + the most of activations + constant
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from bench.workload import Dtype
 
 TOLERANCE = 0.1
-"""Of the system's figure."""
+"""The largest difference that is allowed, as a part of the system's figure."""
 MOST_OF_STATES = 1.15
-"""Of the states that more layers add, processes may grow by so much."""
+"""The largest growth of processes that is allowed, as a part of the states that more layers add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Case:
     layers: int
     width: int
     recomputed: bool = False
-    """Whether blocks are recomputed in backward."""
+    """True if blocks are recomputed in backward."""
 
     def __str__(self) -> str:
         recomputed = ", blocks recomputed" if self.recomputed else ""
@@ -92,12 +92,12 @@ class Line:
 
     @property
     def difference(self) -> float:
-        """Of what is predicted from what the system saw, as a part of that."""
+        """The difference of the prediction from what the system saw, as a part of that."""
         return self.total / self.measured.peak - 1
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is not as predicted."""
+        """The deviations from the prediction."""
         found = []
         if dict(self.predicted.staying) != dict(self.measured.ledger):
             found.append("the ledger is not the formula")
@@ -108,7 +108,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """What more layers cost: the same case twice, first with few. The constant is in both, and falls out."""
+    """The cost of more layers: the same case twice, first with few. The constant is in both, and falls out."""
 
     few: Line
     many: Line
@@ -130,12 +130,12 @@ class Growth:
 
     @property
     def difference(self) -> float:
-        """Of what is predicted from what the system saw, as a part of that."""
+        """The difference of the prediction from what the system saw, as a part of that."""
         return (self.states + self.activations) / self.peak - 1
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is not as predicted."""
+        """The deviations from the prediction."""
         over = self.peak > MOST_OF_STATES * self.states
         return (*_apart(self.difference), *((f"more than {MOST_OF_STATES} of the states",) if over else ()))
 

@@ -1,4 +1,4 @@
-"""What one forward and backward of the workload allocates by itself: no engine, no ranks, no optimizer.
+"""The memory that one forward and backward of the workload allocates by itself: no engine, no ranks, no optimizer.
 
 The model is an ordinary one in the compute dtype, its products and its loss are those that zeromesh's trainer takes, and every
 gradient is freed as soon as autograd has it, as the engine does. PyTorch's profiler tells of every allocation of the CPU

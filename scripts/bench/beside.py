@@ -32,7 +32,7 @@ class Beside:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is more than it may be."""
+        """The ratio in words, if it exceeds its limit; else empty."""
         limit = LIMITS[self.system, self.dtype]
         return (f"{self.ratio:.2f} of {self.system} in {self.dtype}, and {limit} are allowed",) * (self.ratio > limit)
 

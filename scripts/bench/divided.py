@@ -49,17 +49,17 @@ class Form:
 
     @classmethod
     def of(cls, name: str, ranks: int) -> Form:
-        """Of the system of this name, without `zeromesh-`."""
+        """Return the form of the system of this name, without `zeromesh-`."""
         kind, _, rest = name.partition("-")
         return cls(tensor=ranks, stage=int(rest)) if kind == "tensor" else cls(pipeline=ranks, schedule=name)
 
     def parallel(self, workload: Workload) -> ParallelOptions:
-        """What `divide` is told."""
+        """Return the options that `divide` is given."""
         transport: Any = workload.transport
         return ParallelOptions(transport=transport, schedule=self.schedule, chunks=CHUNKS.get(self.schedule, 1))
 
     def options(self, workload: Workload) -> ZeroOptions:
-        """What the engine is told."""
+        """Return the options that the engine is given."""
         config = load_config(configuration(workload, self.stage, "runs"))
         return engine_options(config, accumulation=workload.microbatches)
 
@@ -159,7 +159,7 @@ def _watch(exchange: Any, found: list[int]) -> None:
 
 
 def _spans(bubbles: list[Bubble]) -> list[list[tuple[str, int, int, float, float]]]:
-    """Of the step whose bubble is the median: for each rank, kind, chunk, microbatch, start and end of its actions."""
+    """Return the actions of each rank in the step whose bubble is the median: kind, chunk, microbatch, start and end."""
     if not bubbles:
         return []
     middle = sorted(bubbles, key=lambda bubble: bubble.measured)[len(bubbles) // 2]

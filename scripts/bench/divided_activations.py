@@ -1,4 +1,4 @@
-"""What forward and backward of one rank's part of the workload allocate by themselves, in one process: no engine and no peers.
+"""The memory that forward and backward of one rank's part of the workload allocate, in one process: no engine and no peers.
 
     python -m bench.divided_activations SYSTEM WORKLOAD RANK
 

@@ -1,4 +1,4 @@
-"""What the memory of each rank of a divided workload will be: states from the layout, activations measured alone, one constant."""
+"""The predicted memory of each rank of a divided workload: states from the layout, activations measured alone, one constant."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +32,12 @@ class RankMemory:
 
     @property
     def difference(self) -> float:
-        """Of what is predicted from what the system saw, as a part of that."""
+        """The difference of the prediction from what the system saw, as a part of that."""
         return (self.predicted.total + self.constant) / self.peak - 1
 
     @property
     def problems(self) -> list[str]:
-        """What is not as predicted."""
+        """The deviations from the prediction."""
         found = []
         if dict(self.predicted.staying) != dict(self.ledger):
             found.append(f"{self.system}, rank {self.rank}: the ledger is not the formula")

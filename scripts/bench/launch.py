@@ -25,30 +25,30 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one run of a system came to, over its ranks."""
+    """The figures of one run of a system, over its ranks."""
 
     system: str
     step_seconds: tuple[float, ...]
-    """Of each timed step; ranks begin and end it together."""
+    """The seconds of each timed step; ranks begin and end it together."""
     cpu_seconds: tuple[float, ...]
-    """Of each timed step, mean over ranks."""
+    """The CPU seconds of each timed step, mean over ranks."""
     peak_bytes: int
-    """Of the rank that needed most."""
+    """The peak of the rank that needed most."""
     losses: tuple[float, ...]
     ranks: tuple[dict[str, Any], ...]
     """Everything that the ranks said."""
 
 
 def installed(system: str) -> bool:
-    """Whether a system can run here."""
+    """Return True if a system can run here."""
     return not system.startswith("deepspeed-") or importlib.util.find_spec("deepspeed") is not None
 
 
 def measure_activations(
     workload: Workload, *, timeout: float = 900.0, part: tuple[str, int] | None = None
 ) -> Activations:
-    """What forward and backward of `workload` allocate by themselves, in one fresh process. `part`: a system that divides the
-    model, and the rank whose part alone runs.
+    """Measure the memory that forward and backward of `workload` allocate by themselves, in one fresh process. `part`: a system
+    that divides the model, and the rank whose part alone runs.
 
     Raises:
         RunError: when it fails, or does not end within `timeout` seconds.

@@ -1,4 +1,4 @@
-"""What a memory report comes to: as tables, as JSON and as a picture."""
+"""The output of a memory report: as tables, as JSON and as a picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -61,7 +61,7 @@ class Watcher(Callback):
 
 
 def configuration(workload: Workload, stage: int, output_dir: str) -> dict[str, Any]:
-    """What is not here is zeromesh's default."""
+    """Return the configuration of a workload; what is not here is zeromesh's default."""
     return {
         "model": {
             "activation_checkpointing": "block" if workload.checkpointing else "none",

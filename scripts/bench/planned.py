@@ -35,7 +35,7 @@ class Watch(Callback):
         self.ledger: dict[str, int] = {}
 
     def on_train_begin(self, trainer: Any) -> None:
-        """What building took does not count."""
+        """Reset the sampler: what building took does not count."""
         self.sampler.reset()
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:

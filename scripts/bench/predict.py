@@ -1,4 +1,4 @@
-"""What a rank's memory will be, from the plan of the workload's model."""
+"""The prediction of a rank's memory, from the plan of the workload's model."""
 
 import torch
 

@@ -67,7 +67,7 @@ class Sampler:
         self.peak = Memory()
         self._ranks = ranks
         self.cpu_seconds = 0.0
-        """Of the thread itself."""
+        """The CPU seconds of the thread itself."""
         self._watching = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -106,23 +106,23 @@ class Sampler:
 
 @dataclass(kw_only=True, slots=True)
 class Measurement:
-    """What one rank has measured. Bytes are above what was there before the model."""
+    """The measurements of one rank. Bytes are above what was there before the model."""
 
     rank: int
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     """User and system time of all threads of the process, per timed step."""
     losses: list[float] = field(default_factory=list)
-    """Of all steps, over all ranks."""
+    """The losses of all steps, over all ranks."""
     peak_bytes: int = 0
     """The highest memory during training."""
     building_bytes: int = 0
     """The highest memory before the first step."""
     base: Memory = field(default_factory=Memory)
     growth: Memory = field(default_factory=Memory)
-    """What the peak is made of."""
+    """The kinds of memory that the peak is made of."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What a system has to say of itself."""
+    """The facts that a system reports about itself."""
 
     def record(self) -> dict[str, Any]:
         """As JSON."""

@@ -78,7 +78,7 @@ def tails(logs: Sequence[Path]) -> str:
 
 
 def python_path() -> str:
-    """Where the processes find the modules of scripts, and the package: that of this checkout, unless there is another."""
+    """Return the `PYTHONPATH` of processes, with scripts' modules and the package: this checkout's, unless there is another."""
     return os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH", ""), str(SCRIPTS.parent)]))
 
 

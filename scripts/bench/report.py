@@ -1,4 +1,4 @@
-"""What several rounds come to: medians and ratios, as a table, as JSON and as a picture."""
+"""The summary of several rounds: medians and ratios, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of at least one number."""
+        """Return the spread of at least one number."""
         numbers = sorted(values)
         return cls(median=statistics.median(numbers), low=numbers[0], high=numbers[-1])
 

@@ -47,11 +47,11 @@ class Bandwidth:
     update: float
     """With the optimizer's own computing."""
     compute_seconds: float
-    """Of one pass of the busy stream, alone."""
+    """The seconds that the computation of one pass of the busy stream takes, alone."""
     io_seconds: float
-    """Of one pass of the stream without computing."""
+    """The seconds of one pass of the stream without computing."""
     busy_seconds: float
-    """Of one pass of the busy stream."""
+    """The seconds of one pass of the busy stream."""
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""What the CPU and the disk do when in one step: recorded by wrapping the few functions in which things happen, and drawn.
+"""The timeline of the CPU and the disk in one step: recorded by wrapping the few functions in which things happen, and drawn.
 
 computing   forward, backward, optimizer: of the training thread; waiting: it stands still for the file tier or for a peer
 disk        pieces that threads read and write, each with its bytes

@@ -37,16 +37,16 @@ class Workload:
     """Sequences of one rank's step, or of each of its microbatches."""
     microbatches: int = 1
     divided: bool = False
-    """Whether ranks divide the model, and all of them take the same data."""
+    """True if ranks divide the model, and all of them take the same data."""
     ranks: int = 2
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     seed: int = 0
     checkpointing: bool = False
-    """Whether blocks are recomputed in backward."""
+    """True if blocks are recomputed in backward."""
     in_backward: bool = True
-    """Whether zeromesh updates inside backward, as soon as a bucket is reduced; others have no choice."""
+    """True if zeromesh updates inside backward, as soon as a bucket is reduced; others have no choice."""
     loss: str = "auto"
     """Which loss zeromesh's Trainer computes: `auto`, in chunks of tokens, or `native`, the model's own, as all others do."""
     transport: str = "auto"
@@ -54,15 +54,15 @@ class Workload:
     checkpoint_every: int = 0
     """Steps between checkpoints that zeromesh writes while it trains; 0: none."""
     checkpoint_folder: str = ""
-    """Where to."""
+    """The folder that these checkpoints are written to."""
     offload: str = "none"
-    """Where zeromesh's and DeepSpeed's states rest: `none`, `host`, `optimizer` (on file, that alone), `file` (everything)."""
+    """The tier of zeromesh's and DeepSpeed's states: `none`, `host`, `optimizer` (on file, that alone), `file` (everything)."""
     folder: str = ""
-    """Where files of the file tier lie; empty: in the temporary directory."""
+    """The folder of the file tier's files; empty: the temporary directory."""
     clip: float = 0.0
     """Largest norm of gradients; 0: no clipping."""
     timeline: bool = False
-    """Whether zeromesh's last step is recorded."""
+    """True if zeromesh's last step is recorded."""
     prefetch: int = 1
     """Units that zeromesh gathers ahead."""
     device: str = "cpu"
@@ -77,7 +77,7 @@ class Workload:
         return self.warmup + self.timed + self.sampled
 
     def is_timed(self, step: int) -> bool:
-        """Whether time is taken in step `step`, counted from 0."""
+        """Return True if time is taken in step `step`, counted from 0."""
         return self.warmup <= step < self.warmup + self.timed
 
     @property
@@ -126,7 +126,7 @@ class Workload:
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """What `to_json` wrote."""
+        """Return the workload that `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         return cls(**{**values, "betas": tuple(values["betas"])})
 

@@ -48,7 +48,7 @@ class ModelArguments:
 
 @dataclass
 class DataTrainingArguments:
-    """What it is trained, evaluated and tried on."""
+    """The data that a model is trained, evaluated and tried on."""
 
     train_file: str | None = field(default=None, metadata={"help": "Records to train on."})
     validation_file: str | None = field(default=None, metadata={"help": "Records to evaluate on."})

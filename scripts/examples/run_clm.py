@@ -49,7 +49,7 @@ class ModelArguments:
 
 @dataclass
 class DataTrainingArguments:
-    """What it is trained and evaluated on."""
+    """The data that a model is trained and evaluated on."""
 
     train_file: str | None = field(default=None, metadata={"help": "Text to train on."})
     validation_file: str | None = field(default=None, metadata={"help": "Text to evaluate on."})

@@ -46,7 +46,7 @@ class ModelArguments:
 
 @dataclass
 class DataTrainingArguments:
-    """What it is trained, evaluated and tried on."""
+    """The data that a model is trained, evaluated and tried on."""
 
     task_name: str = field(default="ner", metadata={"help": "The column TASK_tags has the labels, if there is one."})
     train_file: str | None = field(default=None, metadata={"help": "Records to train on."})

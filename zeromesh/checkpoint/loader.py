@@ -16,7 +16,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
-"""What equals the parameters is stored once, as parameters: master weights of their dtype, averages of what was never trained."""
+"""The kind to read for one that equals the parameters and is not stored: master weights of their dtype, untrained averages."""
 _NAMED = 5
 
 
@@ -116,7 +116,7 @@ def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
 
 
 def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
-    """Where the elements of shards come from: one target for columns of rows, and else one for each contiguous run."""
+    """Yield the places that elements of shards come from: one target for columns of rows, and else one for each contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:

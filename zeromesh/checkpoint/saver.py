@@ -36,7 +36,7 @@ from zeromesh.telemetry.event_ring import Activity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveContent:
-    """What goes into a checkpoint.
+    """The content of a checkpoint.
 
     `tensors` is the same on all ranks. `shards` is what this rank writes; those of all ranks make up every tensor exactly once.
     `order` has each owner's position in the next update. `documents` writes the small files into a directory. `keep` is called on
@@ -80,7 +80,7 @@ class Saver:
         self._coming: _Stages | None = None
         """The stages of the save in flight that are still to come."""
         self._task: Future[Any] = Future()
-        """What this rank does for the present stage."""
+        """The task of this rank for the present stage."""
 
     @cached_property
     def sharing(self) -> SharedStorage:
@@ -123,7 +123,7 @@ class Saver:
         self.in_flight, self._writer, self._coming = step, writer, stages
 
     def _plan(self, files: Sequence[FileLayout], shards: Sequence[TensorShard]) -> WritePlan:
-        """What this rank writes. Ranks may write a block together where they see one directory from one host."""
+        """Return the plan of this rank's writes. Ranks may write a block together where they see one directory from one host."""
         mesh, places = self._mesh, self.sharing.places
         planner = WritePlanner(files, shards, mesh.rank)
         descriptions = mesh.world.gather_json(planner.describe(), "who has what of divided tensors")
@@ -292,7 +292,7 @@ class Saver:
         return self._not_removed()
 
     def _not_removed(self) -> str:
-        """What the first rank that has a problem could not remove of old checkpoints; empty where no rank has one."""
+        """Return the problem that the first rank with one had in removing old checkpoints; empty where no rank has one."""
         problems = [(rank, text) for rank, text in enumerate(self._together(self.store.trash.problems)) if text]
         return "".join(f"rank {rank}: {text}" if self._mesh.world_size > 1 else text for rank, text in problems[:1])
 

@@ -61,7 +61,7 @@ def _bad_pieces(
 
 
 def _disagreement(path: Path, tensors: list[StoredTensor]) -> list[str]:
-    """What other programs would read from a file that is as it was written, but not what its manifest says."""
+    """Return the errors of a file that is as it was written, but whose header, which other programs read, is not its manifest's."""
     try:
         found = {name: (each.dtype, each.shape, each.begin) for name, each in read_header(path).items()}
     except (ZeromeshError, OSError) as error:

@@ -47,7 +47,7 @@ _CHUNK = 1 << 15
 
 
 class ExchangeKind(IntEnum):
-    """What ranks do with their tensors."""
+    """The kinds of exchanges of tensors between ranks."""
 
     SUM = 0
     GATHER = 1
@@ -55,12 +55,12 @@ class ExchangeKind(IntEnum):
 
     @property
     def phrase(self) -> str:
-        """What messages call it."""
+        """The name of the kind in messages."""
         return self.name.lower().replace("_", " ")
 
     @property
     def collective(self) -> Collective:
-        """What its traffic counts as."""
+        """The collective that its traffic counts as."""
         named = {ExchangeKind.GATHER: Collective.ALL_GATHER, ExchangeKind.SCATTERED_SUM: Collective.REDUCE_SCATTER}
         return named.get(self, Collective.ALL_REDUCE)
 
@@ -448,7 +448,7 @@ class SharedExchange(Exchange):
 
 _Left = tuple[SharedSegment, list[_Slot], Counters, Counters]
 _LEFT: list[_Left] = []
-"""What forgotten exchanges have left: their last tensors stay until the peers, too, have read them."""
+"""The segments that forgotten exchanges have left: their last tensors stay until the peers, too, have read them."""
 
 
 def _sweep(*more: _Left) -> None:
@@ -466,7 +466,7 @@ def _sweep(*more: _Left) -> None:
 def _about(
     kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
-    """What the exchange is, as the words of an entry that all ranks compare. Not to be changed."""
+    """Return the exchange as the words of an entry that all ranks compare. The result must not be changed."""
     shares = zlib.crc32(array("q", lengths).tobytes())
     dims = [*shape, *([0] * _DIMS)][:_DIMS]
     return [int(kind) | (dim + 1) << 8, shares, _CODES[dtype], len(shape), *dims]

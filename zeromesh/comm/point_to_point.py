@@ -255,7 +255,7 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> A
 
 
 def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:
-    """What `read_header` reads, `[HEADER_BYTES]` uint8 on the CPU. Raises `CollectiveError` for more tensors than fit."""
+    """Return the header for `read_header`, `[HEADER_BYTES]` uint8 on the CPU. Raises `CollectiveError` for too many tensors."""
     rows = [(str(spec.dtype).removeprefix("torch."), spec.shape, spec.differentiable) for spec in specs]
     data = json.dumps(rows).encode()
     if len(data) > HEADER_BYTES:

@@ -89,12 +89,12 @@ class Counters:
         return self._words[self._places[self._index]]
 
     def lowest(self) -> int:
-        """Where the last of the ranks is."""
+        """Return the counter of the last of the ranks."""
         words = self._words
         return min(words[place] for place in self._places)
 
     def reached(self, value: int) -> bool:
-        """Whether all ranks have got to `value`."""
+        """Return True if all ranks have got to `value`."""
         words = self._words
         for place in self._places:  # noqa: SIM110 - a third of the time of `all`, in the loop of every wait
             if words[place] < value:

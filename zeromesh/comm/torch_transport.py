@@ -79,7 +79,7 @@ class CollectiveBuffer(GatherBuffer):
             self._queue.popleft().start()
 
     def may_start(self) -> bool:
-        """Whether the shard is in place, or cannot be had; on a device, whether the device itself will wait for it."""
+        """Return True if the shard is in place, or cannot be had; on a device, if the device itself will wait for it."""
         reading = self._reading
         if reading is None:
             return False

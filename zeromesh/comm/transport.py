@@ -1,4 +1,4 @@
-"""What every transport does, which owns the memory that it moves; the one of a group of one rank; and which one a group uses.
+"""The base of all transports, which own the memory that they move; the one of a group of one rank; and the choice for a group.
 
 A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
 unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
@@ -122,12 +122,12 @@ class Reduction:
     traffic: CommAccount
     kind: Collective
     parts: Sequence[torch.Tensor]
-    """What arrives from each rank."""
+    """The tensors that arrive, one from each rank."""
     sums: torch.Tensor
-    """What this rank sums, of one length with each part."""
+    """The elements that this rank sums, of one length with each part."""
     add: bool
     arrived: Callable[[], bool]
-    """Whether `wait` would return at once. On a device nobody asks that: it is a question of time."""
+    """A query that returns True if `wait` would return at once. On a device nobody asks that: it is a question of time."""
     wait: Callable[[], None]
     free: Callable[[], None]
     """Called once the slot may be filled again."""
@@ -136,7 +136,7 @@ class Reduction:
     done: bool = False
 
     def ready(self) -> bool:
-        """Whether `finish` would return without waiting for a peer."""
+        """Return True if `finish` would return without waiting for a peer."""
         return self.done or self.arrived()
 
     def finish(self) -> None:

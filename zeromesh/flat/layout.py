@@ -94,7 +94,7 @@ class StridedRows:
         return row * self.width + _logical_index(self.columns, at)
 
     def tiles(self, interval: Interval) -> Iterator[Tile]:
-        """What local elements `interval` consist of: the rest of a row, whole rows, the beginning of a row."""
+        """Yield the tiles that local elements `interval` consist of: the rest of a row, whole rows, the beginning of a row."""
         first, start = divmod(interval.start, self.taken)
         last, end = divmod(interval.end, self.taken)
         whole = first + bool(start)
@@ -158,12 +158,12 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor, in order."""
+        """True if the region is all of the tensor, in order."""
         return self._last_split() < 0
 
     @property
     def is_strided(self) -> bool:
-        """Whether it is taken from the inside of rows, of which there are several."""
+        """True if the region is taken from the inside of rows, of which there are several."""
         split = self._last_split()
         return split > 0 and prod(self.shape[:split]) > 1
 
@@ -248,7 +248,7 @@ def _all(size: int) -> tuple[Interval, ...]:
 
 
 def _placed(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
-    """Where intervals lie when they follow one another, and where they are taken from."""
+    """Yield for each interval its place when the intervals follow one another, and the place that it is taken from."""
     at = 0
     for interval in intervals:
         yield slice(at, at + interval.length), slice(interval.start, interval.end)
@@ -275,13 +275,13 @@ def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Inte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPart:
-    """What a rank has of a parameter that tensor parallelism divides: its tensor is `region` of the whole one, in its order."""
+    """The part of a parameter that a rank holds under tensor parallelism: its tensor is `region` of the whole one, in its order."""
 
     region: Region
     holders: tuple[int, ...]
     """Positions along the tensor axis that hold this very region, in order; the first one counts and writes it."""
     partial: bool = False
-    """Whether the holders' gradients are summands of the gradient; else they compute the same one."""
+    """True if the holders' gradients are summands of the gradient; otherwise they compute the same one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,7 +309,7 @@ class ParameterSpec:
     aliases: tuple[str, ...] = ()
     """Further fully qualified names of the same parameter."""
     part: ParameterPart | None = None
-    """What this is of the whole parameter; None: all of it, the same on all ranks of the tensor axis."""
+    """The part of the whole parameter that this is; None: all of it, the same on all ranks of the tensor axis."""
     copies: StageCopies | None = None
     """For a tied parameter that several stages of a pipeline have."""
 
@@ -319,17 +319,17 @@ class ParameterSpec:
 
     @property
     def name(self) -> str:
-        """What it is called in checkpoints, and by whoever asks for it."""
+        """The name of the parameter in checkpoints, and for whoever asks for it."""
         return self.fqn if self.copies is None else self.copies.name
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """What it may be called too, also by stages that have it not."""
+        """The other names of the parameter, including those that only other pipeline stages use."""
         return self.aliases if self.copies is None else self.copies.aliases
 
     @property
     def region(self) -> Region:
-        """Where it lies in the whole parameter."""
+        """The region of the whole parameter that this is."""
         return Region.whole(self.shape) if self.part is None else self.part.region
 
     @property
@@ -428,7 +428,7 @@ class BucketLayout:
         return tuple(Interval(start=end, end=start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def pieces(self, interval: Interval) -> tuple[ShardPiece, ...]:
-        """What parts of which parameters lie in `interval`; `in_shard` counts from its start. Empty parts are left out."""
+        """Return the parts of parameters that lie in `interval`; `in_shard` counts from its start. Empty parts are left out."""
         first = bisect_right(self.slots, interval.start, key=lambda slot: slot.where.end)
         last = bisect_left(self.slots, interval.end, key=lambda slot: slot.where.start)
         shared = [(slot, slot.where.intersect(interval)) for slot in self.slots[first:last]]

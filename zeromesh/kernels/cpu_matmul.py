@@ -20,7 +20,7 @@ _LEAST_ROWS = 128
 _TRIAL_SIZE = 512
 _TRIAL_ROUNDS = 5
 _WORTH = 0.8
-"""What a widened product takes at most, as a part of the other's time, to be taken: a tie is the same choice in every process."""
+"""The share of the other's time that a widened product may take at most to be chosen: a tie is the same choice in every process."""
 
 _fastest: dict[torch.dtype, torch.dtype] = {}
 """By 16-bit dtype, what a trial on this CPU has found."""
@@ -202,6 +202,6 @@ def linear_grad_bias(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_widened(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the product of these is made in a wider dtype than theirs."""
+    """Return True if the product of these is made in a wider dtype than theirs."""
     narrow = x.dtype == other.dtype and x.dim() > 1 and x.numel() > 0
     return narrow and product_dtype(x.dtype, x.device.type) != x.dtype

@@ -45,7 +45,7 @@ class WorkersFailed:
     exit_code: int
     ranks: tuple[int, ...] = ()
     noticed: bool = False
-    """Whether these ranks only noticed that others had failed."""
+    """True if these ranks only noticed that others had failed."""
     pid: int = 0
     """The process of a rank that ended without an error of its own."""
 
@@ -104,7 +104,7 @@ class RankProcesses:
                 self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
 
     def over(self) -> bool:
-        """Whether all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
+        """Return True if all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
         now = time.monotonic()
         for index, process in enumerate(self._processes):
             if index not in self._ended and process.poll() is not None:

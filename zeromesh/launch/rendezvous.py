@@ -77,7 +77,7 @@ class Nodes:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one launcher."""
+        """True if there is one launcher."""
         return self.most == 1
 
     @property
@@ -105,9 +105,9 @@ class _Member:
     processes: int = 0
     rank: int | None = None
     numbered: bool = False
-    """Whether it has ranks in the present start."""
+    """True if it has ranks in the present start."""
     running: bool = False
-    """Whether these ranks have not ended."""
+    """True if these ranks have not ended."""
     failure: WorkersFailed | None = None
 
 

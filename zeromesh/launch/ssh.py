@@ -277,7 +277,7 @@ class HostLine:
         """When the host sent its last message; of a failure, when it began."""
         self.lost = False
         self.over = False
-        """Whether nothing more is to come."""
+        """True if nothing more is to come."""
         self.safe_at = 0.0
         """The time from which on nothing of the run is alive on the host, if it was lost, in seconds of the monotonic clock."""
         self._program = plan.ssh[0]

@@ -37,7 +37,7 @@ from zeromesh.telemetry.watchdog import AsyncWork, Patience, Watchdog
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
 TRACE = "collectives_rank_"
-"""What the name of a file with the latest collectives of a rank begins with."""
+"""The prefix of the name of a file with the latest collectives of a rank."""
 
 
 _RECORDED = 2000
@@ -76,9 +76,9 @@ class DeviceWorks:
         self._traces = traces
         self._flying: deque[_Flight] = deque()
         self._computing: deque[Callable[[], bool]] = deque()
-        """Whether the device is through with what it was to compute up to some moments, in order."""
+        """Queries, in order, that return True once the device has computed all that was launched before certain moments."""
         self._standing: _Flight | None = None
-        """What the host itself stands in, in a call that has no end of its own."""
+        """The work of other ranks that blocks the host itself, in a call that has no end of its own."""
         self._patience: tuple[_Flight, Patience] | None = None
         self._groups: list[dist.ProcessGroup] = []
         self.nbytes = 0
@@ -98,11 +98,11 @@ class DeviceWorks:
         self._flying.append(_Flight(done=self._event(), peers=peers, what=what))
 
     def _event(self) -> Callable[[], bool]:
-        """What says whether the device is through with all that this thread has launched so far."""
+        """Return a query that returns True once the device is through with all that this thread has launched so far."""
         return accelerator.record(accelerator.current_stream(self.device)).query
 
     def done(self, work: AsyncWork) -> bool:
-        """Whether the device is through with a collective. Asks, and waits for nothing."""
+        """Return True if the device is through with a collective, without waiting for it."""
         return work.is_completed()
 
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:

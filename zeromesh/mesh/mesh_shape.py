@@ -1,4 +1,4 @@
-"""Where a rank stands in the mesh: arithmetic on integers, with no torch and no processes.
+"""The positions of ranks in the mesh: arithmetic on integers, with no torch and no processes.
 
 Axes run from outer to inner, so the ranks that talk most (tensor) are neighbours and those that talk least
 (pipeline) are far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
@@ -99,7 +99,7 @@ class MeshShape:
         return math.prod(self.sizes)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` stands. Raises `LayoutError` when the mesh has no such rank."""
+        """Return the coordinate of `rank`. Raises `LayoutError` when the mesh has no such rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank!r} is not in the mesh {self}: ranks are 0 to {self.world_size - 1}")
         indices: dict[str, int] = {}

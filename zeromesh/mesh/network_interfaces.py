@@ -53,7 +53,7 @@ def own_address(name: str) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name or address leads to this one."""
+    """Return True if a host's name or address leads to this one."""
     own = by_address()
     return any(address in own or is_loopback(address) for address in addresses_of(name))
 
@@ -84,7 +84,7 @@ def address_towards(host: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address reaches only its own host."""
+    """Return True if an address reaches only its own host."""
     return address.startswith("127.") or address == "::1"
 
 

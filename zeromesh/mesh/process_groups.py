@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 _ROWS = itertools.count()
 
 GroupPurpose = Literal["control", "data", "reduce"]
-"""What a process group is for. Calls on one group match in order, so what may come in another order has one of its own.
+"""The purpose of a process group. Calls on one group match in order, so calls that may come in another order need their own.
 
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
 start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
@@ -38,7 +38,7 @@ class SetGroups:
     data: dist.ProcessGroup
     reduce: dist.ProcessGroup
     left: bool = False
-    """Whether the groups are gone."""
+    """True if the groups are gone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,15 +48,15 @@ class _Default:
     made_here: bool = False
     users: int = 0
     in_doubt: bool = False
-    """Whether some mesh has left groups behind in which something may still be in flight."""
+    """True if some mesh has left groups behind in which something may still be in flight."""
 
 
 _DEFAULT = _Default()
 
 
 class MeshGroups:
-    """What a mesh holds of the others: process groups and the watch. Each group keeps threads, so none may be forgotten, and
-    only those are made that are used."""
+    """The connections of a mesh to other ranks: process groups and the watchdog. Each group keeps threads, so none may be
+    forgotten, and only those are made that are used."""
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment = environment
@@ -68,7 +68,7 @@ class MeshGroups:
         self._joined = False
         self.watch: Watchdog | None = None
         self.works: DeviceWorks | None = None
-        """What looks after collectives on an accelerator; None on CPUs, and for a single rank."""
+        """The collectives in flight on an accelerator and their supervision; None on CPUs, and for a single rank."""
 
     def store(self) -> dist.distributed_c10d.Store:
         """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's.
@@ -188,7 +188,7 @@ class MeshGroups:
 
 
 def backend_of(device: torch.device) -> str:
-    """What moves tensors between ranks that compute on such a device: `gloo` for CPUs, `nccl` for CUDA."""
+    """Return the backend that moves tensors between ranks on devices of this kind: `gloo` for CPUs, `nccl` for CUDA."""
     return str(dist.get_default_backend_for_device(device))
 
 

@@ -45,7 +45,7 @@ _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {
     ("tensor",): ("data",),
     ("pipeline",): ("data",),
 }
-"""What groups a set over these axes has besides the one for agreements."""
+"""The process groups that a set over these axes has besides the one for agreements."""
 
 
 class ProcessMesh:
@@ -87,12 +87,12 @@ class ProcessMesh:
         self.processes: tuple[int, ...] = (0,)
         """The numbers that the launch has given the ranks."""
         self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
-        """Where the ranks run."""
+        """The locations of the ranks."""
         self._links = MeshGroups(environment, device)
         self.watch: Watchdog
         """Bounds waits for the others; a single rank has nobody to wait for."""
         self.one_host = True
-        """Whether all ranks are on one host, and share its memory."""
+        """True if all ranks are on one host, and share its memory."""
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
         self._device_mesh: DeviceMesh | None = None
@@ -120,7 +120,7 @@ class ProcessMesh:
         self.post: Callable[..., None] = self.watch.post
         """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
         self.coordinate: Coordinate = shape.coordinate(self.rank)
-        """Where this rank stands; `shape.coordinate` knows it of any."""
+        """The coordinate of this rank; `shape.coordinate` gives that of any rank."""
         self.watch.compare_with(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
         self.data_index = shape.data_index(self.rank)
@@ -252,7 +252,7 @@ class ProcessMesh:
         return self.shape.neighbour(self.rank, axis, step, wrap=wrap)
 
     def picture(self) -> str:
-        """Who is where: host by host, rank by rank, with coordinates, in at most 100 columns."""
+        """Draw the ranks host by host with their coordinates, in at most 100 columns."""
         return mesh_picture(self.shape, self.places, here=self.rank, processes=self.processes)
 
     def __str__(self) -> str:
@@ -351,8 +351,8 @@ def exchange_locations(
 
 
 def _everyones(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
-    """What each process gives, as JSON has it. Process 0 reads all of it and stores it again in one piece: if each process read
-    every other's, the store would be asked `processes` x `processes` times."""
+    """Return the values that all processes give, as JSON has them. Process 0 reads all of them and stores them again in one piece:
+    if each process read every other's, the store would be asked `processes` x `processes` times."""
     store.set(f"{key}/{process}", json.dumps(own))
     if process == 0:
         rows = [json.loads(store.get(f"{key}/{each}")) for each in range(processes)]

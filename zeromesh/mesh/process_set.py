@@ -62,12 +62,12 @@ class ProcessSet:
 
     @property
     def member(self) -> bool:
-        """Whether this rank is in the set."""
+        """True if this rank is in the set."""
         return self.index >= 0
 
     @property
     def on_stream(self) -> bool:
-        """Whether parameters and gradients move on streams of a device."""
+        """True if parameters and gradients move on streams of a device."""
         return self.works is not None
 
     @property

@@ -31,7 +31,7 @@ Order = Literal["topology", "launch"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessLocation:
-    """Where a process runs."""
+    """The location of a process."""
 
     host: str
     """Equal for processes that can share memory."""
@@ -75,7 +75,7 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
 
 
 def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
-    """What to tell the user when tensor groups span hosts; empty when none does. `places` are those of ranks, in their order."""
+    """Return the warning for tensor groups that span hosts; empty when none does. `places` are those of ranks, in their order."""
     every = shape.groups("tensor")
     groups = [ranks for ranks in every if len({places[rank].host for rank in ranks}) > 1]
     if not groups:
@@ -147,7 +147,7 @@ def _line(
 
 
 def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
-    """What hosts are called; those of one name are numbered."""
+    """Return a name for each of the hosts; hosts of one name are numbered."""
     named = {place.host: place.name or place.host for place in reversed(places)}
     twice = {name for name, count in Counter(named.values()).items() if count > 1}
     found, numbers = {}, Counter[str]()

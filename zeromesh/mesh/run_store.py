@@ -99,7 +99,7 @@ def run_store(environment: LaunchEnvironment) -> Store:
 
 
 def rows(environment: LaunchEnvironment, mesh: int) -> LocalRowStore | None:
-    """Where the ranks publish their rows, in the order of meshes; None: in the store itself, which is that of several hosts."""
+    """Return the store for the ranks' rows of mesh number `mesh`; None on several hosts, where the store itself has the rows."""
     if not _one_host(environment):
         return None
     return LocalRowStore(_descriptors(environment)[1], mesh, environment.world_size)

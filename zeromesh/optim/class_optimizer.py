@@ -153,7 +153,7 @@ class WholeOptimizer(PieceOptimizer):
         super().__init__(bucket, options, tiers, own_class)
         self._group, self._owners, self._ledger = group, owners, tiers.ledger
         self._examples: dict[int, dict[str, torch.Tensor]] = {}
-        """What is kept of each parameter, by its number and names, as tensors on the meta device."""
+        """The state tensors that are kept of each parameter, by its number and their names, on the meta device."""
         self._states: dict[tuple[int, str], TieredTensor] = {}
         for number in owners:
             spec = bucket.layout.slots[number].spec
@@ -166,7 +166,7 @@ class WholeOptimizer(PieceOptimizer):
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
     def _plan_of(self, spec: ParameterSpec, tried: StatePlan, dtype: torch.dtype) -> StatePlan:
-        """What the class keeps of a parameter. Raises `ConfigError` where that cannot be found out without its elements."""
+        """Return the states that the class keeps of a parameter. Raises `ConfigError` where finding them needs its elements."""
         shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
         if not tried.by_size:
             sizes = dict(zip(_SIZES, shape, strict=False))
@@ -373,7 +373,7 @@ class _Trial:
 
     @property
     def element_wise(self) -> bool:
-        """Whether flat pieces of the first tensor become what it has become whole."""
+        """True if an update of flat pieces of the first tensor gives the same as an update of the whole tensor."""
         if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
             return False
         try:
@@ -406,7 +406,7 @@ class _Trial:
         return values, states
 
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
-        """Whether two runs have brought equal values and states, but for rounding, however they are cut."""
+        """Return True if two runs gave equal values and states, up to rounding, however they are cut."""
         flat, scalars = [], []
         for values, states in runs:
             kept = [_parts(name, state[name]).values() for name in self.plan.tensors for state in states]
@@ -418,8 +418,8 @@ class _Trial:
 
 
 def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
-    """What a class keeps, as its states after a step on a parameter of `dtype` show. Raises `ConfigError` for what no checkpoint
-    could have."""
+    """Return the states that a class keeps, as found after a step on a parameter of `dtype`. Raises `ConfigError` for states that
+    no checkpoint could have."""
     plan = StatePlan(tensors={}, scalars={})
     for name, value in state.items():
         if not str(name).isidentifier() or name in _RESERVED:
@@ -436,12 +436,12 @@ def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> State
 
 
 def _storable(parts: Iterable[torch.Tensor]) -> bool:
-    """Whether a checkpoint can have these tensors."""
+    """Return True if a checkpoint can have these tensors."""
     return all(each.dtype in DTYPE_NAMES and each.dim() for each in parts)
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:
-    """What tells whether attributes of an optimizer have changed, also in place, by name."""
+    """Return marks of an optimizer's attributes by name, which differ once an attribute has changed, also in place."""
     return {name: _mark(value) for name, value in vars(optimizer).items() if name not in _OWN}
 
 

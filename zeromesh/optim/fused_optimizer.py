@@ -21,7 +21,7 @@ from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
 Hyperparameters = Mapping[str, Any]
-"""What one group of parameters is updated with, under torch's names: `lr`, `weight_decay`, and what the optimizer has besides."""
+"""The settings of one group of parameters, under torch's names: `lr`, `weight_decay`, and what the optimizer has besides."""
 
 
 class GroupRules:
@@ -92,7 +92,7 @@ class BucketOptimizer:
         return sum(moment.nbytes for moment in self.moments.values())
 
     def kept(self, number: int) -> Iterable[KeptState]:
-        """What is kept of a parameter, by its number, beside the moments."""
+        """Return the states that are kept of a parameter, by its number, beside the moments."""
         return ()
 
     def follow(self) -> None:

@@ -238,7 +238,7 @@ class ReplicaGroups:
         return (pipeline * shape.shard + here.shard) * shape.tensor + tensor
 
     def counts(self, bucket: Bucket) -> bool:
-        """Whether this rank counts and writes a bucket's shard, of the tensor and pipeline ranks that hold it."""
+        """Return True if this rank counts and writes a bucket's shard, among the tensor and pipeline ranks that hold it."""
         spec, here = bucket.spec, self._mesh.coordinate
         first = spec.holders[0] if spec.holders else 0
         stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]

@@ -83,7 +83,7 @@ class WeightAverage:
         self._tensors[id(bucket)] = average
 
     def due(self, update: int) -> bool:
-        """Whether update number `update`, from 1, counts."""
+        """Return True if update number `update`, counted from 1, enters the average."""
         return update >= self._settings.start and update % self._settings.every == 0
 
     def blend(self, average: torch.Tensor, weights: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateDevice:
-    """Where updates are computed when their states are not in the device's memory: on the CPU, or on the device.
+    """The place where updates are computed when their states are not in the device's memory: the CPU, or the device.
 
     The CPU saves the transfer to the device and back, and the device computes faster: both are tried.
     """
@@ -222,7 +222,7 @@ class OptimizerStep:
         self._order: Sequence[Bucket] = ()
         self._in_backward = False
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
-        """What each group of parameters is updated with."""
+        """The hyperparameters that each group of parameters is updated with."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """The buckets that backward has updated, and the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
@@ -230,7 +230,7 @@ class OptimizerStep:
         self.sharing = ReplicaGroups(mesh, self._all)
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
-        """Whether this rank counts the elements that it updates, of all ranks that update the same."""
+        """True if this rank counts the elements that it updates, among all ranks that update the same ones."""
         self.updates = 0
         """How many updates were made: steps that were not skipped."""
         self.last_order: list[Bucket] = []
@@ -387,7 +387,7 @@ class OptimizerStep:
         return values, sum(own)
 
     def _owns(self, bucket: Bucket) -> bool:
-        """Whether this rank alone counts the elements of a bucket that it updates."""
+        """Return True if this rank alone counts the elements of a bucket that it updates."""
         return self._counts and self.sharing.counts(bucket)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:

@@ -30,7 +30,7 @@ class _Layer:
     queue: WeightQueue
     weight: nn.Parameter
     edge: GradientEdge
-    """Where the weight's gradient is accumulated: the values need not be there any more."""
+    """The edge where the weight's gradient is accumulated: the values need not be there any more."""
     transposed: bool
 
 
@@ -137,7 +137,7 @@ def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is one of the two kinds, and computes as its class does or as zeromesh has it do."""
+    """Return True if it is an `nn.Linear` or transformers' `Conv1D`, and computes as its class does or as zeromesh has it do."""
     kind, own = type(module), vars(module).get("forward")
     transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
     ours = own is None or str(getattr(own, "__module__", "")).startswith("zeromesh.")

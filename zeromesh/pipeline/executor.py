@@ -191,7 +191,7 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
 
 
 def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
-    """What each neighbour sends a rank, in order."""
+    """Return the messages that each neighbour sends a rank, in order."""
     found: dict[int, list[Message]] = {}
     for source in schedule.neighbours(rank):
         for action in schedule.actions[source]:
@@ -224,7 +224,7 @@ class _Run:
     _consumed: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
     _here: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    """What this rank sends itself."""
+    """The tensors that this rank sends itself."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """By stage and microbatch: the gradients that are to come back for what it has sent."""
     _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class MicrobatchWork:
     where: MicrobatchPosition
     seed: float = 1.0
     streams: Streams | None = None
-    """What it draws in an evaluation; None: it draws from the generators as they are."""
+    """The random numbers that it draws in an evaluation; None: it draws from the generators as they are."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Makes what is around each forward of it."""
 
@@ -108,7 +108,7 @@ class ZeroRunner(StageRunner):
         return forward
 
     def _start(self, chunk: int, microbatch: int, forward: Forward, gradients: Tensors) -> Tensors:
-        """What backward starts with: the gradients that the next stage has sent, or the seed of a loss that needs one."""
+        """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that needs one."""
         if not self.stages.is_last(chunk):
             return gradients
         return [torch.full_like(self.losses[microbatch], self.work[microbatch].seed)] if forward.outputs else ()
@@ -134,7 +134,7 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, which knows the loss."""
+        """True if this rank has the last stage, which knows the loss."""
         return self.stages.is_last(self._chunks - 1)
 
     def schedule(self, microbatches: int) -> PipelineSchedule:

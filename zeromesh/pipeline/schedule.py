@@ -358,8 +358,8 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
 
 @dataclass(kw_only=True, slots=True)
 class _Simulation:
-    """What ranks have done. A message is an integer: `stage * microbatches + microbatch` of its receiver, for gradients the
-    complement."""
+    """The progress of simulated ranks. A message is an integer: `stage * microbatches + microbatch` of its receiver, for gradients
+    the complement."""
 
     times: Times
     transfer: float

@@ -25,13 +25,13 @@ from zeromesh.files import read_whole, write_whole
 
 UNIT_BITS, ACTIVITY_BITS = 28, 8
 STEP_SHIFT = UNIT_BITS + ACTIVITY_BITS
-"""What a rank is doing is one word: the step, below it the activity, and below that the unit plus 1, where 0 is no unit."""
+"""The lowest bit of the step in the word of a rank's state. Below it are the activity, and the unit plus 1, where 0 is no unit."""
 DETAIL = (1 << UNIT_BITS) - 1
 BEGIN, END, WAIT, WAITED, MEETING, MICROBATCH = (kind << UNIT_BITS for kind in range(16, 22))
 """A span begins, or ends: the detail is its name. A wait begins (its name), or ends: the detail is the rank that came last plus
 1, where that is known. All ranks are at one place. A microbatch begins: its number, from 1."""
 FOLDER = "trace"
-"""Of a run's directory: a file `rank-N.ring` of each rank."""
+"""The folder in a run's directory that has a file `rank-N.ring` of each rank."""
 REQUEST = f"{FOLDER}/request"
 """Whoever writes this file in a run's directory asks all ranks for theirs."""
 NO_ACTIVITY = 0xF0
@@ -44,7 +44,7 @@ _LONGEST = 1 << 25
 
 
 class Activity(IntEnum):
-    """What a rank is doing, as its row on the board says it."""
+    """The activity of a rank, as its row on the board states it."""
 
     IDLE = 0, "between steps"
     FORWARD = 1, "in forward of"
@@ -59,7 +59,7 @@ class Activity(IntEnum):
     AGREE = 10, "agreeing with the other ranks on the step"
 
     phrase: str
-    """What a message says of it; the name of a unit may follow."""
+    """The words of messages for the activity; the name of a unit may follow."""
 
     def __new__(cls, number: int, phrase: str = "") -> Self:
         made = int.__new__(cls, number)
@@ -71,7 +71,7 @@ WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL, Acti
 
 
 def phrase_of(activity: Activity, unit: int, names: Sequence[str]) -> str:
-    """What a rank does in words, with the unit's name of `names` where it is done to one."""
+    """Return the activity of a rank in words, with the unit's name from `names` if it concerns a unit."""
     if activity in WITHOUT_UNIT:
         return activity.phrase
     name = names[unit] if 0 <= unit < len(names) else "the run's counters"

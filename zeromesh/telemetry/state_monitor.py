@@ -76,7 +76,7 @@ class StateMonitor:
         return found
 
     def _recent(self, rank: int) -> dict[str, Any] | None:
-        """What a step of a rank takes by now, from its totals now and some steps ago."""
+        """Return the mean seconds of a rank's recent steps, from its totals now and some steps ago; None before a step is over."""
         now, earlier = self._watch.totals(rank), self._totals[rank]
         if now[0] and (not earlier or now[0] != earlier[-1][0]):
             earlier.append(now)

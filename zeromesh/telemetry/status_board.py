@@ -49,7 +49,7 @@ class RankNote(IntEnum):
     LEFT = 2
     """The error with which it has left a call, whose number is the stamp."""
     DISK = 3
-    """What it has been waiting for a disk to do."""
+    """The disk operation that it has been waiting for."""
     WAIT = 4
     """For what it waits: numbers of the ranks that have not come, `|`, and what for. The stamp is since when, as `SINCE`."""
 
@@ -61,7 +61,7 @@ ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """What one rank last said of itself."""
+    """The last status that one rank has published."""
 
     pid: int
     progress: int
@@ -124,11 +124,11 @@ class StatusBoard:
         return word if number > row[_EVENTS_AT + stream] - HISTORY else None
 
     def reached(self, rank: int, stream: int, number: int) -> bool:
-        """Whether a rank has gone through event `number`."""
+        """Return True if a rank has gone through event `number`."""
         return bool(self._row(rank)[_EVENTS_AT + stream] > number)
 
     def row(self, rank: int) -> RankStatus:
-        """What a rank last said of itself."""
+        """Return the last status that a rank has published."""
         row = self._row(rank)
         rest, unit = divmod(row[STATE], 1 << UNIT_BITS)
         step, activity = divmod(rest, 1 << ACTIVITY_BITS)
@@ -205,7 +205,7 @@ class StatusBoard:
 
 
 def process_runs(pid: int) -> bool:
-    """Whether process `pid` of this host exists and is no zombie. A pid of 0 is a rank that has not said its own yet."""
+    """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0: a rank has not published its own yet."""
     if pid == 0:
         return True
     try:
@@ -217,7 +217,7 @@ def process_runs(pid: int) -> bool:
 
 
 class Store(Protocol):
-    """What the board uses of a rendezvous store."""
+    """The methods of a rendezvous store that the board uses."""
 
     def set(self, key: str, value: str) -> None: ...
 

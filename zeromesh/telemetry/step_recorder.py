@@ -37,7 +37,8 @@ Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 class Collective(StrEnum):
-    """What ranks do together. An agreement is a small exchange between hosts' memories: sums of the loss, the norm, barriers."""
+    """The operations that ranks carry out together. An agreement is a small exchange between hosts' memories: sums of the loss, the
+    norm, barriers."""
 
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
@@ -49,7 +50,7 @@ class Collective(StrEnum):
 
 
 class StepPhase(StrEnum):
-    """What a rank does in a step."""
+    """The phases of a rank's step."""
 
     DATA = "data"
     FORWARD = "forward"
@@ -79,11 +80,11 @@ class StepRecorder:
 
     def __init__(self, mark: Mark = time.perf_counter, between: Between = operator.sub) -> None:
         self.enabled = True
-        """Whether seconds and traffic are measured. It may change between steps."""
+        """True if seconds and traffic are measured. It may change between steps."""
         self.profiling = False
-        """Whether ranges are recorded: inside `profiling_ranges`."""
+        """True if ranges are recorded: inside `profiling_ranges`."""
         self.ring = EventRing()
-        """What is measured is among the latest events of this rank too, by the host's clock."""
+        """The latest events of this rank, which include all that is measured, by the host's clock."""
         self._mark = mark
         self._between = between
         self._waits = WaitTime()
@@ -229,7 +230,7 @@ class _Span:
 
 
 class CommAccount:
-    """What this rank has sent to the others of one axis, `ranks` of them.
+    """The traffic that this rank has sent to the others of one axis, `ranks` of them.
 
     What is timed is communication of the recorder's step too, and a range of torch's profiler.
     """
@@ -246,7 +247,7 @@ class CommAccount:
             for each in Collective
         }
         self.used = False
-        """Whether a collective was counted or timed since the last `take`."""
+        """True if a collective was counted or timed since the last `take`."""
 
     def count(self, collective: Collective, whole: int) -> None:
         """Count one more `collective`, to or from which every rank moves `whole` bytes in all; of a message, its length."""

@@ -29,7 +29,7 @@ from zeromesh.telemetry.status_board import (
 )
 
 _ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
-"""What a wait is for that ranks have begun, and announced as an event, before they wait: a rank that has is not waited for."""
+"""The beginnings of names of waits that ranks announce as events before they wait: a rank that has done so is not waited for."""
 _TOTAL_OF = {"data": 0, "offload_wait": 2, "communication": 3}
 """The place in `TOTALS` of a phase; all others are computation."""
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
@@ -95,9 +95,9 @@ class Watchdog:
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
         self.in_doubt = False
-        """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
+        """True if collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
         self.broken: CollectiveError | None = None
-        """What a thread has found that looks after collectives in flight; whatever waits for others next raises it."""
+        """The error found by a thread that looks after collectives in flight; whatever waits for others next raises it."""
         self.told = threading.Event()
         """Set once an error has reached whoever called."""
         self.on_beat: Callable[[], None] = lambda: None
@@ -420,7 +420,7 @@ class Watchdog:
     def patience_with(
         self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
     ) -> Patience:
-        """What bounds a wait for `peers` that begins now; `late` makes the error for those that are late."""
+        """Return the limit of a wait for `peers` that begins now; `late` makes the error for those that are late."""
         others = self._others(peers)
         return Patience(self, others, what, late or (lambda: self._late(others, what)))
 
@@ -434,7 +434,7 @@ class Watchdog:
         self.fail(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What has led to an error: where communicators were aborted, a library's own error only follows from that."""
+        """Return the cause of an error: where communicators were aborted, a library's own error only follows from that."""
         follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
         return self.broken if follows and self.broken is not None else error
 
@@ -455,7 +455,7 @@ class Watchdog:
         self._board.close()
 
     def state(self, rank: int) -> tuple[RankStatus, str]:
-        """What a rank last said of itself, and what it does in words."""
+        """Return the last status of a rank, and its activity in words."""
         row = self._board.row(rank)
         return row, phrase_of(Activity(row.activity), row.unit, self.unit_names(rank))
 

@@ -27,7 +27,7 @@ class ShardedRandomness:
 
     @property
     def entered(self) -> bool:
-        """Whether the generators are in this rank's own state: a recomputation that was cut short may have put them back."""
+        """True if the generators are in this rank's own state: a recomputation that was cut short may have put them back."""
         return self._seed is not None and torch.initial_seed() == self._seed
 
     @uncompiled

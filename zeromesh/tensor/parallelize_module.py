@@ -232,7 +232,7 @@ def _with_biases(forward: Callable[..., Any], own: Interval, heads: int, *args: 
 
 
 def _draws(model: nn.Module) -> bool:
-    """Whether the model has a rate of dropout above 0 anywhere."""
+    """Return True if the model has a rate of dropout above 0 anywhere."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True

@@ -62,9 +62,9 @@ class _Reading:
     """`sum`: all ranks have all of it; `gather`: each has a share; `gathered`: `attention` has put the shares together before."""
     transposed: tuple[bool, ...]
     needed: bool
-    """Whether the input itself wants a gradient."""
+    """True if the input itself needs a gradient."""
     trained: tuple[bool, ...]
-    """Whether the weights of layers want gradients."""
+    """For each layer, True if its weight needs a gradient."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients of the outputs of layers, by their number."""
     total: torch.Tensor | None = None
@@ -100,7 +100,7 @@ class SharedInput:
     _seen: tuple[torch.Tensor, int, bool] | None = None
     """The input that was read last, its version, and whether gradients were recorded."""
     _handed_out: tuple[torch.Tensor, _Reading] | None = None
-    """What members get for it."""
+    """The tensor that members get for the input, and its reading."""
     _left: int = 0
     _joined: tuple[torch.Tensor, torch.Tensor] | None = None
 

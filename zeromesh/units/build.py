@@ -66,7 +66,7 @@ _SHARE_OF_MEMORY = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """What the engine runs on. `transport` moves parameters, `reduction` gradients; they are one where both are sharded."""
+    """The parts that the engine runs on. `transport` moves parameters, `reduction` gradients: one object where both are sharded."""
 
     units: tuple[Unit, ...]
     transport: Transport

@@ -59,7 +59,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCuts:
-    """What tensor and pipeline parallelism have left of the whole model on this rank."""
+    """The part of the whole model that tensor and pipeline parallelism have left on this rank."""
 
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
     """By the name in checkpoints."""

@@ -71,7 +71,7 @@ class AtRest(nn.Parameter, metaclass=KindOfParameter):
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
     kind: ClassVar[type[nn.Parameter]]
-    """What the parameter is while it does not rest."""
+    """The class of the parameter while it does not rest."""
 
     @classmethod
     def of(cls, kind: type[nn.Parameter], on_use: Callable[[nn.Parameter], None]) -> type[AtRest]:
@@ -127,7 +127,7 @@ def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 class Phase(Enum):
-    """Where a unit is in its life."""
+    """The phases in the life of a unit."""
 
     RESTING = "resting"
     """Parameters are not usable: sharded away, or out of date."""
@@ -171,7 +171,7 @@ class Bucket:
         self.nbytes = layout.nbytes
         """Bytes of the gathered parameters."""
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        """What belongs to no parameter."""
+        """The slices of the buffer that belong to no parameter."""
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.interval = interval
@@ -181,11 +181,11 @@ class Bucket:
         self.master = master
         self.copy = copy
         self.training = [slot.spec.requires_grad for slot in layout.slots]
-        """Whether each parameter is trained in the present step."""
+        """For each parameter, True if it is trained in the present step."""
         self.missing: frozenset[int] = frozenset()
         """Parameters that no rank has a gradient of in the present step, and that keep their values therefore, by number."""
         self.trainable = any(self.training)
-        """Whether there are master weights, moments and gradients: some parameter is trained, or was."""
+        """True if there are master weights, moments and gradients: some parameter is trained, or was."""
         self._learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
@@ -213,7 +213,7 @@ class Bucket:
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
     def learned(self, fqn: str) -> bool:
-        """Whether a parameter has master weights and moments of its own."""
+        """Return True if a parameter has master weights and moments of its own."""
         return fqn in self._learned
 
     def changed_flags(self) -> list[int]:
@@ -315,7 +315,7 @@ class Unit:
             bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded
             for bucket in self.buckets
         )
-        """Whether a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
+        """True if a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
 
     def names(self) -> list[str]:
         """Names of its parameters, those of tied ones included."""
@@ -328,7 +328,7 @@ class Unit:
         return next((slot.spec.fqn for slot, each in pairs if each is parameter), f"a parameter of {self.name}")
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of the gathered parameters."""
+        """Return True if a tensor lies in the memory of the gathered parameters."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         device, address = tensor.device, tensor.data_ptr()

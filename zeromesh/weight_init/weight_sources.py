@@ -1,4 +1,4 @@
-"""Where a parameter's initial values come from.
+"""The sources of a parameter's initial values.
 
 The engine asks a source for intervals of parameters while it fills its shards, so no rank ever holds the whole model:
 
@@ -37,7 +37,7 @@ Table = Literal["_parameters", "_buffers"]
 Initialiser = Callable[[], object]
 
 INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-"""What an initialiser raises when it needs a value that is not there."""
+"""The errors that an initialiser raises when it needs a value that is not there."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def seeded_cpu(seed: int, name: str) -> Iterator[None]:
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Whether `module` looks like a Hugging Face `PreTrainedModel`; that library is not imported here."""
+    """Return True if `module` looks like a Hugging Face `PreTrainedModel`; that library is not imported here."""
     cls = type(module)
     return all(callable(getattr(cls, name, None)) for name in ("_init_weights", "initialize_weights", "tie_weights"))
 
@@ -126,7 +126,7 @@ class Skeleton:
                     initialiser()
 
     def managed_by_pretrained(self, fqn: str) -> bool:
-        """Whether module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
+        """Return True if module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
         return any(is_pretrained_model(module) for module in self.path(fqn))
 
     def recompute(self, fqn: str, table: Table, names: Sequence[str], seed: int) -> Recomputed:

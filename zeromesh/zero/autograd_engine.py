@@ -108,17 +108,17 @@ class AutogradPasses(Passes):
         self.backwards = 0
         """Backwards since gradients were forgotten."""
         self.used = False
-        """Whether an update has used the gradients up."""
+        """True if an update has used the gradients up."""
         self._mixed = False
-        """Whether gradients were added to such that an update had used up."""
+        """True if gradients were added to others that an update had used up."""
         self.keep_zeros = False
-        """Whether a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
         self.clipped = False
-        """Whether gradients of the present step have been clipped."""
+        """True if gradients of the present step have been clipped."""
         self._synced = True
         self._closed = True
         self._summed = False
-        """Whether the gradients of the step are summed over all ranks."""
+        """True if the gradients of the step are summed over all ranks."""
         self._generation = 0
         self._graph: weakref.ref[_Graph] | None = None
         self._growing: _Graph | None = None
@@ -229,7 +229,7 @@ class AutogradPasses(Passes):
         super().on_gradient(unit, bucket, index, parameter)
 
     def _accumulates(self) -> bool:
-        """Whether the call that autograd runs brings gradients to parameters."""
+        """Return True if the call that autograd runs brings gradients to parameters."""
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -303,7 +303,7 @@ class AutogradPasses(Passes):
 
     @property
     def failed(self) -> bool:
-        """Whether the latest backward has ended with an error."""
+        """True if the latest backward has ended with an error."""
         return self.mode is PassMode.BACKWARD and _graph_task() == -1
 
     def require_no_failure(self) -> None:

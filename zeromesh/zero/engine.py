@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineProgress:
-    """What a checkpoint keeps of an engine beside tensors."""
+    """The progress of an engine that a checkpoint keeps beside tensors."""
 
     updates: int
     """Updates of the parameters: steps that were not skipped."""
@@ -93,9 +93,9 @@ class ZeroEngine:
             built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts())
         )
         self._exchanged = False
-        """Whether averaged weights and master weights have been exchanged."""
+        """True if averaged weights and master weights have been exchanged."""
         self._mixed = False
-        """Whether some weights may be older than others, because an update or a load was cut short."""
+        """True if some weights may be older than others, because an update or a load was cut short."""
         # Stages of a pipeline have units of their own.
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
         mesh.watch.name_units({rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks})
@@ -168,12 +168,12 @@ class ZeroEngine:
 
     @property
     def keeps_averages(self) -> bool:
-        """Whether an average of the weights is kept beside them."""
+        """True if an average of the weights is kept beside them."""
         return self._optimizer_step.averages is not None
 
     @property
     def update_device(self) -> UpdateDevice:
-        """Where updates are computed, and why."""
+        """The place where updates are computed, and the reason."""
         return self._optimizer_step.place
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
@@ -185,7 +185,7 @@ class ZeroEngine:
         self._optimizer_step.before_change = call
 
     def progress(self) -> EngineProgress:
-        """What a checkpoint keeps beside tensors. All ranks call it."""
+        """Return the progress that a checkpoint keeps beside tensors. All ranks call it."""
         step = self._optimizer_step
         return EngineProgress(
             updates=step.updates,

@@ -1,4 +1,4 @@
-"""What is checked when forward has run: entries of backward into units, and parameters that were changed in place.
+"""The checks that follow forward: entries of backward into units, and parameters that were changed in place.
 
 `UnitCalls` reads autograd's graph. A call of a unit makes the nodes whose sequence numbers lie between those at its begin and its
 end, and an edge from any other node to one of these is an entry. Outputs of calls are hooked. Tensors that a block keeps on itself,
@@ -111,7 +111,7 @@ def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[Bac
 
 
 def _hooked(edge: Edge, call: UnitCall) -> bool:
-    """Whether a hook runs before backward reads a parameter: the edge has one, or is of a view or a copy of what has one."""
+    """Return True if a hook runs before backward reads a parameter: it is on the edge, or on that of a viewed or copied tensor."""
     while edge not in call.hooked:
         node = edge[0]
         if node.name() not in _VIEWS | _COPIES or len(node.next_functions) != 1 or node.next_functions[0][0] is None:

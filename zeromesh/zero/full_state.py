@@ -115,9 +115,9 @@ class CheckpointState:
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
     def _kept(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
-        """What an optimizer keeps of a bucket's parameters that is not divided as they are, and what this rank reads of it.
+        """Yield the optimizer's states of a bucket's parameters that are not divided as these are, and the values this rank reads.
 
-        With `written`, an interval whose elements this rank writes: what it writes of it, so that one rank alone writes each.
+        With `written`, an interval of elements that this rank writes, they are those to write, so that one rank alone writes each.
         """
         optimizer = self._updater.optimizer_of(bucket)
         if optimizer is None:
@@ -155,8 +155,8 @@ class CheckpointState:
 
 
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
-    """Whether a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become its
-    master weights, and averages of them, where others of its bucket are trained."""
+    """Return True if a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become
+    its master weights, and averages of them, where others of its bucket are trained."""
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
 
 
@@ -473,5 +473,5 @@ class FullState:
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
-    """What a write changes: the count of in-place operations, and a sum over the bits, since `.data` is not counted."""
+    """Return values that a write changes: the count of in-place operations, and a sum over the bits, as `.data` is not counted."""
     return parameter._version, int(digest(parameter.detach()))

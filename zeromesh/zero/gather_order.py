@@ -23,7 +23,7 @@ from zeromesh.units.unit import Phase, Unit
 
 
 class PassMode(Enum):
-    """What the engine is in the middle of."""
+    """The kind of pass that the engine is in the middle of."""
 
     IDLE = "idle"
     EVALUATION = "evaluation"
@@ -33,12 +33,12 @@ class PassMode(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchPosition:
-    """Where a microbatch stands in training. The global index of its first sample seeds dropout, whatever rank runs it."""
+    """The position of a microbatch in training. The global index of its first sample seeds dropout, whatever rank runs it."""
 
     step: int
     first_sample: int
     first: bool
-    """Whether it is the first microbatch of its step on this rank."""
+    """True if it is the first microbatch of its step on this rank."""
     last: bool
 
 
@@ -49,7 +49,7 @@ class PassProgress:
         self.streams = streams
         """The random numbers of the microbatch; None: it draws from the generators as they are."""
         self.outputs: list[GradientEdge] = []
-        """Of the latest call of a unit that autograd has computed."""
+        """The outputs of the latest call of a unit that autograd has computed."""
         self.held: set[int] = set()
         """Units that are needed beyond their calls: they stay live until the pass is over, and are live in all of backward."""
         self._visited: list[int] = []
@@ -167,5 +167,5 @@ class Prefetcher:
         self._lasting.setdefault(self._kind, set()).add(unit.index)
 
     def keeps(self, unit: Unit) -> bool:
-        """Whether an earlier pass of this kind has needed a unit beyond its calls."""
+        """Return True if an earlier pass of this kind has needed a unit beyond its calls."""
         return unit.index in self._lasting.get(self._kind, ())

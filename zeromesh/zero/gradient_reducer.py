@@ -46,7 +46,7 @@ class BucketArrivals:
 
 
 class GradientSink(Protocol):
-    """What a `GradientReducer` asks for memory, and to what it reports how far a bucket's gradients have come."""
+    """The object that a `GradientReducer` asks for memory, and to which it reports how far a bucket's gradients have come."""
 
     def make_room(self, bucket: Bucket) -> None: ...
 

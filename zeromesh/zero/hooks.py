@@ -25,7 +25,7 @@ _DEPTH = 4
 
 
 class Listener(Protocol):
-    """What the hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
+    """The methods that hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
 
     def before_forward(self, unit: Unit) -> None: ...
 

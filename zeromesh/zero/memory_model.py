@@ -1,4 +1,4 @@
-"""What one rank's memory will be, by purpose, from the layout alone: a formula, before anything is allocated.
+"""The prediction of one rank's memory, by purpose, from the layout alone: a formula, before anything is allocated.
 
 For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P where every rank updates all (stage 0):
 
@@ -44,8 +44,8 @@ class MemoryModel:
     accelerator (`hosted`), and on disk (`files`)."""
 
     terms: Mapping[Purpose, int]
-    """What stays from step to step, by purpose; purposes without bytes are left out. `GRADIENTS` inside backward is the most
-    that can be there."""
+    """The bytes that stay from step to step, by purpose; purposes without bytes are left out. `GRADIENTS` inside backward is the
+    most that can be there."""
     gathered: int
     """The most that parameters gathered around their use take beside that."""
     passing: int
@@ -117,7 +117,7 @@ class _Formula:
         sizes = [sum(layout.nbytes for layout in unit) for unit in units]
         whole = sum(sizes)
         self.kept = kept_units(sizes, gathered_budget(whole, options, self.device, transport, budget, whole))
-        """Whether the parameters of each unit stay gathered."""
+        """For each unit, True if its parameters stay gathered."""
         buckets = [(layout, stays) for unit, stays in zip(units, self.kept, strict=True) for layout in unit]
         alike = Counter((id(layout), stays) for layout, stays in buckets)
         distinct = {(id(layout), stays): layout for layout, stays in buckets}

@@ -79,7 +79,7 @@ class Passes:
         self._transport = built.transport
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
-        """Whether the gradients of every microbatch are reduced, not only their sum at the end of a step."""
+        """True if the gradients of every microbatch are reduced, not only their sum at the end of a step."""
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
@@ -88,7 +88,7 @@ class Passes:
         self._progress = PassProgress()
         self._holding: Forward | None = None
         self._weights_alone = False
-        """Whether the running backward computes gradients of weights from kept tensors, and reads no parameter."""
+        """True if the running backward computes gradients of weights from kept tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
         self._reductions_settled = False
         self.gradients = GradientReducer(
@@ -391,7 +391,7 @@ class Passes:
                 self._hold(each)
 
     def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
-        """What runs when backward reaches the results of a call of a unit."""
+        """Return the function that runs when backward reaches the results of a call of a unit."""
         return partial(self.before_backward, unit, place)
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:

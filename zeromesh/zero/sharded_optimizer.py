@@ -30,7 +30,7 @@ class ShardedOptimizer(Optimizer):
         vars(self)["state"] = _PartitionedStates()
         self.engine = engine
         self.skipped = False
-        """Whether the latest step made no update, because gradients under a loss scale were not finite."""
+        """True if the latest step made no update, because gradients under a loss scale were not finite."""
         self._stands_for = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
         self._scaled = False
@@ -40,7 +40,7 @@ class ShardedOptimizer(Optimizer):
             vars(each)["step"] = refuse  # It would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
-        """Whether this was made of `optimizer`, or is it."""
+        """Return True if this was made of `optimizer`, or is it."""
         return any(optimizer is each for each in (self, *self._stands_for))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _refuse_step(*_: Any, **__: Any) -> None:
 
 
 def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> OptimizerSettings:
-    """What `OptimizerSettings` says of a torch optimizer over parameters of these names.
+    """Return the `OptimizerSettings` of a torch optimizer over parameters of these names.
 
     Raises:
         ConfigError: for an optimizer that cannot be run over parts of a model, with the reason.

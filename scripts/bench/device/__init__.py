@@ -1,1 +1,1 @@
-"""What `scripts/check_device.py` runs on an accelerator: parts, each in processes of its own, and what they found."""
+"""The parts of `scripts/check_device.py` that run on an accelerator, each in processes of its own, and what they found."""

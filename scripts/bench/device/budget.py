@@ -17,7 +17,7 @@ from zeromesh.environment import available_cores
 
 _REASON_LINES = 12
 _END_SECONDS = 3.0
-"""What is kept back of a part's time for ending its processes."""
+"""The seconds of a part's time that are kept back for ending its processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ TOGETHER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a part's processes are told. `device` is `auto`, `cpu` or `sim`; `dry`: all is tiny, and no time is judged."""
+    """The settings of a part's processes. `device` is `auto`, `cpu` or `sim`; `dry`: all is tiny, and no time is judged."""
 
     device: str
     ranks: int
@@ -75,7 +75,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """What `to_json` wrote."""
+        """Return the settings that `to_json` wrote."""
         return cls(**json.loads(text))
 
 

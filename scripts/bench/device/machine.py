@@ -1,4 +1,4 @@
-"""What this machine is, for the head of the table: no tensor is made."""
+"""The description of this machine, for the head of the table: no tensor is made."""
 
 import os
 from typing import Any

@@ -21,8 +21,8 @@ from zeromesh.offload import available_bytes
 
 HOST, FILE, FSDP2, DEEPSPEED = "zeromesh, host", "zeromesh, files", "FSDP2, CPU offload", "DeepSpeed, CPU offload"
 _ALL_BYTES, _OWN_BYTES, _FILE_BYTES = 20, 12.5, 17
-"""Of a parameter: on the host, of whoever needs most (float32 weights, gradients and moments, and what building them takes); of
-zeromesh alone, whose gradients stay on the device; and on files."""
+"""The bytes per parameter: on the host, of whoever needs most (float32 weights, gradients and moments, and what building them
+takes); of zeromesh alone, whose gradients stay on the device; and on files."""
 _SPARE = 0.85
 _FASTER = 1.5
 _PAGES_A_SECOND = 2.5e9

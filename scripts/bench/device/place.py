@@ -1,4 +1,4 @@
-"""Where a part computes: its device, its rank among others, the time that it has, and how it says what it has found."""
+"""The place where a part computes: its device, its rank among others, the time that it has, and how it says what it has found."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """Of the device."""
+        """The name of the device."""
         return accelerator.device_name(self.device) if accelerator.is_accelerator(self.device) else "CPU"
 
     def join(self) -> None:
@@ -110,14 +110,14 @@ class Place:
     # Time and memory
 
     def enough(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left; says what is not run where they are not. All ranks call it, and hear the same."""
+        """Return True if `seconds` are left; else say that `what` is not run. All ranks call it, and hear the same."""
         left = self._left()
         if left < seconds:
             self.say(rows.not_run(what, f"{left:.0f} s are left of the part's time, and it needs about {seconds:.0f}"))
         return left >= seconds
 
     def has(self, seconds: float) -> bool:
-        """Whether so many seconds are left. All ranks call it, and hear the same."""
+        """Return True if `seconds` are left. All ranks call it, and hear the same."""
         return self._left() >= seconds
 
     def _left(self) -> float:

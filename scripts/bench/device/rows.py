@@ -1,4 +1,4 @@
-"""What a part has found, row by row: a figure, what it is expected to be, and whether it is.
+"""The findings of a part, row by row: a figure, what it is expected to be, and whether it is.
 
 Ranks print rows as lines of their log as soon as they have them, so that nothing is lost when one hangs or dies afterwards.
 """
@@ -50,12 +50,12 @@ def figure(
 
 
 def not_run(what: str, reason: str) -> Row:
-    """What could not be tried here."""
+    """Return the row of something that could not be tried here."""
     return Row(what=what, verdict="not run", reason=reason)
 
 
 def broken(what: str, reason: str) -> Row:
-    """What was tried, and did not come to its end."""
+    """Return the row of something that was tried, and did not come to its end."""
     return Row(what=what, verdict="out of line", expected="runs", reason=reason)
 
 

@@ -67,7 +67,7 @@ def run(place: Place) -> None:
 
 
 def outcome(report: Path) -> list[rows.Row]:
-    """What pytest's report says: how many tests passed, and each that did not."""
+    """Return the rows of pytest's report: how many tests passed, and each that did not."""
     suite = ElementTree.parse(report).getroot()
     cases = list(suite.iter("testcase"))
     failed = [(case, problem) for case in cases for problem in (*case.findall("failure"), *case.findall("error"))]

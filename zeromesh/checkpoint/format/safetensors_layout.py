@@ -223,7 +223,7 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> Entry:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value from an untrusted file can be a number of bytes or elements."""
+    """Return True if a value from an untrusted file can be a number of bytes or elements."""
     return type(value) is int and 0 <= value < 1 << 62
 
 

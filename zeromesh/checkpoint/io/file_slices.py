@@ -1,5 +1,5 @@
-"""What a rank holds of a tensor, where the bytes of its elements lie in files, and integer arithmetic of bytes in a file:
-unions, whole disk blocks, the grid of checksums, and what overlaps what.
+"""The parts of tensors that a rank holds, the places of their elements in files, and integer arithmetic of bytes in a file: unions,
+whole disk blocks, the grid of checksums, and what overlaps what.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TensorShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSlice:
-    """Where elements lie in a file, of a tensor that begins at byte `origin` of the file `path` with elements of `dtype`.
+    """The place of elements in a file, of a tensor that begins at byte `origin` of the file `path` with elements of `dtype`.
 
     `rows` selects columns of the tensor's rows, and `interval` elements of that selection, which are in the file's order.
     """

@@ -59,7 +59,7 @@ TensorPlace = tuple[str, int]
 
 
 def is_interleaved(shard: TensorShard) -> bool:
-    """Whether a tensor is divided into many short runs. All ranks that divide one tensor come to the same answer."""
+    """Return True if a tensor is divided into many short runs. All ranks that divide one tensor come to the same answer."""
     spec, region = shard.spec, shard.region
     if spec.nbytes < LEAST_TENSOR or not region.is_strided:
         return False
@@ -187,7 +187,7 @@ class WritePiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePlan:
-    """What one rank writes.
+    """The plan of one rank's writes.
 
     `runs` are contiguous, by file and in order. `shares` are this rank's parts of `blocks`, its host's interleaved blocks.
     `any_interleaved`: some host has interleaved blocks, which all ranks then read back.
@@ -200,7 +200,7 @@ class WritePlan:
     any_interleaved: bool = False
 
     def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
-        """What this rank has of blocks that other ranks write: the file, the first byte, and the bytes."""
+        """Return this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
         found = []
         for path, runs in self.runs.items():
             for edge in starts_in_blocks_of_others(_extents(runs)):
@@ -209,7 +209,7 @@ class WritePlan:
         return found
 
     def pieces(self, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]) -> list[WritePiece]:
-        """What this rank writes, what changes first first, given the bytes that the other ranks have for it.
+        """Return the pieces that this rank writes, those that change first first, given the bytes that the other ranks have for it.
 
         `order` has the position of each owner in the next update.
         """
@@ -242,7 +242,7 @@ class WritePlanner:
             self._placed.append((shard, tensor, source))
 
     def describe(self) -> list[list[Any]]:
-        """What other ranks need to know, as JSON: slices for interleaved blocks, and tensors that cannot be in any."""
+        """Return the facts that other ranks need, as JSON: slices for interleaved blocks, and tensors that cannot be in any."""
         slices = [source.where.to_row() for *_, source in self._placed if source is not None]
         excluded = [
             (tensor.path, tensor.begin)
@@ -252,7 +252,7 @@ class WritePlanner:
         return [slices, excluded]
 
     def plan(self, descriptions: Sequence[list[list[Any]]], hosts: Sequence[Hashable]) -> WritePlan:
-        """What this rank writes, given each rank's description and, in `hosts`, what tells its host."""
+        """Return the plan of this rank's writes, given each rank's description and, in `hosts`, what tells its host."""
         of_hosts = zip(hosts, descriptions, strict=True)
         here = {(row[0], row[1]) for host, (own, _) in of_hosts if host == hosts[self._rank] for row in own}
         slices = [

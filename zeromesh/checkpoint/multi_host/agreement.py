@@ -26,7 +26,7 @@ from zeromesh.offload.io.direct_io import refusals
 def together_bytes(
     world: ProcessSet, what: str, work: Callable[[], bytes], error_class: type[ZeromeshError] | None = None
 ) -> list[bytes]:
-    """What `work` returns on each rank. No rank may go on alone, so where it fails on one, all raise that rank's error.
+    """Return the results of `work` on all ranks. No rank may go on alone, so where it fails on one, all raise that rank's error.
 
     Raises:
         LayoutError: where some rank's work raises it, unless there is an `error_class`.
@@ -85,7 +85,7 @@ class SharedStorage:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes and commits what is in its directory."""
+        """True if this rank makes and commits the content of its directory."""
         return self.ranks[0] == self.rank
 
 

@@ -39,7 +39,7 @@ class Tie:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ModuleSite:
-    """Where a module hangs in the model, and who runs it."""
+    """The place of a module in the model, and the stage that runs it."""
 
     parent: nn.Module
     leaf: str
@@ -90,7 +90,7 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
 
 
 Balance = Literal["parameters", "flops"]
-"""What is to be even among stages: the parameters, and so the memory, or the multiplications of a token, and so the time."""
+"""The quantity that is even among stages: the parameters, and so the memory, or the multiplications of a token, and so the time."""
 
 
 def block_costs(
@@ -257,7 +257,7 @@ class Stages:
                     place.put(real=stage is None or place.stage == stage)
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk ends with the head: then the model itself is called, inside `chunk`, with labels and all."""
+        """Return True if a chunk ends with the head: then the model itself is called, inside `chunk`, with labels and all."""
         return self.own[chunk] == self.count - 1
 
     def forward(

@@ -50,7 +50,7 @@ class Anatomy:
     hidden_argument: int | str
     """The argument of a block that is the hidden state: a position, or a name."""
     outputs: tuple[BlockOutput, ...]
-    """What each block returns."""
+    """The structure that each block returns."""
     before: tuple[str, ...]
     """Modules with parameters that run before the blocks; they belong to the first stage."""
     after: tuple[str, ...]
@@ -94,7 +94,7 @@ _REFUSED = {
     "layerdrop": "it leaves out blocks at random, each rank others",
     "num_kv_shared_layers": "its last blocks use keys and values of earlier ones",
 }
-"""What a pipeline cannot do, by the number or flag of a model's configuration that asks for it."""
+"""The reasons why a pipeline cannot run a model, by the number or flag of its configuration that they follow from."""
 
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
 
@@ -188,7 +188,7 @@ class _Recorder:
         self._model, self._body, self._blocks, self._outside = model, body, blocks, outside
         self._list = list(model.get_submodule(blocks).children())
         self._places: list[int | str] = []
-        """Where blocks found what the one before had returned."""
+        """The arguments in which blocks found the output of the block before."""
         self._outputs: list[Any] = []
         self._leaf = 0
         """Which leaf of a block's output is the hidden state."""

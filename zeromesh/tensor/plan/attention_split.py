@@ -75,7 +75,7 @@ Shares = tuple[tuple[Interval, ...], ...]
 
 
 def linear_form(module: nn.Module) -> bool | None:
-    """Whether a linear layer keeps its weight transposed, `[in, out]`; None for what is no plain linear layer."""
+    """Return True if a linear layer keeps its weight transposed, `[in, out]`; None for what is no plain linear layer."""
     if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return False
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
@@ -105,7 +105,7 @@ class AttentionDivision:
 
     @property
     def exclusive(self) -> bool:
-        """Whether no two ranks have the same key-value head."""
+        """True if no two ranks have the same key-value head."""
         return self.keys >= len(self.shares)
 
     def by_head(self, name: str, features: int, *, keys: bool = False) -> Shares:
@@ -132,7 +132,7 @@ class AttentionDivision:
         return tuple(tuple(scaled(interval, width) for interval in intervals) for intervals in heads)
 
     def is_stacked(self, attention: nn.Module, style: str) -> bool:
-        """Whether a fused projection has all queries, then all keys, then all values."""
+        """Return True if a fused projection has all queries, then all keys, then all values."""
         if style == "qkv_falcon":
             return bool(getattr(attention, "multi_query", False)) and not getattr(
                 attention, "new_decoder_architecture", False

@@ -66,7 +66,7 @@ WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS)
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module or parameter lies inside one of `modules`; a name with a dot at its end may be one of them as well."""
+    """Return True if a module or parameter lies inside one of `modules`; a name with a dot at its end may be one of them too."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
@@ -124,11 +124,11 @@ class TensorPlan:
     notes: tuple[str, ...]
 
     def in_block(self, name: str) -> bool:
-        """Whether a module or parameter is inside one of the repeated blocks."""
+        """Return True if a module or parameter is inside one of the repeated blocks."""
         return any(inside(name, stack) for stack in self.stacks)
 
     def in_experts(self, name: str) -> bool:
-        """Whether a module or parameter is inside a block of experts: its router, experts, shared experts."""
+        """Return True if a module or parameter is inside a block of experts: its router, experts, shared experts."""
         return inside(name, (layer.parent for layer in self.layers if layer.style is Style.EXPERTS))
 
     def readers(self) -> tuple[str, ...]:
@@ -453,7 +453,7 @@ class _Planner:
 
 
 def _divisible_embedding(module: nn.Module) -> bool:
-    """Whether a module is an embedding whose rows may lie on several ranks."""
+    """Return True if a module is an embedding whose rows may lie on several ranks."""
     if not isinstance(module, nn.Embedding):
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
@@ -520,7 +520,7 @@ def _dim(layer: LayerPlan, module: nn.Module, leaf: str) -> int | None:
 
 
 def _partial(plan: TensorPlan, full: str, sequence: bool) -> bool:
-    """Whether a whole parameter is used on divided activations, or on shares of the `sequence`."""
+    """Return True if a whole parameter is used on divided activations, or on shares of the `sequence`."""
 
     def used_in(*styles: Style) -> bool:
         return inside(full, (layer.module for layer in plan.layers if layer.style in styles))
