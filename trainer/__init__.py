@@ -1,4 +1,4 @@
-"""What a person touches: the trainer, its configuration, its data and the command line.
+"""The interface for users: the trainer, its configuration, its data and the command line.
 
 `Trainer`, `Generator` and `FitReport` are handed on lazily, so that reading a configuration loads neither torch nor
 transformers.

@@ -236,7 +236,7 @@ _zero_grad.__name__, _generate.__name__ = "zero_grad", "generate"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has partitioned a model."""
+    """Return True if `shard` has partitioned a model."""
     return vars(model).get(_SHARDING) is not None
 
 

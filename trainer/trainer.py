@@ -184,7 +184,7 @@ class Trainer:
         return report
 
     def plan(self, ranks: int | None = None, *, device: str | None = None) -> Plan:
-        """What fits and what is fastest on so many ranks, by default those of this launch; nothing is trained or allocated.
+        """Plan what fits and what is fastest on so many ranks, by default those of this launch; nothing is trained or allocated.
 
         `device` is the name of a machine or a machine file, as for `zeromesh plan`; None: what was measured or is found here. Keys
         of the configuration that are `auto` are free, or all of the layout where none is.
@@ -435,7 +435,7 @@ class Trainer:
 
     @property
     def state(self) -> RunState:
-        """Where the run is."""
+        """The present state of the run."""
         return self.run.state(self.run_directory)
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:

@@ -74,7 +74,7 @@ class Callback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run is."""
+    """The present state of a run."""
 
     step: int
     max_steps: int
@@ -90,4 +90,4 @@ class RunState:
     total_flos: float = 0.0
     """Floating-point operations so far by transformers' estimate: 6 for each token and each parameter that is no embedding."""
     log_history: Sequence[dict[str, Any]] = ()
-    """What the run has logged, now and later: losses, values of evaluations, and in the end those of the whole run."""
+    """The live list of what the run has logged: losses, values of evaluations, and in the end those of the whole run."""

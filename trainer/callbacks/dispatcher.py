@@ -52,7 +52,7 @@ class TransformersCallbacks:
 
     @property
     def read_checkpoints(self) -> bool:
-        """Whether some callback may look for a checkpoint in `on_save`, so that it has to be whole by then."""
+        """True if some callback may look for a checkpoint in `on_save`, so that it has to be whole by then."""
         return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
 
     def call(self, event: str, *arguments: Any) -> None:
@@ -206,8 +206,8 @@ class CallbackDispatcher:
         self.of_transformers: TransformersCallbacks | None = None
         """The callbacks of transformers; None where there are none."""
         self.control = TrainerControl()
-        """What this rank asks for after the present step; all ranks do what any of them asks for. `should_training_stop` stays for
-        later steps, and ends the run with a checkpoint, as if the step were its last one."""
+        """The requests of this rank after the present step; all ranks do what any of them asks for. `should_training_stop` stays
+        for later steps, and ends the run with a checkpoint, as if the step were its last one."""
         for callback in callbacks:
             self.add(callback)
 
@@ -239,7 +239,7 @@ class CallbackDispatcher:
                     getattr(callback, event)(self._trainer, *arguments)
 
     def listens(self, event: str) -> bool:
-        """Whether some callback does something at an event."""
+        """Return True if some callback does something at an event."""
         return any(isinstance(each, TransformersCallbacks) or self._overrides(each, event) for each in self._callbacks)
 
     @staticmethod
@@ -263,7 +263,7 @@ class CallbackDispatcher:
             self.control = TrainerControl(*map(bool, mesh.world.max_(own, "requests of callbacks").tolist()))
 
     def __bool__(self) -> bool:
-        """Whether there are callbacks."""
+        """Return True if there are callbacks."""
         return bool(self._callbacks)
 
     def states(self) -> dict[str, Any]:

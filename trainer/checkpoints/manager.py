@@ -280,7 +280,7 @@ class RunCheckpoints:
 def content_of(
     engine: ZeroEngine, processing_class: Any, state: TrainerState, keep: Callable[[], set[int]]
 ) -> SaveContent:
-    """What a checkpoint of an engine has: its states, `state`, and what `from_pretrained` reads. All ranks call it.
+    """Return the content of an engine's checkpoint: its states, `state`, and what `from_pretrained` reads. All ranks call it.
 
     `keep` gives the steps of the checkpoints that stay beside it.
     """

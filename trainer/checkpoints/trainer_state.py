@@ -43,7 +43,7 @@ _NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
-    """Where a run is, after `step` steps.
+    """The state of a run after `step` steps.
 
     `samples` and `tokens` count from the start of training, `updates` are steps that were not skipped. Losses are the last ones.
     `metric` is what `checkpoint.keep_best` compares. `settings` are those that a run must have to go on from here.
@@ -74,10 +74,10 @@ class TrainerState:
     best: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """Where a training stream was, as `StreamedDataset` has it; empty for a dataset with a length."""
+    """The place of a training stream, as `StreamedDataset` has it; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
     log_history: Sequence[Mapping[str, Any]] = ()
-    """What was logged, as transformers has it; empty where nothing of transformers is in the run."""
+    """The logged lines, as transformers has them; empty where nothing of transformers is in the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
@@ -124,7 +124,7 @@ def state_of(reader: CheckpointReader) -> TrainerState | None:
 
 
 def description_of(model: nn.Module) -> dict[str, Any]:
-    """What a resumed run must have in common with this model: its class and configuration, without where it came from."""
+    """Describe what a resumed run must have in common with this model: its class and configuration, without where it came from."""
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_COMPARED}

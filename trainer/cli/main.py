@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """Whether whoever read the output, as `head` does, has seen enough; what is flushed at exit has nowhere to go then."""
+    """Return True if the reader of the output, such as `head`, has seen enough; what is flushed at exit is then thrown away."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError):  # It may be no file.

@@ -135,7 +135,7 @@ def _measure_here(options: argparse.Namespace) -> None:
 
 
 def _lines(machine: Machine) -> list[str]:
-    """What was found, for a person."""
+    """Return lines for a person about what was measured."""
     from zeromesh.trainer.formatting import table_lines
 
     rows = [

@@ -42,7 +42,7 @@ class RunSnapshot:
     loss: Any
     ranks: list[dict[str, Any]]
     traffic: Mapping[str, Any]
-    """What rank 0 has sent in the last step, by axis and collective."""
+    """The figures of what rank 0 has sent in the last step, by axis and collective."""
     code: int
     verdict: str
     """How the run has ended, or that nothing is heard of it; empty while it goes on."""
@@ -158,7 +158,7 @@ def _ranks(path: Path) -> list[dict[str, Any]]:
 
 
 def _stopped(row: Mapping[str, Any]) -> bool:
-    """Whether the process of a rank of this host is stopped, by a signal or a debugger."""
+    """Return True if the process of a rank of this host is stopped, by a signal or a debugger."""
     if row["seconds_without_progress"] < _SHORT_SECONDS:
         return False
     try:

@@ -112,7 +112,7 @@ def _words(command: str) -> list[str]:
 
 
 def _variables(asked: Sequence[str]) -> dict[str, str]:
-    """What goes to every host: those of `PASSED` that are set, and those asked for."""
+    """Return the variables that go to every host: those of `PASSED` that are set, and those asked for."""
     found = {name: value for name in PASSED if (value := setting(name)) is not None}
     problems = []
     for entry in asked:

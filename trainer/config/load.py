@@ -42,7 +42,7 @@ A file or a mapping may also be a DeepSpeed configuration."""
 OWN = "zeromesh"
 """The key of a DeepSpeed configuration that holds sections of zeromesh. DeepSpeed itself passes it over."""
 OF_TRANSFORMERS = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
-"""What a person is told who gives them to a trainer that takes a configuration."""
+"""The advice to a person who gives `TrainingArguments` to a trainer that takes a configuration."""
 
 
 def _is_training_arguments(source: Any) -> bool:
@@ -281,7 +281,7 @@ def load_config(
 
 
 def _holds(data: Any, path: str) -> bool:
-    """Whether `data` itself says what the key at `path` is."""
+    """Return True if `data` itself has a value for the key at `path`."""
     for key in path.split("."):
         if not isinstance(data, Mapping) or key not in data:
             return False

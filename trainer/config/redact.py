@@ -1,4 +1,4 @@
-"""What is a secret, and texts and settings without them: whatever a run writes about its configuration goes through here."""
+"""The redaction of secrets in texts and settings: whatever a run writes about its configuration goes through here."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _ASSIGNED = re.compile(
 
 
 def is_secret(key: str, value: object = "") -> bool:
-    """Whether a key's name says that its value is a secret. One that is empty, true, false or null is none."""
+    """Return True if a key's name says that its value is a secret. The values true, false and null are none."""
     if value is None or isinstance(value, bool):
         return False
     if _KEY.search(key):

@@ -286,8 +286,8 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.profile.steps is not None and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps)
     ),
 }
-"""What does not agree, and how that is said, about a configuration `c` whose keys are each valid. A rule is left out where a key is
-wrong that its text names, so that it names all keys whose defaults would break it."""
+"""The texts of disagreements in a configuration `c` whose keys are each valid, each with its condition. A rule is left out where a
+key is wrong that its text names, so that it names all keys whose defaults would break it."""
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:

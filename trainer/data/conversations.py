@@ -40,7 +40,7 @@ class RenderedRow(NamedTuple):
     text: str
     answers: tuple[tuple[int, int], ...]
     plain: bool
-    """Whether the text was not made by a template: then it has neither a token that begins it nor one that ends it."""
+    """True if the text was not made by a template: then it has neither a token that begins it nor one that ends it."""
 
 
 class EncodedRow(NamedTuple):

@@ -50,7 +50,7 @@ class LoadedData:
 
     train: Sequences | MixedDataset
     eval: Sequences | Mapping[str, Sequences] | None
-    """Of a mixture, those of its parts by their names; None where nothing is held out."""
+    """The held-out sequences; for a mixture, those of its parts by their names; None where nothing is held out."""
     tokenizer: Tokenizer
     byte_pair_entropy: float | None
     """Nats per token of the training text; it is there for text and the byte tokenizer alone."""
@@ -115,7 +115,7 @@ def load_datasets(
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Whether the document named `key` belongs to the `fraction` that is held out: a function of both alone."""
+    """Return True if the document named `key` belongs to the `fraction` that is held out: a function of both alone."""
     digest = hashlib.blake2b(key.encode("utf-8", errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
@@ -302,5 +302,5 @@ class _DatasetLoader:
 
 
 def _fills(section: DataSection, amount: TextAmount) -> bool:
-    """Whether there is a sequence in this amount."""
+    """Return True if there is a sequence in this amount."""
     return amount.tokens >= section.sequence_length if section.format == "text" else amount.documents > 0

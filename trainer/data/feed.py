@@ -61,7 +61,7 @@ class RunData:
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
 
     def description(self, *, shuffle: bool) -> dict[str, Any]:
-        """What a resumed run must have in common: the same samples in the same order, wherever the files are now."""
+        """Describe what a resumed run must have in common: the same samples in the same order, wherever the files are now."""
         if self.loaded is not None:
             packed = self.loaded.train
             found = {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}

@@ -71,7 +71,7 @@ class Workers:
         *,
         timeout_seconds: float,
     ) -> Self:
-        """What a configuration asks for; auto: none on a CPU, whose cores compute, and else a few, as far as this rank has cores.
+        """Return the configured workers; auto: none on a CPU, whose cores compute, else a few, as far as this rank has cores.
 
         Raises `ConfigError` where this process may have no children.
         """
@@ -103,7 +103,7 @@ class _Task(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What came of a task: a batch, a stream's state, or a text about what went wrong and whether that was the user's code."""
+    """The result of a task: a batch and a stream's state, as far as they were asked for, or the type and the text of an error."""
 
     batch: Batch | None = None
     state: dict[str, Any] | None = None
@@ -136,7 +136,7 @@ class BatchLoader:
         self._rank = data_rank
         self._last = last
         self._state = state
-        """Where the stream was lately: before the step of the latest microbatch."""
+        """The latest place of the stream: before the step of the latest microbatch."""
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         tasks = last * feed.plan.accumulation
@@ -148,9 +148,9 @@ class BatchLoader:
         self._place: tuple[int, int] = (0, 0)
         """The step and the turn of the microbatch that workers make next."""
         self._early: _Made | None = None
-        """What was made before its turn, because the place of the stream was asked for."""
+        """The microbatch that was made before its turn, because the place of the stream was asked for."""
         self._error: Exception | None = None
-        """What went wrong then."""
+        """The error that was raised then."""
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +187,7 @@ class BatchLoader:
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def state(self, step: int) -> Mapping[str, Any]:
-        """Where the stream is before step `step` of the data; empty for a dataset with a length."""
+        """Return the place of the stream before step `step` of the data; empty for a dataset with a length."""
         if self._stream is None:
             return {}
         if self._early is None and self._error is None:
@@ -198,7 +198,7 @@ class BatchLoader:
         return self._state or {}
 
     def _next(self, step: int, turn: int) -> _Made:
-        """What was made of a microbatch; workers begin anew where it is not the one that they make next."""
+        """Make a microbatch; workers begin anew where it is not the one that they make next."""
         if self._error is not None:
             raise self._error
         if not self._workers.count:
@@ -292,7 +292,7 @@ class _WorkerGroup:
     def __init__(self, tasks: Iterator[_Task], work: _Maker, workers: Workers) -> None:
         self._timeout = workers.timeout_seconds
         self._report = os.memfd_create("zeromesh-data-workers")
-        """Where a worker writes its stack when it is asked."""
+        """The file to which a worker writes its stack when it is asked."""
         ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
@@ -318,7 +318,7 @@ class _WorkerGroup:
         self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
 
     def next(self, waiting: Callable[[], None]) -> _Made:
-        """What was made of the next task. Raises `DataError` where a worker is gone or hangs."""
+        """Return the result of the next task. Raises `DataError` where a worker is gone or hangs."""
         began = time.monotonic()
         while True:
             try:
@@ -353,7 +353,7 @@ class _WorkerGroup:
         return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
 
     def _stack(self, process: BaseProcess) -> str:
-        """Where a worker is that makes a batch, its newest call first; empty for one that waits for a task or does not answer.
+        """Return the stack of a worker that makes a batch, newest call first; empty if it waits for a task or does not answer.
 
         The worker is asked by a signal, and not by a timer of its own: where the process that forks has such a timer of
         `faulthandler`, a child waits for ever for a thread that it does not have.
@@ -415,7 +415,7 @@ def _as_it_is(made: _Made) -> _Made:
 
 
 class _Begin:
-    """What a worker does first. It ends when its parent does, and not by signals that are sent to all processes of a run."""
+    """The start of a worker. It ends when its parent does, and not by signals that are sent to all processes of a run."""
 
     def __init__(self, parent: int, report: int) -> None:
         self._parent = parent

@@ -171,7 +171,7 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
         self.sequence_length = parts[0].sequence_length
 
     def order(self, seed: int, *, shuffle: bool) -> MixedOrder:
-        """Where each global sample lies: of the parts by their weights, and each part in epochs of its own."""
+        """Return the order of global samples: of the parts by their weights, and each part in epochs of its own."""
         return MixedOrder(lengths=tuple(map(len, self.parts)), weights=self.weights, seed=seed, shuffle=shuffle)
 
     def check_vocabulary(self, vocab_size: int) -> None:

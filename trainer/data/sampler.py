@@ -60,7 +60,7 @@ class BatchPlan:
     epoch_size: int | None = None
     last: Literal["carry", "partial", "drop"] = "carry"
     average: Literal["tokens", "samples"] = "tokens"
-    """What a loss is a mean over: the targets of a global batch, or its samples, where a mean counts by its microbatch's."""
+    """The items that a loss is a mean over: targets of a global batch, or samples, where each microbatch counts by its samples."""
 
     def __post_init__(self) -> None:
         if self.micro_size > self.global_size:
@@ -120,7 +120,7 @@ class BatchPlan:
         return math.ceil(self.epoch_size / (self.micro_size * self.data_ranks))
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch ends in step `step` (from 0)."""
+        """Return True if an epoch ends in step `step` (from 0)."""
         return self.epochs_after(step + 1) > self.epochs_after(step)
 
     def next_epoch(self, step: int) -> int:
@@ -173,7 +173,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """Where in the dataset a global sample lies: each sample once per epoch, each epoch in its own order.
+    """The order of global samples in the dataset: each sample once per epoch, each epoch in its own order.
 
     The order is a function of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network
     over [0, length) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So it takes no
@@ -203,7 +203,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedOrder:
-    """Where a global sample lies in several datasets, one behind the other, that are mixed by whole `weights`.
+    """The order of global samples in several datasets, one behind the other, that are mixed by whole `weights`.
 
     Of W = sum(weights) samples from a multiple of W on, part p has `weights[p]`, spread evenly among the others. The samples of a
     part have an order of their own: each comes once before any comes again, however long the other parts are. All of this is a

@@ -129,7 +129,7 @@ class StreamedDataset:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can be iterated over and nothing else."""
+    """Return True if a dataset can be iterated over and nothing else."""
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
 
 

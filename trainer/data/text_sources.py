@@ -1,4 +1,4 @@
-"""Where text comes from: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
+"""The sources of text: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
 
 A source is found first (`find_text`), in an order that depends on names alone, and read after, one document
 (`TextSource.documents`) or row (`TextSource.rows`) at a time.
@@ -62,7 +62,7 @@ class SourceFile:
     key: str
     form: Form
     named: bool = False
-    """Whether its own path was given, and not that of a directory above it."""
+    """True if its own path was given, and not that of a directory above it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +200,7 @@ def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]
 
 
 def _is_portable_source(key: str) -> bool:
-    """Whether a file is source, and the same wherever this version of Python is installed."""
+    """Return True if a file is source, and the same wherever this version of Python is installed."""
     *folders, name = key.split("/")
     if any(folder.startswith("config-") for folder in folders):
         return False
@@ -208,7 +208,7 @@ def _is_portable_source(key: str) -> bool:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file holds text: NUL bytes at the start are what tells other files apart."""
+    """Return True if a file holds text: NUL bytes at the start are what tells other files apart."""
     try:
         with path.open("rb") as file:
             return b"\0" not in file.read(_PROBE_BYTES)
@@ -290,7 +290,7 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
 
 
 def _cure(columns: Collection[str], cure: str) -> str:
-    """What to do about a column that is missing, where others are there."""
+    """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
     for form, names in {"chat": {"messages"}, "pairs": {"prompt", "completion"}}.items():
         if names <= set(columns):
             return f"set data.format: {form}"

@@ -60,7 +60,7 @@ class ByteTokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """What templates know beside messages and tools."""
+        """The names that templates know beside messages and tools: none."""
         return {}
 
     @property
@@ -170,7 +170,7 @@ class PretrainedTokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """What templates know beside messages and tools: `bos_token`, `eos_token` and others."""
+        """The names that templates know beside messages and tools: `bos_token`, `eos_token` and others."""
         return dict(self.tokenizer.special_tokens_map)
 
     @property
@@ -230,7 +230,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 _UNFINISHED = "�"
-"""What stands in a text for bytes that are no whole character."""
+"""The character that stands in a text for bytes that are no whole character."""
 _KEPT_TOKENS = 12
 """Characters of a text that is all bytes have up to 4 each, and this is a multiple of all."""
 

@@ -118,7 +118,7 @@ def push(
 
 
 def _by_first_rank(mesh: Mesh, call: Callable[[], T], token: str | None, what: str) -> tuple[T | None, str]:
-    """What `call` returns on rank 0, which alone runs it; and on all ranks why it failed, without secrets, empty if it did not."""
+    """Run `call` on rank 0 alone; return its result there, and on all ranks why it failed, without secrets, empty if it did not."""
     result, failure = None, ""
     if mesh.rank == 0:
         try:

@@ -35,12 +35,12 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, sta
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
-"""Of every model that was prepared: the dtypes of its tensors as it came, and which of them were trained."""
+"""The tensors of every prepared model by name: the dtype that each came with, and True if it was trained."""
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types.
-    """What `prepare` makes of an optimizer: a `ShardedOptimizer` that steps where accelerate says that gradients are complete."""
+    """The optimizer that `prepare` returns: a `ShardedOptimizer` that steps where accelerate says that gradients are complete."""
 
     optimizer: ShardedOptimizer
 
@@ -49,7 +49,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step made no update, because gradients under a loss scale were not finite."""
+        """True if the latest step made no update, because gradients under a loss scale were not finite."""
         return self.optimizer.skipped
 
 

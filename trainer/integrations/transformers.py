@@ -49,7 +49,7 @@ class _StatesElsewhere:
 
 
 class TrainerOverEngine:
-    """What `on_zeromesh` puts before a trainer of transformers. All ranks make the same calls, `save_model` too."""
+    """The class that `on_zeromesh` puts before a trainer of transformers. All ranks make the same calls, `save_model` too."""
 
     accelerator: Accelerator
     args: Any

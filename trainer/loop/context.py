@@ -40,7 +40,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserInputs:
-    """What the user has passed to the trainer beside its configuration."""
+    """The inputs that the user has passed to the trainer beside its configuration."""
 
     model: nn.Module | Callable[[], nn.Module] | None = None
     train_dataset: MapDataset | None = None
@@ -59,7 +59,7 @@ class UserInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitReport:
-    """What a run came to. Losses are means over targets; `losses` has one per step, nan where a step had none."""
+    """The result of a run. Losses are means over targets; `losses` has one per step, nan where a step had none."""
 
     final_step: int
     final_loss: float
@@ -111,7 +111,7 @@ class RunProgress:
     cause: str = ""
     """Why the latest skipped step was."""
     unit: str = "tokens"
-    """What the latest step's throughput counts."""
+    """The unit that the latest step's throughput counts."""
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
     tokens_before: int = 0
@@ -122,11 +122,11 @@ class RunProgress:
     evaluated_targets: int | None = None
     """Targets of the latest evaluation; None where it was of several sets."""
     owes_evaluation: bool = False
-    """Whether the run was stopped in the evaluation after its last step."""
+    """True if the run was stopped in the evaluation after its last step."""
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """Where the training stream was in the checkpoint from which the run was resumed; empty for a dataset with a length."""
+    """The place of the training stream in the checkpoint from which the run was resumed; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
-    """What the checkpoint from which the run was resumed knows of its trackers."""
+    """The facts about the run's trackers in the checkpoint from which it was resumed."""
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
     """When this process began to train, by `time.perf_counter`, and after how many samples."""
     summary: Values = field(default_factory=dict)
@@ -238,18 +238,18 @@ class RunContext:
     plan: BatchPlan
     data: RunData
     data_description: Mapping[str, Any]
-    """What a resumed run must have in common with this one's data; see `RunData.description`."""
+    """The description of the data that a resumed run must have in common with this one; see `RunData.description`."""
     schedule: LRSchedule | TorchSchedule
     model: TrainedModel
     stats: StepStats
     progress: RunProgress
     workers: Workers
     planned: PlanCheck | None = None
-    """What a plan said of the run, where one has chosen its layout."""
+    """The prediction of a plan and what is measured meanwhile, where a plan has chosen the layout."""
 
     @property
     def finished(self) -> bool:
-        """Whether the run is at its last step."""
+        """True if the run has reached its last step."""
         return self.progress.position >= self.config.run.max_steps
 
     @property

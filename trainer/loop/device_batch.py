@@ -38,9 +38,9 @@ class DeviceBatch(dict[str, Any]):
         self._device, self._compute = device, compute
         self._copied: torch.Event | None = None
         self._masks: dict[torch.Size, bool] = {}
-        """Whether padding masks of a shape pad nothing."""
+        """True if padding masks pad nothing, by their shape."""
         self._packed = False
-        """Whether a row of positions has several sequences."""
+        """True if a row of positions has several sequences."""
         self._on_device = is_accelerator(device)
         if copies is not None:
             self._look()

@@ -17,7 +17,7 @@ _SAME_SECONDS = 1.0
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """The request to this process to stop, with the signal that made it."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.signal = 0

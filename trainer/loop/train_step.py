@@ -65,7 +65,7 @@ class Stepper:
         self._modes = [module.training for module in self._modules]
         """Which modules are in training mode; see `_restore_modes`."""
         self._computed: list[_Computed] = []
-        """What each microbatch of the present step has given."""
+        """The results of each microbatch of the present step."""
         self.scalars = UserScalars()
         """Values of losses and users that are to be logged."""
         self.gradient_factor = 1.0
@@ -254,7 +254,7 @@ class Stepper:
 
     @property
     def _counts(self) -> bool:
-        """Whether this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
+        """True if this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
         last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last
         return self._mesh.tensor.index == 0 and last
 
@@ -364,7 +364,7 @@ def _with_values(tree: Any, values: Iterable[float]) -> Any:
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> tuple[str, int]:
-    """What throughput counts, tokens where a batch has `input_ids` and else samples, and how many the batch has."""
+    """Return the unit that throughput counts, tokens where a batch has `input_ids` and else samples, and how many the batch has."""
     ids = batch.get("input_ids")
     if isinstance(ids, Tensor):
         return "tokens", ids.numel()

@@ -45,7 +45,7 @@ class TrainingLoop:
     _written: int = 0
     """The latest step whose line is in the files."""
     _unannounced: bool = False
-    """Whether the present step is saved, and `on_save` was not called yet."""
+    """True if the present step is saved, and `on_save` was not called yet."""
     _evaluated: tuple[int, float, float] | None = None
     """The latest evaluation: after which step, its loss, and the value of `run.metric`."""
 
@@ -145,7 +145,7 @@ class TrainingLoop:
             self._end_epoch(position)
 
     def _recorders(self, number: int) -> ExitStack:
-        """What records a step inside the block: torch's profiler and the timeline of memory, where they are asked for."""
+        """Return a context that records a step: torch's profiler and the timeline of memory, where they are asked for."""
         stack = ExitStack()
         if number in self.profile.steps:
             stack.enter_context(self.profile.step(number))
@@ -168,7 +168,7 @@ class TrainingLoop:
         return f"start: {sentence(times.parts)}"
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
-        """What the configuration asks for after the step that was just made, whose data was that of step `position`."""
+        """Return what the configuration asks for after the step that was just made, whose data was that of step `position`."""
         number, config = self.run.progress.step, self.run.config
         every, last = config.run, position + 1 == config.run.max_steps
 
@@ -263,7 +263,7 @@ class TrainingLoop:
         self._begin_epoch()
 
     def _stop_requested(self) -> bool:
-        """Whether some rank was asked to stop; all ranks call it between two microbatches of an evaluation, which may be long."""
+        """Return True if some rank was asked to stop; all ranks call it between microbatches of evaluations, which may be long."""
         signals = self.run.mesh.world.max_(torch.tensor([int(self.request.signal)]), "requests to stop")
         self._stopped = self._stopped or int(signals[0])
         return bool(self._stopped)

@@ -29,7 +29,7 @@ from zeromesh.tensor.layers import VocabParallelHead
 from zeromesh.trainer.models.adapters import output_layer
 
 Route = Literal["loss_function", "logits"]
-"""Where the model's logits end: in its replaced `loss_function`, or in what a call without labels returns."""
+"""The place where the model's logits end: in its replaced `loss_function`, or in what a call without labels returns."""
 
 _TINY, _HUGE = 2.0**-26, 2.0**40
 _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
@@ -38,7 +38,7 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 
 @dataclass(kw_only=True, slots=True)
 class _HeadWork:
-    """What the head computes for the present microbatch."""
+    """The work of the head for the present microbatch."""
 
     targets: torch.Tensor
     """`[tokens]`."""
@@ -79,7 +79,7 @@ class ChunkedHead:
         self._kernel = kernel
         self._probes: torch.Tensor | None = None
         self.found: LogitChange | None = None
-        """What the first run has shown that the model does to its logits."""
+        """The change that the model makes to its logits, as the first run has shown."""
 
     def require_known(self, labels: torch.Tensor) -> None:
         """Raise `DataError` for labels that are no tokens of the vocabulary: on a device nobody looks at them again."""
@@ -151,7 +151,7 @@ class ChunkedHead:
 
 
 def _change_of(logits: torch.Tensor) -> LogitChange:
-    """What the model has done to `_PROBES`, which follow the loss in `logits`.
+    """Return the change that the model has made to `_PROBES`, which follow the loss in `logits`.
 
     Raises `PhaseError` where it is neither a scale nor a cap.
     """

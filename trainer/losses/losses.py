@@ -47,7 +47,7 @@ class Loss:
     """How a model's loss is computed and counted."""
 
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
-    """What the loss is a sum over."""
+    """The kind of items that the loss is a sum over."""
     count: Callable[[Mapping[str, Any]], int | None]
     """Counts the targets of a batch by its labels; None where only the forward tells. Raises `DataError` without labels."""
     compute: Callable[[Any, Mapping[str, Any], int, float | None], _Computed]
@@ -56,12 +56,12 @@ class Loss:
     notes: tuple[str, ...] = ()
     """Lines that the run prints about how the loss counts and computes."""
     causal: bool = False
-    """Whether the model predicts the next token, so that its first label is no target."""
+    """True if the model predicts the next token, so that its first label is no target."""
     last_count: int | Tensor = 0
     """Targets of the batch that was computed last. Where the forward has counted them on a device it is a scalar there, which
     nobody has read."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)
-    """What else the batch that was computed last gave, to be logged: numbers by name."""
+    """Further numbers, by name, that the batch that was computed last gave, to be logged."""
 
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Any], *, seed: float, targets: int | None = None
@@ -190,7 +190,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
 
 
 def _shifts_labels(model: Any) -> bool | None:
-    """Whether a language model is known to shift its labels; None: it is not one that the library has a name for."""
+    """Return True if a language model is known to shift its labels; None if the library has no name for its kind."""
     kind = getattr(model, "loss_type", None)
     if kind not in _LANGUAGE:
         return None
@@ -266,7 +266,7 @@ def _count_answers(batch: Mapping[str, Any]) -> int:
 
 
 def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
-    """Where answers start and where they end, `[batch]` each; beyond the sequence they are no targets."""
+    """Return the positions where answers start and where they end, `[batch]` each; beyond the sequence they are no targets."""
     fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
     length = next((each.shape[1] for each in fields if isinstance(each, Tensor) and each.dim() > 1), None)
     if length is None:
@@ -345,7 +345,7 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
 
 
 def whole_count(count: object) -> int:
-    """What a user's loss has counted. Raises `ConfigError` where that is no whole number of 0 or more."""
+    """Return the count of a user's loss. Raises `ConfigError` where that is no whole number of 0 or more."""
     if isinstance(count, bool) or not isinstance(count, int | float) or count != int(count) or count < 0:
         raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
     return int(count)

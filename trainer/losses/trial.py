@@ -1,4 +1,4 @@
-"""What a model's loss is the mean of, and whether the chunked head may stand for it: tried on a small copy.
+"""The trial, on a small copy, of what a model's loss is the mean of, and of whether the chunked head may stand for it.
 
 The copy has the model's own class and configuration with fewer and smaller layers, in float64 throughout, on CPU. The
 model itself is not run, and need not have any memory yet.
@@ -85,17 +85,17 @@ def whole_passes_in_float64() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the trial showed."""
+    """The findings of the trial."""
 
     causal: bool | None
-    """Whether the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as is known."""
+    """True if the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as is known."""
     route: Route | None = None
     """How the chunked head replaces the model's loss, or None with the `reason` why it cannot."""
     reason: str = ""
     change: LogitChange = UNCHANGED
-    """What the model does to its logits before its loss."""
+    """The change that the model makes to its logits before its loss."""
     auxiliary: bool = False
-    """Whether the loss has terms that are no mean over targets (auxiliary losses of experts)."""
+    """True if the loss has terms that are no mean over targets (auxiliary losses of experts)."""
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
@@ -210,7 +210,7 @@ def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
 
 
 def _is_mean_over(small: Any, causal: bool) -> bool:
-    """Whether mean x count is a sum: of both sequences it is what it is of the one and of the other."""
+    """Return True if mean x count is a sum: for two sequences together it is that of the one plus that of the other."""
     parts = [_inputs(small, sequences) for sequences in (slice(None), slice(0, 1), slice(1, 2))]
     try:
         with InFloat64(), torch.no_grad():

@@ -26,12 +26,12 @@ from zeromesh.weight_init.weight_sources import (
 
 
 def wraps_another(model: nn.Module) -> bool:
-    """Whether `model` is a `PeftModel`."""
+    """Return True if `model` is a `PeftModel`."""
     return callable(getattr(type(model), "get_base_model", None)) and bool(getattr(model, "peft_config", None))
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` is a `PeftModel`, or a Hugging Face model that adapters were added to (`model.add_adapter`)."""
+    """Return True if `model` is a `PeftModel`, or a Hugging Face model that adapters were added to (`model.add_adapter`)."""
     return wraps_another(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -52,7 +52,7 @@ def output_layer(model: Any) -> Any:
 
 
 def learns_prompts(model: Any) -> bool:
-    """Whether an adapter of `model` puts tokens before its inputs, or keys and values before theirs."""
+    """Return True if an adapter of `model` puts tokens before its inputs, or keys and values before theirs."""
     return any(getattr(settings, "is_prompt_learning", False) for settings in model.peft_config.values())
 
 

@@ -151,7 +151,7 @@ _ALSO_KNOWN = {
     "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
-"""What every configuration accepts without its being a field, or under an older name."""
+"""The keys that every configuration accepts and that are no fields, or are older names of fields."""
 _CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
 
 

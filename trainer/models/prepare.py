@@ -1,4 +1,4 @@
-"""What a run changes in the modules of a model before it trains, and how it puts that back.
+"""The changes that a run makes to the modules of a model before it trains, and how it undoes them.
 
 It changes training mode, the dtype in which linear layers multiply, and which blocks are recomputed and compiled.
 

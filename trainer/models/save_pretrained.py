@@ -226,5 +226,5 @@ def _save_part(part: Any, directory: Path) -> None:
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What is stored of a whole model: parameters, tied ones once, and persistent buffers."""
+    """Return the tensors that are stored of a whole model: parameters, tied ones once, and persistent buffers."""
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}

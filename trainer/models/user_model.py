@@ -91,13 +91,13 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
 
 
 _LABELS = frozenset({"labels", "label", "label_ids"})
-"""What labels are called in samples: collators make `labels` of them."""
+"""The names of labels in samples: collators make `labels` of them."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """What a batch has to be like for a model's forward."""
+    """The requirements of a model's forward on a batch."""
 
     model: str
     """The name of the model's class."""

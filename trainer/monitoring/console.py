@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere.
+"""The display of a run for a person: a progress bar on a terminal, plain lines elsewhere.
 
 Training never fails for the sake of its display: a terminal that goes away or a closed pipe makes the console
 silent.

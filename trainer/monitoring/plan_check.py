@@ -18,7 +18,7 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What a plan says of a step of one rank."""
+    """The prediction of a plan for a step of one rank."""
 
     layout: str
     phases: Mapping[StepPhase, float]

@@ -1,5 +1,5 @@
-"""Where time and memory of this rank go, in files of the run's directory: traces of a few steps by torch's profiler, the memory
-over one step, and what holds memory when it runs out.
+"""The records of this rank's time and memory, in files of the run's directory: traces of a few steps by torch's profiler, the
+memory over one step, and what holds memory when it runs out.
 
 Beside operators, traces show the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
@@ -125,7 +125,7 @@ _WORDS = re.compile(r"can't allocate memory|out of memory|not enough memory", re
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory could not be allocated."""
+    """Return True if an error says that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
@@ -133,7 +133,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> BaseException:
-    """Where memory ran out, write down what holds that of this rank; the error that says so. Any other error as it is.
+    """Write down what holds this rank's memory if it ran out, and return the error that says so; return any other error as it is.
 
     `step`: the whole steps that were done.
     """

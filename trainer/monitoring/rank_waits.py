@@ -1,4 +1,4 @@
-"""Who waits for whom, and why, from the rows of `ranks.json` (see `StateMonitor`).
+"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`).
 
     blames(rows)       whom ranks wait for now, at the end of every chain of waits, and what that rank is doing
     recent(rows)       seconds of a step by rank and what they went to, over the latest steps
@@ -16,7 +16,7 @@ from typing import Any
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
 _PART, _LEAST_SECONDS = 0.15, 1e-3
-"""Of a step. Less is no news."""
+"""The part of a step, and the seconds, that a wait must reach to be reported."""
 _WORDS = {
     "data": "data",
     "compute": "computation",

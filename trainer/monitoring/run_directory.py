@@ -124,7 +124,7 @@ class RunDirectory:
     def _opened(
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> Iterator[MetricsWriter]:
-        """What rank 0 does in `open`."""
+        """Do what `open` does on rank 0."""
         redaction = Redaction(secret_values())
         try:
             text = config.to_yaml(redaction.values)

@@ -26,7 +26,7 @@ STARTS = "starts.jsonl"
 """A line for each start or resume of the run: `step` after which it was, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
 model, and `versions` of packages."""
 RANKS = "ranks.json"
-"""Where every rank is now: what `StateMonitor` writes."""
+"""The file with the present place of every rank, which `StateMonitor` writes."""
 LOCK = "run.lock"
 """Locked by the process of rank 0, which it names, also after a kill. After any other end it says how the run has ended."""
 ENDED = "ended"
@@ -235,7 +235,7 @@ class StartTimes:
         self._last = now() if began is None else began
         self.parts: dict[str, float] = {}
         self.over = False
-        """Whether the first step has been made."""
+        """True if the first step has been made."""
 
     def begin(self) -> None:
         """The next part begins now: what the caller of the trainer did since the last one belongs to none."""

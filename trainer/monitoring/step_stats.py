@@ -1,4 +1,4 @@
-"""What one step gives to be logged: its result, the values of users, utilisation, memory, and which rank the others wait for."""
+"""The figures of one step that are logged: its result, users' values, utilisation, memory, and the rank that others wait for."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class StepResult:
     waited: Mapping[str, float] = field(default_factory=dict)
     """Seconds that this rank stood still for bytes of a tier, by its name."""
     communication: Figures = field(default_factory=dict)
-    """What this rank sent to others, by axis and collective."""
+    """The figures of what this rank sent to others, by axis and collective."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """This rank's seconds in the step, by what they went to."""
     bubble: Mapping[str, float] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRing:
-    """What one rank has written."""
+    """The events that one rank has written, with its place in the mesh and its clocks."""
 
     rank: int
     host: str
@@ -126,7 +126,7 @@ def trace_of(
 
 
 def _offset(ring: RankRing, base: RankRing) -> int:
-    """What has to be added to moments of a ring so that they are those of another one's clock."""
+    """Return the offset that turns the times of `ring` into those of the clock of `base`."""
     if ring.host == base.host:
         return 0
     own, others = ring.meetings(), base.meetings()

@@ -1,1 +1,1 @@
-"""What a run will need and take on a machine, said before it starts: layouts, their memory and their seconds."""
+"""The plans of runs before they start: layouts, and the memory and the seconds that each will take on a machine."""

@@ -155,7 +155,7 @@ def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str]) ->
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Subject:
-    """What is planned of a trainer: its own model and data where it was given some.
+    """Return the subject of a plan for a trainer: its own model and data where it was given some.
 
     Raises:
         ConfigError, DataError: for a model or data that cannot be had.

@@ -1,4 +1,4 @@
-"""What a layout needs and how long a step of it takes: bytes by tier and purpose, seconds by phase, of the rank that has the most.
+"""The estimate of a layout and of its step: bytes by tier and purpose, seconds by phase, of the rank that has the most.
 
     bytes      states by `zero/memory_model.py`, activations of the trace over the microbatches that the schedule has in flight,
                and what libraries take
@@ -35,7 +35,7 @@ LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "ac
 
 
 class PlanPhase(StrEnum):
-    """What the seconds of a step go to."""
+    """The phases that the seconds of a step go to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -76,11 +76,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The seconds of a step."""
         return sum(self.phases.values())
 
     def prediction(self) -> Prediction:
-        """What a run can compare itself with."""
+        """Return the prediction that a run can compare itself with."""
         here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
         beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
         phases: dict[StepPhase, float] = {}

@@ -32,7 +32,7 @@ class Layout:
     accumulation: int = 1
     recompute: Mode = "none"
     optimizer: TierChoice = _HERE
-    """Where master weights, moments and gradient shards rest."""
+    """The tier in which master weights, moments and gradient shards rest."""
     parameters: TierChoice = _HERE
     activations: TierChoice = _HERE
 
@@ -83,7 +83,7 @@ def _key_of(choice: TierChoice) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What layouts are made of. `fixed` has fields of `Layout` that are given."""
+    """The values that fields of layouts may take. `fixed` has fields of `Layout` that are given."""
 
     ranks: int
     host: int
@@ -95,9 +95,9 @@ class Space:
     tensors: Sequence[int]
     """Numbers of tensor ranks that the model allows."""
     sequence: bool = True
-    """Whether blocks can pass on shares of the sequence."""
+    """True if blocks can pass on shares of the sequence."""
     recompute: bool = True
-    """Whether there are blocks to recompute."""
+    """True if there are blocks to recompute."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def layouts(self) -> Iterator[Layout]:

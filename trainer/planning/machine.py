@@ -1,4 +1,4 @@
-"""What a machine is to a plan: its rates in numbers, read from a file, and the seconds that they predict.
+"""The description of a machine for a plan: its rates in numbers, read from a file, and the seconds that they predict.
 
 Every prediction has one form: a formula of published figures, times how far from it measurements were nearby. At a measured point
 the prediction is the measurement; between points it is interpolated, and beyond them the formula goes on from the nearest. So a
@@ -57,7 +57,7 @@ _Row = BeforeValidator(tuple_from_list)
 
 
 def _table(text: str) -> Any:
-    """What a table of such rows allows, in words."""
+    """Describe the rows that such a table allows, in words."""
     return Allowed(f"at least one row {text}")
 
 
@@ -98,7 +98,7 @@ class HostCopies(Section):
 
 
 class DeviceRates(Section):
-    """What one rank computes on: an accelerator, or its part of the processor."""
+    """The rates of what one rank computes on: an accelerator, or its part of the processor."""
 
     kind: Text
     """As torch calls it, `cpu` for a processor."""
@@ -117,7 +117,7 @@ class DeviceRates(Section):
 
 
 class HostRates(Section):
-    """What the ranks of one host share."""
+    """The resources that the ranks of one host share."""
 
     devices: Count
     """Ranks of a host."""
@@ -176,7 +176,7 @@ class UpdateRates(Section):
 
 
 class LibraryBytes(Section):
-    """What torch and the communicators of a rank take before a model is there."""
+    """The memory that torch and the communicators of a rank take before a model is there."""
 
     device: Bytes = 0
     """Bytes of an accelerator."""
@@ -191,7 +191,7 @@ class Machine(Section):
 
     name: Text
     sources: Texts
-    """Where the figures come from."""
+    """The sources of the figures."""
     device: DeviceRates
     host: HostRates
     links: LinkSet = Field(default_factory=LinkSet)
@@ -201,7 +201,7 @@ class Machine(Section):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks compute on the host's cores: then operations are not launched ahead, and device and host share memory."""
+        """True if ranks compute on the host's cores: then operations are not launched ahead, and device and host share memory."""
         return self.device.kind == "cpu"
 
     def product_seconds(self, product: Product) -> float:
@@ -413,8 +413,8 @@ def _roof(product: Product, peak: float, bandwidth: float) -> float:
 def _fitted(
     bandwidth: float, dtype: str, peak: float, measured: Sequence[tuple[int, int, int, int, float]]
 ) -> tuple[float, float, list[tuple[tuple[float, ...], float]]]:
-    """What measured products say: seconds of the shortest beyond its roof, the part of the roof that the best one reaches, and for
-    each shape, in logarithms, the logarithm of its seconds over those by formula."""
+    """Return the figures that measured products give: seconds of the shortest beyond its roof, the part of the roof that the best
+    one reaches, and for each shape, in logarithms, the logarithm of its seconds over those by formula."""
     found = []
     for *shape, rate in measured:
         product = Product(dtype, *shape)
@@ -465,7 +465,7 @@ def _collective(
 
 
 def machine_file() -> Path:
-    """Where `zeromesh plan --measure` writes what it found, and plans look first."""
+    """Return the path to which `zeromesh plan --measure` writes what it found, and where plans look first."""
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "machine.yaml"
 
 
@@ -524,7 +524,7 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def _problem(detail: Any, data: Any) -> str:
-    """What is wrong at one place of a machine file, what is allowed there, and what may have been meant."""
+    """Describe what is wrong at one place of a machine file, what is allowed there, and what may have been meant."""
     steps, field, value = list(detail["loc"]), FieldInfo(annotation=Machine), data
     holder: type[BaseModel] | None = Machine
     if isinstance(steps[-1], int) and detail["type"] == "missing":

@@ -33,7 +33,7 @@ class Room:
 
     @classmethod
     def of(cls, machine: Machine, ranks_on_host: int) -> Room:
-        """What a machine has for each of so many ranks of a host."""
+        """Return the room that a machine has for each of so many ranks of a host."""
         if machine.is_cpu:
             each = machine.host.memory_bytes // ranks_on_host
             return cls(device=each, host=0, disk=_DISK if machine.disk else 0)
@@ -41,7 +41,7 @@ class Room:
         return cls(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=host, disk=_DISK if machine.disk else 0)
 
     def lacks(self, estimate: Estimate) -> str:
-        """What there is too little of; empty where all fits."""
+        """Describe what there is too little of; returns an empty text where all fits."""
         if estimate.device_bytes > self.device:
             largest = max(estimate.device, key=lambda name: estimate.device[name])
             return (
@@ -68,7 +68,7 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it."""
+        """True if there is room for it."""
         return not self.lacks
 
 
@@ -92,7 +92,7 @@ class Plan:
 
     @cached_property
     def bound_by(self) -> str:
-        """What most of the best layout's step goes to."""
+        """The phase that takes most of the best layout's step, with its share; empty where no layout fits."""
         if self.best is None:
             return ""
         phases = self.best.estimate.phases

@@ -1,4 +1,4 @@
-"""What is planned: a model, its loss and its data, with what traces and arithmetic say of it, each worked out once."""
+"""The subject of a plan: a model, its loss and its data, with what traces and arithmetic say of it, each worked out once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StageUnits:
     """The units that one pipeline rank has, as layouts for so many data ranks."""
 
     layouts: list[list[BucketLayout]]
-    """Of each unit's buckets, the root's first."""
+    """The layouts of each unit's buckets, the root's first."""
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -48,7 +48,7 @@ class StageUnits:
 
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
-        """Of parameters that are trained: elements of whole buckets, and of one rank's shards, by dtype."""
+        """The numbers of elements of parameters that are trained, in whole buckets and in one rank's shards, by dtype."""
         found: dict[torch.dtype, tuple[int, int]] = {}
         for layout in (layout for unit in self.layouts for layout in unit if layout.first.requires_grad):
             whole, shard = found.get(layout.first.dtype, (0, 0))
@@ -121,7 +121,7 @@ class Subject:
 
     @cached_property
     def can_share_sequence(self) -> bool:
-        """Whether blocks can pass on shares of the sequence."""
+        """True if blocks can pass on shares of the sequence."""
         try:
             self._options(2, sequence=True, recompute="none")
             self._trace_exactly(self._options(2, sequence=True, recompute="none"), 1)
@@ -131,7 +131,7 @@ class Subject:
 
     @cached_property
     def can_recompute(self) -> bool:
-        """Whether the model has blocks that can be recomputed."""
+        """True if the model has blocks that can be recomputed."""
         try:
             self._trace_exactly(self._options(1, sequence=False, recompute="block"), 1)
         except (ConfigError, LayoutError):
@@ -149,7 +149,7 @@ class Subject:
         )
 
     def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
-        """What a microbatch of `micro` samples needs and does on a tensor rank. Raises as `Tracer.trace` does."""
+        """Return what a microbatch of `micro` samples needs and does on a tensor rank. Raises as `Tracer.trace` does."""
         options = self._options(tensor, sequence=sequence, recompute=recompute)
         if micro in _TRACED:
             return self._trace_exactly(options, micro)
@@ -242,7 +242,7 @@ class Subject:
 
 
 def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
-    """What lies on the straight line through traces of one and two samples."""
+    """Return the trace of `micro` samples that lies on the straight line through those of one and two samples."""
 
     def line(first: int, second: int) -> int:
         return first + (micro - 1) * (second - first)

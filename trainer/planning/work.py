@@ -23,7 +23,7 @@ class Product(NamedTuple):
 
 
 class TensorExchange(NamedTuple):
-    """What tensor ranks exchange at once."""
+    """An exchange of one tensor between tensor ranks."""
 
     kind: str
     """As in `Collective`: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`."""

@@ -74,7 +74,7 @@ class _Host:
         return _Needs(device=0, host=ranks * least.total, disk=disk)
 
     def fits(self, options: ZeroOptions) -> bool:
-        """Whether there is room for memory and files."""
+        """Return True if there is room for memory and files."""
         needs, room = self.needs(options), self.room
         return needs.device <= room.device and needs.host <= room.host and needs.disk <= room.disk
 

@@ -34,11 +34,11 @@ _NAMES = {
     "peak_memory_bytes": "memory/peak_bytes",
     "phases": "time",
 }
-"""What fields of a step's line are called in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
+"""The names of a step's fields in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
 
 
 class Place(NamedTuple):
-    """Where a row stands among all rows: first that of a step, then that of the evaluation after it."""
+    """The place of a row among all rows: first that of a step, then that of the evaluation after it."""
 
     step: int
     evaluation: bool = False
@@ -73,9 +73,9 @@ def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
 
 
 def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
-    """What the files of a run's directory have of the steps up to `through` and a tracker has not: a kill met it on its way.
+    """Return the rows up to step `through` that a run's files have and a tracker lacks: a kill met them on their way.
 
-    None where it is not known how far the tracker has got. Raises `StorageError` where a file cannot be read.
+    The list is empty where it is not known how far the tracker has got. Raises `StorageError` where a file cannot be read.
     """
     if sent == UNKNOWN:
         return []
@@ -87,7 +87,7 @@ def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What trackers know about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
+    """The facts that trackers know about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
 
     ident: str
     name: str
@@ -103,7 +103,7 @@ _FRAMEWORKS = (
     "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
     "catboost gradio jsonargparse"
 )
-"""What ClearML would watch; only all of their names keep it from the repository and from files that are saved."""
+"""The names of what ClearML would watch; only all of them keep it from the repository and from files that are saved."""
 _COMET_WATCHES = (
     "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
     "auto_metric_logging auto_log_co2"

@@ -147,7 +147,7 @@ class Tracking:
         The end waits `patience` seconds at most, and never more than half a minute.
         """
         self.ident = ident
-        """What trackers know the run by; empty where there are none."""
+        """The identifier by which trackers know the run; empty where there are no trackers."""
         self._note = note
         self._leave = leave
         self._patience = patience
@@ -194,7 +194,7 @@ class Tracking:
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
 
     def identity(self, run: str) -> dict[str, str]:
-        """What a checkpoint of run `run` keeps, so that its trackers know it again."""
+        """Return what a checkpoint of run `run` keeps, so that its trackers know it again."""
         return {"id": self.ident, "run": run} if self.ident else {}
 
     def log(self, metrics: StepMetrics) -> None:

@@ -1,4 +1,4 @@
-"""What a verification has found: a certificate that a person reads, and that other programs read as JSON."""
+"""The certificate with the findings of a verification, which a person reads, and other programs read as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from zeromesh.errors import ranks_text, some
 
 KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "error", "check")
-"""What may differ, in the order in which a step computes it."""
+"""The kinds of values that may differ, in the order in which a step computes them."""
 _SHOWN = 12
 
 
@@ -25,9 +25,9 @@ class Difference:
     size: float
     """The relative difference; infinite for another shape, or for what is not finite; 0 where there is no number for it."""
     place: int = 0
-    """Where it comes in the order of the step: modules by their forward, parameters by their backward."""
+    """The place in the order of the step: modules by their forward, parameters by their backward."""
     microbatch: int = -1
-    """Of the global batch, from 0; -1: of the whole step."""
+    """The number of the microbatch in the global batch, from 0; -1 for the whole step."""
     ranks: tuple[int, ...] = ()
     run: str = "exact"
     """The pass in which it was found."""
@@ -39,7 +39,7 @@ class Difference:
         return self.step, KINDS.index(self.kind), max(0, self.microbatch), self.place
 
     def sentence(self) -> str:
-        """What differs, when, where and by how much."""
+        """Describe what differs, when, where and by how much."""
         words = {"output": "the output of", "initial": "the initial value of", "average": "the averaged weight of"}
         what = f"{words.get(self.kind, f'the {self.kind} of')} {self.name}" if self.name else f"the {self.kind}"
         own = self.kind in ("check", "rounding", "error")
@@ -77,7 +77,7 @@ class PassRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What `Trainer.verify` returns, the same on all ranks."""
+    """The result of `Trainer.verify`, the same on all ranks."""
 
     passed: bool
     differences: tuple[Difference, ...]
@@ -85,10 +85,10 @@ class Certificate:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     digests: Mapping[str, str]
-    """Of the configuration, the data and the initial weights, by xxh3."""
+    """The xxh3 digests of the configuration, the data and the initial weights."""
     passes: Mapping[str, PassRecord]
     checks: Mapping[str, str]
-    """What was checked on request, and what came of it."""
+    """The results of the checks that were requested, by name."""
     notes: tuple[str, ...]
     seconds: float
 

@@ -1,4 +1,4 @@
-"""What a verification checks on request: the same bits again, a resumed run in another layout, streams of dropout."""
+"""The checks that a verification makes on request: the same bits again, a resumed run in another layout, streams of dropout."""
 
 import sys
 from collections import defaultdict
@@ -74,7 +74,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         self.again: dict[str, list[str]] = defaultdict(list)
-        """What backward draws, where it computes forward again."""
+        """The digests of the masks that backward draws where it computes forward again, by module."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def __torch_dispatch__(
@@ -152,7 +152,7 @@ def check_dropout(
 
 
 def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
-    """What is alike and should not be, or the other way round. `rows`: of each rank its data and tensor index, and what it drew."""
+    """Yield a difference for masks that are wrongly alike or unlike. `rows`: data and tensor index of each rank, and its draws."""
     seen: dict[str, tuple[Any, ...]] = {}
     drawn: dict[tuple[Any, ...], str] = {}
     for data, tensor, forward in rows:

@@ -50,7 +50,7 @@ class Recorder(Callback):
         self.parameters: dict[str, Tensor] = {}
         self.average: dict[str, Tensor] = {}
         self.began = False
-        """Whether training has begun: until then the configuration may be refused."""
+        """True if training has begun: until then the configuration may be refused."""
         self._leaving = ExitStack()
 
     def close(self) -> None:
@@ -201,8 +201,8 @@ class Observer(Recorder):
 def differences_of(
     recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
 ) -> Iterator[Difference]:
-    """What a run that nobody watched, which began after step `first`, has computed otherwise: losses, norms and the last
-    parameters."""
+    """Yield the differences between the plain process and a run that nobody watched, which began after step `first`: losses, norms
+    and the last parameters."""
     note = partial(Difference, run=run, detail=run)
     steps = zip(plain.steps[first:], recorder.losses, recorder.norms, strict=True)
     for number, (step, *found) in enumerate(steps, start=first + 1):
@@ -221,7 +221,7 @@ def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """What a tensor is in memory."""
+    """Return the bytes of a tensor's elements."""
     found: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return found
 
@@ -254,8 +254,8 @@ def relative(found: float, wanted: float) -> float:
 
 
 def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
-    """What this rank's output should be, of the whole one: all of it, its share of the sequence, or the features that its part of
-    the layer computes; None where that is not known."""
+    """Return the part of the whole output that this rank's output should be: all of it, its share of the sequence, or the features
+    that its part of the layer computes; None where that is not known."""
     if own.shape == whole.shape:
         return whole
     tensor = trainer.mesh.tensor

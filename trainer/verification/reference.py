@@ -41,14 +41,14 @@ Outputs = dict[str, list[list[Tensor]]]
 
 @dataclass(kw_only=True, slots=True)
 class PlainStep:
-    """What a step of the plain process came to. Gradients are those of the mean loss, before clipping."""
+    """The results of one step of the plain process. Gradients are those of the mean loss, before clipping."""
 
     loss: float = 0.0
     norm: float = 0.0
     sums: list[tuple[float, int]] = field(default_factory=list)
-    """Of each microbatch: the sum of its losses and its targets."""
+    """The sum of the losses and the number of targets, for each microbatch."""
     outputs: list[Outputs] = field(default_factory=list)
-    """Of each microbatch that was watched; of others nothing."""
+    """The outputs of modules, for each microbatch; empty for one that was not watched."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     """Master weights after the step."""
@@ -260,7 +260,7 @@ def loss_sum(
 
 
 def _kind(model: nn.Module) -> str:
-    """What the mean of a model's own loss is over: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
+    """Return the unit that a model's own loss is a mean over: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
     inside = pretrained_of(model)
     kind = getattr(inside, "loss_type", None)
     encodes = bool(getattr(getattr(inside, "config", None), "is_encoder_decoder", False))

@@ -1,4 +1,4 @@
-"""What a verification trains: the user's model and configuration, made small enough for a plain process to train beside it.
+"""The subject of a verification: the user's model and configuration, made small enough for a plain process to train beside it.
 
 Sizes become small and keep what they divide by: tensor ranks, heads, key-value heads, experts, stages. The layout stays as it is.
 """
@@ -38,7 +38,7 @@ _MICRO = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallRun:
-    """What is trained twice."""
+    """The small run that is trained twice: its model, configuration and samples."""
 
     model: nn.Module
     """With its initial values, in float32 or as it was given."""
@@ -47,7 +47,7 @@ class SmallRun:
     samples: list[dict[str, Any]]
     collate: Collate | None
     notes: tuple[str, ...]
-    """What was changed, for a person."""
+    """The changes that were made, described for a person."""
 
 
 def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> SmallRun:

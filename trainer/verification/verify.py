@@ -40,7 +40,7 @@ from zeromesh.trainer.verification.reference import PlainRun, train_plainly
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
 
 CHECKS = ("determinism", "resume", "dropout")
-"""What is checked on request."""
+"""The names of the checks that can be requested."""
 MakeTrainer = Callable[..., Any]
 """Makes a trainer as `zeromesh.Trainer` does."""
 _ROUNDING = 4.0
@@ -66,7 +66,7 @@ class Verification:
     own: Recorder = field(init=False)
     """The run in the user's own precision."""
     failed: Exception | None = None
-    """What has ended a run in the user's layout."""
+    """The exception that ended a run in the user's layout."""
 
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the model of a subject, the small run if none is given, by `config`, without a word."""
@@ -94,7 +94,7 @@ class Verification:
                 raise
 
     def check(self, names: Collection[str]) -> None:
-        """What is checked on request; both passes were made before."""
+        """Make the checks that were requested; both passes were made before."""
         small, wide = self.subject.config, exact(self.subject.config)
         for name in names:
             if name == "determinism":
@@ -136,7 +136,7 @@ class Verification:
         recorder = self.own = Recorder()
         self.run(config, recorder)
         rows: dict[str, list[tuple[int, str, float, float]]] = {"loss": [], "norm": [], "parameter": []}
-        """Of each number: the step, the name, how far the layout is from the exact result, and how far a plain process."""
+        """Rows of numbers by kind: step, name, and how far the layout and a plain process each are from the exact result."""
         numbers = zip(recorder.losses, recorder.norms, plain.steps, true.steps, strict=True)
         for step, (loss, norm, one, exactly) in enumerate(numbers, start=1):
             rows["loss"].append((step, "", relative(loss, exactly.loss), relative(one.loss, exactly.loss)))

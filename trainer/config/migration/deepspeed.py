@@ -108,7 +108,7 @@ class Reading:
         return self.settings.get(name, default)
 
     def has(self, beginning: str) -> bool:
-        """Whether a setting is there, perhaps an automatic one, whose name begins so."""
+        """Return True if there is a setting, perhaps an automatic one, whose name begins with `beginning`."""
         return any(name.startswith(beginning) for name in (*self.settings, *self.automatic))
 
     def number(self, name: str) -> float | None:
@@ -150,7 +150,7 @@ class Reading:
 
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a DeepSpeed configuration: it has keys that only such have, and no section that only zeromesh's has."""
+    """Return True if a mapping is a DeepSpeed configuration: it has keys that only such have, and no section of zeromesh alone."""
     if any(key in TrainerConfig.model_fields and key not in _COMMON for key in data):
         return False
     optimizer = data.get("optimizer")

@@ -1,4 +1,4 @@
-"""What becomes of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use.
+"""The translation of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use.
 
 The page docs/from-deepspeed.md is made of the same rows.
 """

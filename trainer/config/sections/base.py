@@ -1,4 +1,4 @@
-"""What all sections of a configuration have in common, and the kinds of values that keys take."""
+"""The base of all sections of a configuration, and the kinds of values that keys take."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _UNITS = (
 _EXACT = 1 << 53
 """Below this each whole number is a float of its own."""
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
+"""The pattern of what may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    """What is trained. A model that is given to `Trainer` itself replaces `source` and `config`."""
+    """The model to train. A model that is given to `Trainer` itself replaces `source` and `config`."""
 
     source: Text | None = None
     """Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into shards."""
@@ -79,7 +79,7 @@ class ModelSection(Section):
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
     """Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none."""
     attention: Attention | None = None
-    """What computes attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
+    """Implementation of attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
     or as the model was given."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
     """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""

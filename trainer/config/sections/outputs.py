@@ -50,7 +50,7 @@ def name_of_script() -> str:
 
 
 class CheckpointSection(Section):
-    """What is kept of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
+    """The checkpoints of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
 
     every_steps: CountOrOff | Literal["epoch"] = 100
     """Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = none, but those that callbacks ask
@@ -72,7 +72,7 @@ class CheckpointSection(Section):
 
 
 class HubSection(Section):
-    """Where the model goes on the Hub. The token is that of `HF_TOKEN` or of `hf auth login`, and never part of a configuration."""
+    """The upload of the model to the Hub. The token is that of `HF_TOKEN` or `hf auth login`, and never part of a configuration."""
 
     push: bool = False
     """Upload the model when the training has ended."""
@@ -82,13 +82,13 @@ class HubSection(Section):
     ) = None
     """The repository, which is made if there is none; null: `run.name`."""
     private: bool | None = None
-    """Whether a repository that is made is private; null: as its owner has it."""
+    """Make a new repository private; null: as its owner has it."""
     revision: Text | None = None
     """The branch that is uploaded to; null: the main one."""
 
 
 class ProfileSection(Section):
-    """What is measured of steps, and of which ones torch's profiler writes traces into the run's directory."""
+    """The measurements of steps, and the steps of which torch's profiler writes traces into the run's directory."""
 
     steps: Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("a list of two steps")] | None = (
         None
@@ -114,7 +114,7 @@ class RunSection(Section):
     """The run's directory inside `output_dir`; by default the name of the configuration file or of the script, without its
     ending."""
     output_dir: Text = "runs"
-    """Where runs are written."""
+    """Directory that runs are written to."""
     max_steps: Count = 200
     """Optimizer steps."""
     epochs: Positive | None = None
@@ -154,13 +154,13 @@ class RunSection(Section):
     deterministic: bool = False
     """Only kernels that give the same bits each time; an error where there is none."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    """What a NaN or infinite gradient does: all ranks skip the step, or the run ends."""
+    """Effect of a NaN or infinite gradient: all ranks skip the step, or the run ends."""
     max_nonfinite: CountOrOff = 20
     """Skipped steps in a row after which the run ends. 0 = never."""
 
 
 class TrackingSection(Section):
-    """Where figures of a run go beside its own files. Nothing that fails here stops or slows training."""
+    """The trackers that get figures of a run beside its own files. Nothing that fails here stops or slows training."""
 
     backends: Names = ()
     """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that was given to
@@ -168,8 +168,8 @@ class TrackingSection(Section):
     project: Text = "zeromesh"
     """The project that trackers file the run under."""
     name: Text | None = None
-    """What trackers call the run; null: `run.name`."""
+    """Name of the run in trackers; null: `run.name`."""
     mode: Literal["offline", "online"] = "offline"
-    """Whether wandb, clearml, comet_ml and swanlab send what they keep; online needs a network and a key."""
+    """Mode of wandb, clearml, comet_ml and swanlab: online sends what they keep, and needs a network and a key."""
     tags: Names = ()
     """Labels of the run."""

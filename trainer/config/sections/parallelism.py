@@ -24,7 +24,7 @@ LEAST_STAGING = 4 << 20
 
 
 class TierShare(Section):
-    """Where something rests: a tier, or a tier and the part of it that rests there; what is left stays on the device."""
+    """The tier in which something rests, or a tier and the part of it that rests there; what is left stays on the device."""
 
     tier: Literal["none", "host", "file"] = "none"
     """The tier."""
@@ -52,7 +52,7 @@ _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
 
 
 class OffloadSection(Section):
-    """What rests elsewhere than in the device's memory, and comes only when it is needed. Nothing that is computed changes."""
+    """The data that rests outside the device's memory, and comes only when it is needed. Nothing that is computed changes."""
 
     optimizer: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Master weights and moments, at any stage."""
@@ -63,11 +63,11 @@ class OffloadSection(Section):
     activations: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Inputs of recomputed blocks until backward; a fraction is that of the first blocks."""
     update: Literal["auto", "host", "device"] = "auto"
-    """Where updates are computed whose states are not in an accelerator's memory: on the CPU (host), or on the device; auto tries
+    """Processor that computes updates whose states are not in an accelerator's memory: the CPU (host), or the device; auto tries
     both once."""
     directory: Text | Texts | None = None
-    """Where files of the file tier lie: best on a local NVMe disk; several are used in turn, stripe by stripe. null: `offload` in
-    the run's directory."""
+    """Directory of the files of the file tier, best on a local NVMe disk; several are used in turn, stripe by stripe. null:
+    `offload` in the run's directory."""
     checksums: bool = False
     """Verify what is read from files by checksums that stay in memory."""
     staging: Annotated[
@@ -79,7 +79,7 @@ class OffloadSection(Section):
 
 
 AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
-"""What a plan may decide. `parallel` is its axes, schedule and chunks, as far as they are not given."""
+"""The keys that a plan may decide. `parallel` is its axes, schedule and chunks, as far as they are not given."""
 
 
 class ParallelSection(Section):
@@ -114,8 +114,8 @@ class ParallelSection(Section):
     ) = None
     """Blocks of each stage, first to last; null: by `balance`."""
     balance: Literal["parameters", "flops"] = "parameters"
-    """What stages have about as much of: parameters, which is even in memory, or multiplications of a token, which is even in time
-    where the head is large."""
+    """Quantity that stages get about equal shares of: parameters, which is even in memory, or multiplications of a token, which is
+    even in time where the head is large."""
     order: Literal["topology", "launch"] = "topology"
     """How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
@@ -159,7 +159,7 @@ class PrecisionSection(Section):
 
 
 class ZeroSection(Section):
-    """What is partitioned, and how it moves."""
+    """The partitioning of optimizer state, gradients and parameters, and how they move."""
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = 3
     """Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""

@@ -36,8 +36,8 @@ class BatchSection(Section):
     """Samples at the end of an epoch that fill no global batch: go on into the next epoch's (carry), make a smaller one (partial),
     or are left out (drop)."""
     average: Literal["tokens", "samples"] = "tokens"
-    """What the loss of a global batch is a mean over: its targets, or its samples, where each microbatch counts by how many it
-    has."""
+    """Items that the loss of a global batch is a mean over: its targets, or its samples, where each microbatch counts by how many
+    it has."""
 
 
 DataFormat = Literal["text", "chat", "pairs"]
@@ -56,7 +56,7 @@ class MixturePart(Section):
 
 
 class DataSection(Section):
-    """What it is trained on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
+    """The data to train on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
 
     train: Text | Texts = "stdlib"
     """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, directories of those, or
@@ -70,7 +70,7 @@ class DataSection(Section):
     """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
     sequences; 1), and may have `format`, `text_field` and `columns`. Each begins anew when all its sequences were read."""
     format: DataFormat = "text"
-    """What rows hold: text, the messages of a conversation (chat), or prompt and completion (pairs)."""
+    """Contents of rows: text, the messages of a conversation (chat), or prompt and completion (pairs)."""
     columns: Columns = Field(default_factory=dict)
     """Names in the files of the columns messages, prompt, completion, tools and chat_template_kwargs, where they have others:
     `{messages: conversations}`."""
@@ -203,7 +203,7 @@ class EmaSection(Section):
     """An exponential moving average of the weights, in shards."""
 
     decay: Fraction = 0.0
-    """What the average keeps of itself at each update, such as 0.999. 0 = no average."""
+    """Fraction of itself that the average keeps at each update, such as 0.999. 0 = no average."""
     every_steps: Count = 1
     """Updates of the weights from one that the average takes in to the next."""
     start_step: CountOrOff = 0

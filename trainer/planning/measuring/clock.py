@@ -1,4 +1,4 @@
-"""What is measured of a machine and for how long, and the clock that does it."""
+"""The sizes at which a machine is measured, the time that this takes, and the clock that does it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSizes:
-    """What is measured, and for how long."""
+    """The sizes that are measured, and for how long."""
 
     dtypes: tuple[str, ...]
     products: tuple[Shape, ...]
@@ -30,7 +30,7 @@ class MeasureSizes:
     exchanged: tuple[int, ...]
     """Bytes."""
     elements: int
-    """Of an update, and of a copy between device and host."""
+    """The number of elements of an update, and of a copy between device and host."""
     round_seconds: float = 0.006
     rounds: int = 5
     disk: bool = True
@@ -86,7 +86,7 @@ TINY_SIZES = MeasureSizes(
 
 
 def sizes_for(device: torch.device, *, tiny: bool = False) -> MeasureSizes:
-    """What is measured on a device."""
+    """Return the sizes that are measured on a device."""
     return TINY_SIZES if tiny else ACCELERATOR_SIZES if is_accelerator(device) else CPU_SIZES
 
 

@@ -1,4 +1,4 @@
-"""What one rank measures of its device alone: products, memory, launches, updates, copies, the disk, what libraries take."""
+"""The measurements that one rank makes alone: products, memory, launches, updates, copies, the disk, what libraries take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MATRICES = 1024
 _STEPS = 4
 """Steps after which the heap of a process has found its size."""
 _ATTENTION_PRODUCTS = 7
-"""Of fused attention: two in forward, five in backward, of which one is computed again."""
+"""The number of products of fused attention: two in forward, five in backward, of which one is computed again."""
 
 
 class DeviceMeter:
@@ -214,7 +214,7 @@ def _parameter_bytes(*, hidden: int, layers: int, length: int) -> int:
 
 
 def _mixture(x: torch.Tensor) -> Iterator[tuple[Callable[[], object], int]]:
-    """What a transformer does with `[rows, width]` beside products, with how many such tensors each reads and writes."""
+    """Yield a transformer's operations on `[rows, width]` beside products, with how many such tensors each reads and writes."""
     other, ones = torch.ones_like(x), torch.ones_like(x[0])
     mean, deviation = torch.zeros_like(x[:, :1], dtype=torch.float32), torch.ones_like(x[:, :1], dtype=torch.float32)
     norm, shape = torch.ops.aten, [x.shape[-1]]

@@ -1,4 +1,4 @@
-"""What ranks measure together of the links between them: exchanges of tensors and of flat buckets, and messages."""
+"""The measurements that ranks make together of their links: exchanges of tensors and of flat buckets, and messages."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class MachineMeter:
         return Machine.model_validate(_rounded(shared))
 
     def _one_by_one(self, what: str, call: Callable[[], Any]) -> Any:
-        """What rank 0 finds while the others wait; None on them."""
+        """Return the result of `call` on rank 0, which runs it while the others wait; None on them."""
         self._tell(what)
         found = call() if self._mesh.rank == 0 else None
         self._mesh.world.barrier(f"measuring {what}")

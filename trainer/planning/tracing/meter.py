@@ -1,4 +1,4 @@
-"""What is alive while a model runs without values, and what is done, by segment: the blocks, and what is before and after them."""
+"""The live memory and the work of a run without values, by segment: the blocks, and what is before and after them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Stretch:
 
 
 def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
-    """What follows itself, once and with how often."""
+    """Return each sequence of equal items as the item and their number."""
     return tuple((each, sum(1 for _ in group)) for each, group in groupby(run))
 
 
@@ -126,7 +126,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spans.append(_Stretch(name=name, backward=backward, begin=self._live, peak=self._live))
 
     def segments(self) -> list[Segment]:
-        """What was found, in the order of forward. What runs between two blocks belongs to the later one."""
+        """Return the segments in the order of forward. Operations between two blocks belong to the later one."""
         names = [BEFORE, *self._order, AFTER]
         forward = [each for each in self._spans if not each.backward]
         last = max(index for index, each in enumerate(forward) if each.name == AFTER)

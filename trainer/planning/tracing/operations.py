@@ -1,4 +1,4 @@
-"""What operators stand for: products of matrices by shape, and bytes that all others move; and fused attention without values."""
+"""The costs of operators: products of matrices by shape, and bytes that all others move; and fused attention without values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeromesh.trainer.planning.work import Product
 
 
 class Cost(NamedTuple):
-    """What one call of an operator does: either products of matrices, or bytes that it moves."""
+    """The cost of one call of an operator: either products of matrices, or bytes that it moves."""
 
     products: tuple[Product, ...] = ()
     moved: int = 0
@@ -42,7 +42,7 @@ def _bytes_moved(tensor: Tensor) -> int:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operator computes nothing."""
+    """Return True if an operator computes nothing."""
     name = func.overloadpacket.__name__
     aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
     return (
@@ -56,7 +56,7 @@ _Shapes = Iterator[tuple[int, int, int, int]]
 
 
 def _mm(left: int) -> Callable[[Any, Any], _Shapes]:
-    """Of two matrices, or of two batches of them, the first of which is argument number `left`."""
+    """Return a function for the shape of two matrices, or two batches of them, the first of which is argument number `left`."""
 
     def shapes(args: Any, _: Any) -> _Shapes:
         one, other = args[left], args[left + 1]
@@ -66,7 +66,7 @@ def _mm(left: int) -> Callable[[Any, Any], _Shapes]:
 
 
 def _attention(grad: bool) -> Callable[[Any, Any], _Shapes]:
-    """Of fused attention: scores and their product with values; in backward scores again, and four gradients."""
+    """Return a function for fused attention: scores and their product with values; in backward scores again, and four gradients."""
 
     def shapes(args: Any, _: Any) -> _Shapes:
         query, key, value = args[1:4] if grad else args[:3]
@@ -83,7 +83,7 @@ def _attention(grad: bool) -> Callable[[Any, Any], _Shapes]:
 
 
 def _convolution(grad: bool) -> Callable[[Any, Any], _Shapes]:
-    """Of a convolution, as the product that it is."""
+    """Return a function that yields the shapes for a convolution, as the matrix products that it is."""
 
     def shapes(args: Any, made: Any) -> _Shapes:
         weight = args[2] if grad else args[1]
@@ -99,7 +99,7 @@ def _convolution(grad: bool) -> Callable[[Any, Any], _Shapes]:
 
 
 def _grouped(args: Any, made: Any) -> _Shapes:
-    """Of rows that each meet one of several matrices (experts), or of groups of rows with one another, for gradients of those."""
+    """Yield the shape for rows that each meet one of several matrices (experts), or, for their gradients, two groups of rows."""
     one, other = args[:2]
     yield (1, one.shape[-2], one.shape[-1], other.shape[-1])
 

@@ -96,7 +96,7 @@ _NUMBERS = re.compile(r"idx|index|number|layer_id")
 
 
 def _kind(block: nn.Module) -> object:
-    """What alike blocks have in common: their modules, sizes and settings."""
+    """Return a key that is equal for alike blocks: their modules, sizes and settings."""
     found = []
     for name, module in block.named_modules():
         sizes = [

@@ -1,4 +1,4 @@
-"""What one microbatch needs and does, block by block, found by running the user's own model without values.
+"""The trace of one microbatch: what each block needs and does, found by running the user's own model without values.
 
 Floating-point tensors are on the meta device and have a shape alone; whole numbers are real, so that masks, positions and the
 choice of experts (which is even here) are what they are. Every operator passes by a mode that counts bytes that are alive, as

@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a call with arguments of certain shapes makes: one tensor, or several in a tuple or a list (`kind`)."""
+    """The result of a call with arguments of certain shapes: one tensor, or several in a tuple or a list (`kind`)."""
 
     kind: type | None
     shaped: tuple[Shaped | None, ...]
@@ -72,7 +72,7 @@ class Operators:
 
 
 def _said(value: Any, tensors: list[Tensor]) -> object:
-    """What an operator is told, as far as shapes depend on it, to be compared; adds to `tensors` those among it."""
+    """Return an operator's arguments as far as shapes depend on them, to be compared; adds the tensors in them to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _shaped(value) if value.is_meta else None
@@ -93,7 +93,7 @@ def _empty(shaped: Shaped) -> Tensor:
 
 
 def _is_new(out: Any, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Whether a call returned nothing but tensors without values, each in memory of its own that is as large as it is."""
+    """Return True if a call returned only tensors without values, each in memory of its own that is as large as it is."""
     alone = isinstance(out, Tensor) or (
         type(out) in (tuple, list) and all(each is None or isinstance(each, Tensor) for each in out)
     )

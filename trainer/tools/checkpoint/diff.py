@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: counters, settings and every element, a bounded number of them in memory."""
+"""The differences between two checkpoints: counters, settings and every element, a bounded number of them in memory."""
 
 import math
 from collections import Counter

@@ -30,7 +30,7 @@ from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model inside. Names of adapters that were added to the model itself lack it."""
+"""The prefix that PEFT puts before the names of the model inside. Names of adapters that were added to the model itself lack it."""
 
 _Chosen = dict[str, tuple[StoredTensor, torch.dtype]]
 """For every tensor of the model, from what it is made and the dtype that it gets, in the order of what is read."""

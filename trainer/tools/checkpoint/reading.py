@@ -1,4 +1,4 @@
-"""What checkpoints hold, as text for a person or as JSON (`zeromesh checkpoint list` and `inspect`), and what the tools for
+"""The contents of checkpoints, as text for a person or as JSON (`zeromesh checkpoint list` and `inspect`), and what the tools for
 checkpoints share: what a path on the command line means, counters, and reading elements.
 """
 
@@ -125,7 +125,7 @@ class Throughput:
 COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
 _APART = frozenset({"step", "tracker", "settings"})
-"""Of the counters, what has lines of its own."""
+"""The counters that have lines of their own."""
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:

@@ -16,7 +16,7 @@ from zeromesh.trainer.tools.html_report.runs import RunRecord
 COLORS = ("#2f7fd6", "#e2751d", "#35a869", "#c04fa9", "#22a3b3", "#cfa11f", "#7d66d2", "#d8525f", "#8a9a3b", "#86909c")
 """They are readable on the light and on the dark page."""
 MOST_POINTS, MOST_STACKED = 1200, 300
-"""Of a line and of a stack; a screen has fewer columns."""
+"""The largest numbers of points of a line and of a stack; a screen has fewer columns."""
 _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
 """Points from which on a loss is smoothed, and up to which values of evaluations are dots."""
 _LOG_FROM = 50.0

@@ -228,7 +228,7 @@ def _mesh(run: RunRecord) -> Html | None:
 
 
 def _planned(run: RunRecord) -> Html | None:
-    """What the plan predicted beside what was measured, and which term was far off."""
+    """Show what the plan predicted beside what was measured, and which term was far off."""
     if run.planned is None:
         return None
     layout, rows, remarks = run.planned

@@ -46,7 +46,7 @@ class RunRecord:
     """The last known activity of each rank."""
     step_memory: StepMemory | None
     planned: PlanComparison | None
-    """What the plan said and what was measured, where a plan has chosen the layout and the run has come to its end."""
+    """The predicted and the measured figures, where a plan has chosen the layout and the run has come to its end."""
 
     def column(self, *keys: str) -> dict[int, float]:
         """The finite numbers under some keys, by step."""
