@@ -49,7 +49,7 @@ class Generated:
     tokens: list[int]
     """The new tokens, with the one that ended it."""
     logprobs: list[float] | None
-    """Of each token the logarithm of the probability that the model gives it, before temperature and the like. None for ways of
+    """The logarithm of the probability that the model gives each token, before temperature and the like. None for ways of
     searching that choose tokens later than they see them, such as beams."""
     prompt_tokens: int
     new_tokens: int

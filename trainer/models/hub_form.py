@@ -40,7 +40,7 @@ class Group:
     names: tuple[str, ...]
     converted: bool
     outputs: Mapping[str, torch.Tensor]
-    """What they become, by name, on the meta device."""
+    """The tensors that they become, by name, on the meta device."""
 
 
 class HubNames:

@@ -72,7 +72,7 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """Where the values of the model's tensors are."""
+    """The places of the values of the model's tensors."""
 
     direct: Mapping[str, str]
     """Tensors that are in the file unchanged, to their names there."""
@@ -83,7 +83,7 @@ class Matched:
     """Tensors of the file for another head."""
 
     def provides(self, name: str) -> bool:
-        """Whether the file has a value for `name`."""
+        """Return True if the file has a value for `name`."""
         return name in self.direct or name in self.converted
 
 
@@ -113,7 +113,7 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
 
     def in_head(name: str, *, apart: bool) -> bool:
-        """Whether a tensor is outside of the base model, where that is `apart`, or of the pooler that only some heads use."""
+        """Return True if a tensor is outside of the base model, where that is `apart`, or of a pooler that only some heads use."""
         return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
@@ -172,7 +172,7 @@ def _planned(conversion: Conversion, entries: Mapping[str, Entry], model: Any) -
 
 
 def _ignored(model: Any, name: str) -> bool:
-    """Whether the library itself passes over a tensor of this name: old buffers, and layers that it does not implement."""
+    """Return True if the library passes over a tensor of this name: old buffers, and layers that it does not implement."""
     return _fits(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)) or _fits(name, _OLD_BUFFERS)
 
 
@@ -373,7 +373,7 @@ class SafetensorsSource:
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self._made: dict[str, dict[str, torch.Tensor]] = {}
-        """What the latest conversion has made, by its target."""
+        """The tensors that the latest conversion has made, by its target."""
         remarks = {
             "not in {}, so newly initialised": self._matched.new,
             "in {} and not used by this model": self._matched.unused,
