@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -355,7 +356,10 @@ class Generator:
         idle = copy.deepcopy(settings[0])
         idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
         found: dict[int, Generated] = {}
-        dealt_by = deal_alike if self._placed.needs_one_length(settings[0]) else deal
+        dealt_by: Callable[..., list[list[list[int]]]] = deal
+        if self._placed.needs_one_length(settings[0]):
+            # Prompts before an encoder are padded to the longest of all ranks.
+            dealt_by = partial(deal_alike, whole_rounds=self._placed.is_encoder_decoder)
         rounds = dealt_by([len(request.tokens) for request in requests], ranks=data.size, batch=batch)
         began, made = time.monotonic(), 0
         for dealt in rounds:

@@ -29,7 +29,7 @@ from zeromesh.trainer.inference.settings import ends_of, settings_of
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
-from zeromesh.trainer.models.generation import check_arguments, generate, rope_kinds
+from zeromesh.trainer.models.generation import check_arguments, encoder_config, generate, rope_kinds
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
@@ -191,10 +191,14 @@ class PlacedModel:
     def needs_one_length(self, settings: GenerationConfig) -> bool:
         """Return True if prompts that are generated together must have one length, since padding would change their results.
 
-        An encoder has a mask for it; before other prompts it would move positions, and penalties would count it.
+        An encoder has a mask for it; before other prompts it would move positions, penalties would count it, and beyond a window
+        it has nothing to look at, which makes NaN.
         """
-        of_encoder = (settings.encoder_repetition_penalty, settings.encoder_no_repeat_ngram_size)
-        return not self.is_encoder_decoder or any(value not in (None, 0, 1) for value in of_encoder)
+        if not self.is_encoder_decoder:
+            return True
+        windowed = getattr(encoder_config(self.module), "sliding_window", None)
+        penalised = settings.encoder_repetition_penalty not in (None, 1) or settings.encoder_no_repeat_ngram_size
+        return bool(windowed or penalised)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seeds: Sequence[int]

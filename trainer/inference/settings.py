@@ -32,6 +32,8 @@ _OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "to
 """Fields that change what only the library's own loop does."""
 _RELATIVE = ("bloom", "mpt")
 """Models without positions, but for the distances of tokens, which are the same in all columns of a batch."""
+_WINDOW_OF_CACHE = ("moshi",)
+"""Models whose window is what their cache keeps, and no matter of a mask."""
 
 
 def settings_of(
@@ -101,6 +103,8 @@ def why_unbatched(module: Any, settings: GenerationConfig) -> str:
         return f"{name} keeps something else than keys and values between tokens"
     if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
         return f"{name} counts positions from the first column of a batch"
+    if module.config.model_type in _WINDOW_OF_CACHE:
+        return f"{name} looks at what its cache keeps of a window"
     if any(getattr(part, "is_causal", True) is False for part in module.modules()):
         return f"{name} has attention that also looks at later tokens"
     changing = rope_kinds(module.config) & {"dynamic", "longrope"}
