@@ -67,6 +67,7 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 
+_PICTURES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
 _T5_GEMMA = {**LLAMA, **_ENDS, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
 
 
@@ -116,6 +117,10 @@ MODELS |= {
     "dynamic": lambda: llama(**_ENDS, rope_parameters=_ROPE["dynamic"], max_position_embeddings=6, use_cache=True),
     "qwen3_next": lambda: tf.Qwen3NextForCausalLM(_eager(tf.Qwen3NextConfig(**_QWEN3_NEXT))),
     "llama4": lambda: tf.Llama4ForCausalLM(_eager(tf.Llama4TextConfig(**_LLAMA4))),
+    # It sees pictures, in which attention looks at all places, in one stage of a pipeline alone.
+    "git": lambda: tf.GitForCausalLM(
+        tf.GitConfig(**_BERT, **_ENDS, vision_config={**_PICTURES, "num_hidden_layers": 1})
+    ),
     "moshi": lambda: tf.MoshiForCausalLM(tf.MoshiConfig(**LLAMA, head_dim=8, ffn_dim=48, sliding_window=4)),
     "t5gemma": lambda: tf.T5GemmaForConditionalGeneration(
         tf.T5GemmaConfig(encoder=_T5_GEMMA, decoder=_T5_GEMMA, vocab_size=VOCABULARY, **_ENDS, decoder_start_token_id=1)

@@ -34,6 +34,7 @@ FEW = {
     "recurrent_gemma": {"data", "sharded", "host"},
     "ctrl": {"pipeline", "sharded"},
     "led": {"sharded", "data"},
+    "git": {"sharded", "pipeline"},
     "moshi": {"sharded", "pipeline"},
     "t5gemma": {"sharded", "data"},
 }
@@ -45,6 +46,7 @@ SHORT = {("bart-decoder", "sharded"), ("bert", "pipeline"), ("longrope", "pipeli
         ("ctrl", "pipeline"),
         ("led", "sharded"),
         ("moshi", "sharded"),
+        ("git", "pipeline"),
         ("t5gemma", "sharded"),
     },
 }
