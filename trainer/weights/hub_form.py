@@ -133,8 +133,15 @@ class HubForm:
         if is_adapted(model):
             self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
             self._layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
+        self._outside = {
+            first: name
+            for name, first in canonical_names(model).items()
+            if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
+        }
+        """Layers that were tied to a module of which adapters train a copy, and keep its weights, by the names of those."""
         self._counts = Counter(self._layer_of.values())
         plain = {name: each for name, each in tensors.items() if name not in self._layer_of}
+        plain |= {name: tensors[first] for first, name in self._outside.items()}
         for layer in self._counts:
             base = _base_of(self._layers[layer])
             plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
@@ -164,7 +171,8 @@ class HubForm:
     def _in_files(self, weights: Named) -> Named:
         """Yield those weights of the model without adapters that are in files, by their names there."""
         for name, tensor in weights:
-            plain = self._name_of.get(name, name).removeprefix(self._prefix)
+            # Adapters of single tokens are in a module of their own inside the embedding.
+            plain = self._name_of.get(name, name).removeprefix(self._prefix).replace(".token_adapter.", ".")
             if plain not in self._left_out:
                 yield plain, tensor
 
@@ -176,6 +184,8 @@ class HubForm:
             if layer is None:
                 yield name, tensor
                 continue
+            if name in self._outside:
+                yield self._outside[name], tensor
             parts = waiting.setdefault(layer, {})
             parts[name.removeprefix(f"{layer}.")] = tensor.clone()
             if len(parts) == self._counts[layer]:

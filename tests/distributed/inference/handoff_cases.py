@@ -127,6 +127,8 @@ FORMS: dict[str, Callable[[], Any]] = {
     "lora": adapted,
     "dora": lambda: adapted(use_dora=True),
     "head": lambda: adapted(modules_to_save=["lm_head"]),
+    "embedding": lambda: adapted({"tie_word_embeddings": True}, modules_to_save=["embed_tokens"]),
+    "tokens": lambda: adapted({"tie_word_embeddings": True}, trainable_token_indices=[3, 5]),
     "moe-lora": lambda: peft.get_peft_model(seeded(_mixtral), peft.LoraConfig(target_modules=["q_proj"])),
 }
 

@@ -43,6 +43,8 @@ def test_weights_arrive(workers: Workers, tmp_path: Path, ranks: int, sections: 
         pytest.param(2, {"parallel": {"pipeline": 2}}, "mixtral", marks=pytest.mark.full),
         pytest.param(2, {"zero": {"stage": 3}}, "dora", marks=pytest.mark.full),
         pytest.param(2, {"zero": {"stage": 3}}, "head", marks=pytest.mark.full),
+        (2, {"zero": {"stage": 3}}, "embedding"),
+        (2, {"zero": {"stage": 3}}, "tokens"),
         pytest.param(2, {"zero": {"stage": 1}}, "moe-lora", marks=pytest.mark.full),
     ],
 )
