@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -30,7 +31,6 @@ from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
 from zeromesh.trainer.inference.prompts import Prompt, deal, deal_alike, problem_of, split_prompt
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
-from zeromesh.trainer.inference.settings import why_unbatched
 from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.models.generation import decoder_positions
 from zeromesh.trainer.setup.build import connect
@@ -154,7 +154,7 @@ class Generator:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be 1 or more prompts")
         requests, settings = self._requests(prompts, fields, seed)
-        why = next(filter(None, (why_unbatched(self._placed.module, each) for each in settings)), "")
+        why = next(filter(None, (self._placed.why_unbatched(each) for each in settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
@@ -187,7 +187,7 @@ class Generator:
             CollectiveError: when a rank is gone or late.
         """
         self._require_alive()
-        why = why_unbatched(self._placed.module, self._placed.settings(fields, 1))
+        why = self._placed.why_unbatched(self._placed.settings(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         with self._guarded():
@@ -230,7 +230,7 @@ class Generator:
             DataError: for tokens that the model does not know, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
-        why = why_unbatched(self._placed.module, self._placed.settings(fields, len(tokens)))
+        why = self._placed.why_unbatched(self._placed.settings(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
@@ -257,7 +257,7 @@ class Generator:
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not why_unbatched(self._placed.module, self._placed.settings(fields, 1))
+        return not self._placed.why_unbatched(self._placed.settings(fields, 1))
 
     @property
     def model_type(self) -> str:
@@ -355,7 +355,10 @@ class Generator:
         idle = copy.deepcopy(settings[0])
         idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
         found: dict[int, Generated] = {}
-        dealt_by = deal_alike if self._placed.needs_one_length(settings[0]) else deal
+        dealt_by: Callable[..., list[list[list[int]]]] = deal
+        if self._placed.needs_one_length(settings[0]):
+            # Prompts before an encoder are padded to the longest of all ranks.
+            dealt_by = partial(deal_alike, whole_rounds=self._placed.is_encoder_decoder)
         rounds = dealt_by([len(request.tokens) for request in requests], ranks=data.size, batch=batch)
         began, made = time.monotonic(), 0
         for dealt in rounds:

@@ -25,11 +25,11 @@ from zeromesh.trainer.inference.batching.loop import RequestLoop
 from zeromesh.trainer.inference.batching.row_cache import layers_of, numbers_kept
 from zeromesh.trainer.inference.batching.sampling import RowDraws, RowSampler
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.settings import ends_of, settings_of
+from zeromesh.trainer.inference.settings import any_looks_ahead, ends_of, settings_of, why_unbatched
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
-from zeromesh.trainer.models.generation import check_arguments, generate, rope_kinds
+from zeromesh.trainer.models.generation import check_arguments, encoder_config, generate, rope_kinds
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
@@ -84,6 +84,8 @@ class PlacedModel:
     mesh: Mesh
     console: Console
     module: Any
+    looks_ahead: bool
+    """True if any attention of the whole model looks at later tokens too."""
     hub_form: HubForm
     divided: Divided
     engine: ZeroEngine
@@ -112,7 +114,7 @@ class PlacedModel:
         notes = begin_alike(built, mesh, config.run.seed, trains=False)
         tiers = open_tiers(mesh, options)
         try:
-            hub_form = HubForm(model)
+            ahead, hub_form = any_looks_ahead(model), HubForm(model)
             divided = divide(model, mesh, cuts_of(config))
             _, prepared = prepare_model(model, config.model, options, tiers)
             console.note(*notes, *divided.notes, *prepared, *built.notes)
@@ -125,6 +127,7 @@ class PlacedModel:
             mesh=mesh,
             console=console,
             module=model.eval(),
+            looks_ahead=ahead,
             hub_form=hub_form,
             divided=divided,
             engine=engine,
@@ -142,6 +145,10 @@ class PlacedModel:
         return settings_of(
             self.module, fields, prompt_tokens, staged=staged, shared=staged or self.mesh.tensor.size > 1
         )
+
+    def why_unbatched(self, settings: GenerationConfig) -> str:
+        """Return why requests with these settings cannot join and leave a running batch; empty if they can. Ranks say the same."""
+        return why_unbatched(self.module, settings, looks_ahead=self.looks_ahead)
 
     def request_loop(
         self, fields: Mapping[str, Any], *, rows: int, on_progress: Callable[[Sequence[Progress]], object]
@@ -191,10 +198,14 @@ class PlacedModel:
     def needs_one_length(self, settings: GenerationConfig) -> bool:
         """Return True if prompts that are generated together must have one length, since padding would change their results.
 
-        An encoder has a mask for it; before other prompts it would move positions, and penalties would count it.
+        An encoder has a mask for it; before other prompts it would move positions, penalties would count it, and beyond a window
+        it has nothing to look at, which makes NaN.
         """
-        of_encoder = (settings.encoder_repetition_penalty, settings.encoder_no_repeat_ngram_size)
-        return not self.is_encoder_decoder or any(value not in (None, 0, 1) for value in of_encoder)
+        if not self.is_encoder_decoder:
+            return True
+        windowed = getattr(encoder_config(self.module), "sliding_window", None)
+        penalised = settings.encoder_repetition_penalty not in (None, 1) or settings.encoder_no_repeat_ngram_size
+        return bool(windowed or penalised)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seeds: Sequence[int]

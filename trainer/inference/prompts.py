@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +143,19 @@ def deal(lengths: Sequence[int], *, ranks: int, batch: int) -> list[list[list[in
     return rounds
 
 
-def deal_alike(lengths: Sequence[int], *, ranks: int, batch: int) -> list[list[list[int]]]:
-    """Deal prompts out as `deal` does, but so that those that a rank generates together are of one length."""
+def deal_alike(lengths: Sequence[int], *, ranks: int, batch: int, whole_rounds: bool = False) -> list[list[list[int]]]:
+    """Deal prompts out as `deal` does, but so that those that a rank generates together are of one length.
+
+    `whole_rounds`: those that all ranks generate at a time are of one length.
+    """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    parts = []
+    groups = []
     for _, group in groupby(order, key=lambda number: lengths[number]):
         numbers = list(group)
         most = min(batch, -(-len(numbers) // ranks))
-        parts += [numbers[begin : begin + most] for begin in range(0, len(numbers), most)]
-    rounds = deal([len(part) * lengths[part[0]] for part in parts], ranks=ranks, batch=1)
-    return [[[number for part in own for number in parts[part]] for own in dealt] for dealt in rounds]
+        groups.append([numbers[begin : begin + most] for begin in range(0, len(numbers), most)])
+    found = []
+    for parts in groups if whole_rounds else [list(chain.from_iterable(groups))]:
+        rounds = deal([len(part) * lengths[part[0]] for part in parts], ranks=ranks, batch=1)
+        found += [[[number for part in own for number in parts[part]] for own in dealt] for dealt in rounds]
+    return found

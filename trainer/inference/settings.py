@@ -32,6 +32,8 @@ _OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "to
 """Fields that change what only the library's own loop does."""
 _RELATIVE = ("bloom", "mpt")
 """Models without positions, but for the distances of tokens, which are the same in all columns of a batch."""
+_WINDOW_OF_CACHE = ("moshi",)
+"""Models whose window is what their cache keeps, and no matter of a mask."""
 
 
 def settings_of(
@@ -81,8 +83,16 @@ def settings_of(
     return settings
 
 
-def why_unbatched(module: Any, settings: GenerationConfig) -> str:
-    """Return why requests with these settings cannot join and leave a running batch of this model; empty if they can."""
+def any_looks_ahead(module: Any) -> bool:
+    """Return True if a model, which is whole, has attention that also looks at later tokens."""
+    return any(getattr(part, "is_causal", True) is False for part in module.modules())
+
+
+def why_unbatched(module: Any, settings: GenerationConfig, *, looks_ahead: bool) -> str:
+    """Return why requests with these settings cannot join and leave a running batch of this model; empty if they can.
+
+    `looks_ahead` is that of the whole model, of which a stage of a pipeline has some modules alone.
+    """
     name = type(module).__name__
     mode = settings.get_generation_mode()
     if mode not in _PLAIN_MODES:
@@ -101,7 +111,9 @@ def why_unbatched(module: Any, settings: GenerationConfig) -> str:
         return f"{name} keeps something else than keys and values between tokens"
     if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
         return f"{name} counts positions from the first column of a batch"
-    if any(getattr(part, "is_causal", True) is False for part in module.modules()):
+    if module.config.model_type in _WINDOW_OF_CACHE:
+        return f"{name} looks at what its cache keeps of a window"
+    if looks_ahead:
         return f"{name} has attention that also looks at later tokens"
     changing = rope_kinds(module.config) & {"dynamic", "longrope"}
     if changing:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 from zeromesh.errors import CheckpointError, ConfigError, some, summary
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import read_class
-from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names
 from zeromesh.zero.full_state import saved_buffers
 
 
@@ -127,16 +127,26 @@ class HubForm:
         """Layers with adapters, and modules of which adapters train a copy."""
         self._layer_of: dict[str, str] = {}
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
+        self._name_of = _names_in_files(model, self._prefix, inside)
+        self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
+        """What the model computes anew where it is loaded, such as positions."""
         if is_adapted(model):
             self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
             self._layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
+        self._outside = {
+            first: name
+            for name, first in canonical_names(model).items()
+            if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
+        }
+        """Layers that were tied to a module of which adapters train a copy, and keep its weights, by the names of those."""
         self._counts = Counter(self._layer_of.values())
         plain = {name: each for name, each in tensors.items() if name not in self._layer_of}
+        plain |= {name: tensors[first] for first, name in self._outside.items()}
         for layer in self._counts:
             base = _base_of(self._layers[layer])
             plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
         self._tensors = {
-            name.removeprefix(self._prefix): torch.empty_like(each, device="meta") for name, each in plain.items()
+            name: torch.empty_like(each, device="meta") for name, each in self._in_files(iter(plain.items()))
         }
         self._group_of: dict[str, Group] | None = None
 
@@ -154,29 +164,38 @@ class HubForm:
         try:
             if self._group_of is None:
                 self._group_of = {name: group for group in self._names.groups(self._tensors) for name in group.names}
-            yield from self._converted(_in_dtype(self._merged(weights), dtype), self._group_of)
+            yield from self._converted(_in_dtype(self._in_files(self._merged(weights)), dtype), self._group_of)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
+    def _in_files(self, weights: Named) -> Named:
+        """Yield those weights of the model without adapters that are in files, by their names there."""
+        for name, tensor in weights:
+            # Adapters of single tokens are in a module of their own inside the embedding.
+            plain = self._name_of.get(name, name).removeprefix(self._prefix).replace(".token_adapter.", ".")
+            if plain not in self._left_out:
+                yield plain, tensor
+
     def _merged(self, weights: Named) -> Named:
-        """Yield weights of the model without adapters."""
+        """Yield weights of the model without adapters, in the modules that it has with them."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
             layer = self._layer_of.get(name)
             if layer is None:
-                yield name.removeprefix(self._prefix), tensor
+                yield name, tensor
                 continue
+            if name in self._outside:
+                yield self._outside[name], tensor
             parts = waiting.setdefault(layer, {})
             parts[name.removeprefix(f"{layer}.")] = tensor.clone()
             if len(parts) == self._counts[layer]:
-                plain = layer.removeprefix(self._prefix)
                 for leaf, merged in _merge(self._layers[layer], waiting.pop(layer)):
                     if merged.is_meta:
                         raise ConfigError(
-                            f"{plain}.{leaf} is also the weight of another layer, and adapters of one cannot be merged into both; "
-                            "leave the layer out of the adapters' targets"
+                            f"{layer.removeprefix(self._prefix)}.{leaf} is also the weight of another layer, and adapters of "
+                            "one cannot be merged into both; leave the layer out of the adapters' targets"
                         )
-                    yield f"{plain}.{leaf}", merged
+                    yield f"{layer}.{leaf}", merged
 
     def _converted(self, weights: Named, group_of: Mapping[str, Group]) -> Named:
         waiting: dict[int, dict[str, torch.Tensor]] = {}
@@ -194,6 +213,12 @@ class HubForm:
 def _in_dtype(weights: Named, dtype: torch.dtype) -> Named:
     for name, tensor in weights:
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _names_in_files(model: nn.Module, prefix: str, inside: Any) -> dict[str, str]:
+    """The names that parameters with several names have in files, by their first ones: not those that are tied to another."""
+    tied = {f"{prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
+    return {first: name for name, first in canonical_names(model).items() if first in tied and name not in tied}
 
 
 def _is_adapter(module: Any) -> bool:

@@ -67,6 +67,9 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 
+_PICTURES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+_T5_GEMMA = {**LLAMA, **_ENDS, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+
 
 MODELS: dict[str, Any] = {
     "llama": lambda: llama(**_ENDS),
@@ -114,6 +117,14 @@ MODELS |= {
     "dynamic": lambda: llama(**_ENDS, rope_parameters=_ROPE["dynamic"], max_position_embeddings=6, use_cache=True),
     "qwen3_next": lambda: tf.Qwen3NextForCausalLM(_eager(tf.Qwen3NextConfig(**_QWEN3_NEXT))),
     "llama4": lambda: tf.Llama4ForCausalLM(_eager(tf.Llama4TextConfig(**_LLAMA4))),
+    # It sees pictures, in which attention looks at all places, in one stage of a pipeline alone.
+    "git": lambda: tf.GitForCausalLM(
+        tf.GitConfig(**_BERT, **_ENDS, vision_config={**_PICTURES, "num_hidden_layers": 1})
+    ),
+    "moshi": lambda: tf.MoshiForCausalLM(tf.MoshiConfig(**LLAMA, head_dim=8, ffn_dim=48, sliding_window=4)),
+    "t5gemma": lambda: tf.T5GemmaForConditionalGeneration(
+        tf.T5GemmaConfig(encoder=_T5_GEMMA, decoder=_T5_GEMMA, vocab_size=VOCABULARY, **_ENDS, decoder_start_token_id=1)
+    ),
     "gemma4": lambda: tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**_GEMMA4)),
 }
 NEW = 7
@@ -129,15 +140,15 @@ def sharp(name: str) -> Any:
     return model
 
 
-def alone(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+def alone(model: Any, prompt: list[int], **fields: Any) -> tuple[list[int], list[float]]:
     """The new tokens of one prompt by itself, greedily, and their log-probabilities."""
     # What a model keeps of earlier texts is none of this one's.
-    model = copy.deepcopy(model)
+    model, fields = copy.deepcopy(model), {"max_new_tokens": NEW, "pad_token_id": 0, **fields}
     ids, logits = torch.tensor([prompt]), []
     begin = 1 if model.config.is_encoder_decoder else len(prompt)
     watch = model.register_forward_hook(lambda module, arguments, outputs: logits.append(outputs.logits[0, -1]))
     with torch.no_grad():
-        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0)[0, begin:]
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **fields)[0, begin:]
     watch.remove()
     logprobs = torch.stack(logits).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     return tokens.tolist(), logprobs.tolist()
@@ -250,6 +261,21 @@ def from_a_run(mesh: Mesh, folder: str) -> dict[str, Any]:
                 if found != wanted:
                     wrong.append(f"{source} under tensor {tensor}: {found} for {wanted}")
     return {"wrong": wrong}
+
+
+def penalises(mesh: Mesh, folder: str) -> list[Any]:
+    """The continuations of prompts whose tokens an encoder-decoder is not to repeat, and what they are by themselves.
+
+    What they would be padded with is the token that the first one is continued by.
+    """
+    reference, directory = sharp("t5"), Path(folder, "t5")
+    if mesh.rank == 0:
+        reference.save_pretrained(directory)
+    mesh.world.barrier("the model's directory")
+    fields = {"pad_token_id": alone(reference, PROMPTS[0])[0][0], "encoder_no_repeat_ngram_size": 1}
+    with Generator(directory, zero={"stage": 0}, run={"output_dir": folder}) as generator:
+        found = generator.generate(PROMPTS, batch=2, max_new_tokens=NEW, **fields)
+    return [[each.tokens, alone(reference, prompt, **fields)[0]] for each, prompt in zip(found, PROMPTS, strict=True)]
 
 
 def refuses(mesh: Mesh, folder: str) -> dict[str, Any]:

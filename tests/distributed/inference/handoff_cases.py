@@ -127,6 +127,8 @@ FORMS: dict[str, Callable[[], Any]] = {
     "lora": adapted,
     "dora": lambda: adapted(use_dora=True),
     "head": lambda: adapted(modules_to_save=["lm_head"]),
+    "embedding": lambda: adapted({"tie_word_embeddings": True}, modules_to_save=["embed_tokens"]),
+    "tokens": lambda: adapted({"tie_word_embeddings": True}, trainable_token_indices=[3, 5]),
     "moe-lora": lambda: peft.get_peft_model(seeded(_mixtral), peft.LoraConfig(target_modules=["q_proj"])),
 }
 
@@ -194,16 +196,36 @@ def fails(mesh: Mesh, folder: str) -> dict[str, Any]:
     return said
 
 
-def from_generator(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """The weights of a generator are those of the model's directory."""
-    model = seeded(llama).double()
+def _small(config_class: Any, **more: Any) -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return config_class(**shape, vocab_size=VOCABULARY, max_position_embeddings=64, **more)
+
+
+DIRECTORIES: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    # The first name of its tied weight is not the one in files.
+    "camembert": lambda: tf.CamembertForCausalLM(_small(tf.CamembertConfig, is_decoder=True)),
+    # Positions of sines are not in files.
+    "marian": lambda: tf.MarianMTModel(
+        tf.MarianConfig(
+            d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCABULARY, pad_token_id=0, max_position_embeddings=64,
+        )
+    ),
+}  # fmt: skip
+
+
+def from_generator(mesh: Mesh, folder: str, model: str) -> dict[str, Any]:
+    """What differs between the weights of a generator and those in the files of the model's directory."""
+    directory = Path(folder, "model")
     if mesh.rank == 0:
-        model.save_pretrained(Path(folder, "model"))
+        seeded(DIRECTORIES[model]).double().save_pretrained(directory)
     mesh.world.barrier("the model's directory")
-    with Generator(Path(folder, "model"), run={"output_dir": folder}) as generator:
+    with Generator(directory, run={"output_dir": folder}) as generator:
         found = {name: tensor.clone() for name, tensor in generator.stream_weights()}
-    wanted = dict(model.named_parameters())
-    return {"wrong": [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]}
+    wanted = load_file(directory / "model.safetensors")
+    wrong = sorted(found.keys() ^ wanted.keys())
+    return {"wrong": wrong or [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]}
 
 
 def is_slow(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -34,11 +34,21 @@ FEW = {
     "recurrent_gemma": {"data", "sharded", "host"},
     "ctrl": {"pipeline", "sharded"},
     "led": {"sharded", "data"},
+    "git": {"sharded", "pipeline"},
+    "moshi": {"sharded", "pipeline"},
+    "t5gemma": {"sharded", "data"},
 }
 """Models that are tried in a few layouts, as others are like them."""
-SHORT = {("bart-decoder", "sharded"), ("bert", "pipeline"), ("longrope", "data"), ("qwen3_next", "pipeline")} | {
+SHORT = {("bart-decoder", "sharded"), ("bert", "pipeline"), ("longrope", "pipeline"), ("qwen3_next", "pipeline")} | {
     *{("llama4", "pipeline"), ("gemma4", "sharded"), ("dynamic", "sharded")},
-    *{("recurrent_gemma", "sharded"), ("ctrl", "pipeline"), ("led", "sharded")},
+    *{
+        ("recurrent_gemma", "sharded"),
+        ("ctrl", "pipeline"),
+        ("led", "sharded"),
+        ("moshi", "sharded"),
+        ("git", "pipeline"),
+        ("t5gemma", "sharded"),
+    },
 }
 SHORT |= {("llama", "sharded"), ("gpt2", "pipeline"), ("qwen3_moe", "stored"), ("t5", "tensor")}
 _STAGED = {"pipeline", "tensor-pipeline", "sharded-pipeline"}
@@ -91,6 +101,11 @@ def test_fewer_prompts_than_ranks(workers: Workers, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"folder": str(tmp_path), "model": "llama", "prompts": 1}
     for found in workers.run(2, "generator_cases:agrees", sections={"zero": {"gathered_budget": 0}}, **arguments):
         assert not found["wrong"]
+
+
+def test_padding_before_an_encoder_is_not_penalised(workers: Workers, tmp_path: Path) -> None:
+    for rows in workers.run(2, "generator_cases:penalises", folder=str(tmp_path)):
+        assert all(found == wanted for found, wanted in rows), rows
 
 
 def test_of_a_run_and_of_a_checkpoint(workers: Workers, tmp_path: Path) -> None:

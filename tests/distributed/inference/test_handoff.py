@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from handoff_cases import DIRECTORIES
 from workers import Workers
 
 from zeromesh import receive_weights
@@ -42,6 +43,8 @@ def test_weights_arrive(workers: Workers, tmp_path: Path, ranks: int, sections: 
         pytest.param(2, {"parallel": {"pipeline": 2}}, "mixtral", marks=pytest.mark.full),
         pytest.param(2, {"zero": {"stage": 3}}, "dora", marks=pytest.mark.full),
         pytest.param(2, {"zero": {"stage": 3}}, "head", marks=pytest.mark.full),
+        (2, {"zero": {"stage": 3}}, "embedding"),
+        (2, {"zero": {"stage": 3}}, "tokens"),
         pytest.param(2, {"zero": {"stage": 1}}, "moe-lora", marks=pytest.mark.full),
     ],
 )
@@ -72,8 +75,9 @@ def test_other_ranks_wait_while_a_receiver_rests(workers: Workers, tmp_path: Pat
         assert found["steps"] == 1
 
 
-def test_a_generator_has_those_of_its_directory(workers: Workers, tmp_path: Path) -> None:
-    for found in workers.run(2, "handoff_cases:from_generator", folder=str(tmp_path)):
+@pytest.mark.parametrize("model", DIRECTORIES)
+def test_a_generator_has_those_of_its_directory(workers: Workers, tmp_path: Path, model: str) -> None:
+    for found in workers.run(2, "handoff_cases:from_generator", folder=str(tmp_path), model=model):
         assert not found["wrong"]
 
 

@@ -195,6 +195,21 @@ def test_what_cannot_be_divided_is_refused(
     assert message in str(raised.value)
 
 
+def test_experts_that_pass_on_what_they_get_are_refused() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    sizes |= {
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 24,
+        "n_routed_experts": 4,
+        "vocab_size": 64,
+        "num_layers": 1,
+    }
+    with torch.device("meta"):
+        model = tf.LongcatFlashForCausalLM(tf.LongcatFlashConfig(**sizes))
+    with pytest.raises(LayoutError, match="identity_expert: every rank would add what this expert passes on"):
+        plan_tensor(model, 2)
+
+
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(LayoutError, match="there is no tensor-parallel plan for Sequential"):
         plan_tensor(nn.Sequential(nn.Linear(4, 4)), 2)

@@ -178,7 +178,9 @@ def test_the_cache_has_a_bound() -> None:
 def test_what_cannot_join_a_running_batch_is_named() -> None:
     model = _model("full")
     settings = settings_of(model, {"num_beams": 2}, 3, staged=False, shared=False)
-    assert "beam_search" in why_unbatched(model, settings)
+    assert "beam_search" in why_unbatched(model, settings, looks_ahead=False)
     mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1))
-    assert "Mamba" in why_unbatched(mamba, settings_of(mamba, {}, 3, staged=False, shared=False))
-    assert why_unbatched(model, settings_of(model, {"do_sample": True}, 3, staged=False, shared=False)) == ""
+    assert "Mamba" in why_unbatched(mamba, settings_of(mamba, {}, 3, staged=False, shared=False), looks_ahead=False)
+    drawn = settings_of(model, {"do_sample": True}, 3, staged=False, shared=False)
+    assert why_unbatched(model, drawn, looks_ahead=False) == ""
+    assert "later tokens" in why_unbatched(model, drawn, looks_ahead=True)

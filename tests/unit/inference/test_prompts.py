@@ -90,5 +90,8 @@ def test_prompts_of_one_length_are_dealt_out_together(lengths: list[int], ranks:
     assert all(len(dealt) == ranks and max(map(len, dealt)) <= batch for dealt in rounds)
     assert all(len({lengths[number] for number in own}) <= 1 for dealt in rounds for own in dealt)
     assert all(any(dealt) for dealt in rounds)
+    whole = deal_alike(lengths, ranks=ranks, batch=batch, whole_rounds=True)
+    assert sorted(number for dealt in whole for own in dealt for number in own) == list(range(len(lengths)))
+    assert all(len({lengths[number] for own in dealt for number in own}) == 1 for dealt in whole)
     alike = [10] * (ranks * batch)
     assert len(deal_alike(alike, ranks=ranks, batch=batch)) == 1

@@ -297,6 +297,8 @@ class _Planner:
         """Plan what rules are left for."""
         experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
         for name, style in self.styles.items():
+            if style == "moe_identity_expert":
+                raise LayoutError(f"{name}: every rank would add what this expert passes on; set parallel.tensor: 1")
             if name.rpartition(".")[0] in experts or style == "replicate":
                 continue
             if style == "local_params" and name in self.attentions:
