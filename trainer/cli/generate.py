@@ -57,12 +57,12 @@ def run_generate(options: argparse.Namespace) -> int:
         return _generate(options, fields, keys, prompts)
     with tempfile.TemporaryDirectory(prefix="zeromesh-prompts-") as folder:
         kept = {}
-        if not options.chat:
-            if options.prompts in (None, "-"):
-                kept[_PROMPTS] = str(Path(folder, "prompts.jsonl"))
-                write_whole(kept[_PROMPTS], _standard_input(), sync=False)
-            _prompts_of(kept.get(_PROMPTS, options.prompts))
+        if not options.chat and options.prompts in (None, "-"):
+            kept[_PROMPTS] = str(Path(folder, "prompts.jsonl"))
+            write_whole(kept[_PROMPTS], _standard_input(), sync=False)
         with kept_environment(kept):
+            if not options.chat:
+                _prompts_of(options.prompts)  # What is wrong with them is said before anything starts.
             return _launch(options, processes)
 
 
