@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import queue
 import signal
@@ -134,6 +135,10 @@ def _generate(
         if options.check:
             generator.check()
         if options.chat:
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(
+                    errors="surrogateescape"
+                )  # Bytes that are no text are refused with their line alone.
             _talk(generator, _Chat(generator, sys.stdin, sys.stdout, fields) if leads else None)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed

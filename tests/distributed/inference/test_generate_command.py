@@ -37,7 +37,8 @@ def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
     (beams,) = (json.loads(line) for line in said["beams"]["out"].splitlines() if line.startswith("{"))
     assert beams["logprobs"] is None
     answers = said["talk"]["out"].split("> ")
-    assert len(answers) == 7, "a greeting, and a sign for each line that was read"
+    assert "bytes that are no UTF-8, which is no text; /reset begins anew" in answers[4]
+    assert len(answers) == 8, "a greeting, and a sign for each line that was read"
     assert said["talk"]["code"] == 0
 
 
