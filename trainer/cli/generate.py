@@ -52,6 +52,8 @@ def run_generate(options: argparse.Namespace) -> int:
     processes = train.processes_of(options, environment)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
+    if options.chat and sys.stdin is None:
+        raise ConfigError("--chat reads from standard input, which is closed; leave it open")
     fields, keys = split_fields(options.overrides, options.max_new_tokens)
     if options.worker or processes == environment.world_size:
         prompts = [] if options.chat else _prompts_of(options.prompts)
@@ -299,6 +301,8 @@ class _Chat:
                     self._messages = []
                 elif line.strip():
                     self._answer(line.strip())
+        except BrokenPipeError:
+            pass  # Whoever read the answers has gone, which ends the conversation.
         finally:
             self.inbox.stop(abandon=True)
 

@@ -31,6 +31,7 @@ def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
     assert "bad.jsonl, line 2: the prompt has token 999, and the model knows 258" in said["bad"]["err"]
     assert said["bad"]["code"] == said["field"]["code"] == said["chat"]["code"] == 2
     assert "temprature is no field of transformers' GenerationConfig" in said["field"]["err"]
+    assert "--chat reads from standard input, which is closed; leave it open" in said["closed"]["err"]
     assert "--chat reads from the terminal" in said["chat"]["err"]
     assert said["one"]["out"].rstrip("\n") == rows[0]["text"]
     # What is written as it comes is of a running batch, which beams that a prompt asks for cannot join.
