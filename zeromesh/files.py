@@ -49,20 +49,21 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
-            _require_regular(os.lstat(path).st_mode, path)
+            _require_regular(os.lstat(path).st_mode, path, flags)
         raise
     try:
-        _require_regular(os.fstat(descriptor).st_mode, path)
+        _require_regular(os.fstat(descriptor).st_mode, path, flags)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _require_regular(mode: int, path: str | os.PathLike[str]) -> None:
+def _require_regular(mode: int, path: str | os.PathLike[str], flags: int) -> None:
+    cure = "; remove it" if flags & os.O_CREAT else ""
     for is_kind, kind in _KINDS:
         if is_kind(mode):
-            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file; remove it", os.fspath(path))
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file{cure}", os.fspath(path))
 
 
 def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:

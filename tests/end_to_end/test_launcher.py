@@ -24,8 +24,8 @@ folder = sys.argv[1]
 
 DRIVER = """\
 import sys
-from zeromesh.launch.rendezvous import launch_workers
-sys.exit(int(launch_workers(sys.argv[1:], processes=2)))
+from zeromesh.launch.rendezvous import Nodes, launch_workers
+sys.exit(int(launch_workers(sys.argv[1:], processes=2, nodes=Nodes(max_restarts=1))))
 """
 
 
@@ -124,6 +124,8 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         driver.send_signal(number)
         assert driver.wait(timeout=20) == code
+        assert driver.stderr is not None
+        assert "start again" not in driver.stderr.read(), "what a person stops does not start again"
     for file in files:
         wait_until(lambda file=file: not is_running(int(file.read_text())), seconds=10.0)
 

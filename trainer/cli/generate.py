@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import queue
 import signal
@@ -51,18 +52,20 @@ def run_generate(options: argparse.Namespace) -> int:
     processes = train.processes_of(options, environment)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
+    if options.chat and sys.stdin is None:
+        raise ConfigError("--chat reads from standard input, which is closed; leave it open")
     fields, keys = split_fields(options.overrides, options.max_new_tokens)
     if options.worker or processes == environment.world_size:
         prompts = [] if options.chat else _prompts_of(options.prompts)
         return _generate(options, fields, keys, prompts)
     with tempfile.TemporaryDirectory(prefix="zeromesh-prompts-") as folder:
         kept = {}
-        if not options.chat:
-            if options.prompts in (None, "-"):
-                kept[_PROMPTS] = str(Path(folder, "prompts.jsonl"))
-                write_whole(kept[_PROMPTS], _standard_input(), sync=False)
-            _prompts_of(kept.get(_PROMPTS, options.prompts))
+        if not options.chat and options.prompts in (None, "-"):
+            kept[_PROMPTS] = str(Path(folder, "prompts.jsonl"))
+            write_whole(kept[_PROMPTS], _standard_input(), sync=False)
         with kept_environment(kept):
+            if not options.chat:
+                _prompts_of(options.prompts)  # What is wrong with them is said before anything starts.
             return _launch(options, processes)
 
 
@@ -134,6 +137,10 @@ def _generate(
         if options.check:
             generator.check()
         if options.chat:
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(
+                    errors="surrogateescape"
+                )  # Bytes that are no text are refused with their line alone.
             _talk(generator, _Chat(generator, sys.stdin, sys.stdout, fields) if leads else None)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
@@ -294,6 +301,8 @@ class _Chat:
                     self._messages = []
                 elif line.strip():
                     self._answer(line.strip())
+        except BrokenPipeError:
+            pass  # Whoever read the answers has gone, which ends the conversation.
         finally:
             self.inbox.stop(abandon=True)
 

@@ -8,6 +8,7 @@ with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -406,6 +407,12 @@ class Generator:
             )
         else:
             try:
+                json.dumps(prompt, ensure_ascii=False, default=str).encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{where} has half of a character or bytes that are no UTF-8, which is no text"
+                ) from error
+            try:
                 ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
@@ -436,6 +443,7 @@ class Generator:
 
     def close(self) -> None:
         """Leave the process groups, and give files and shared memory back. The generator is over."""
+        self._failure = self._failure or "close()"
         self._placed.close()
         self._placed.console.close()
         self.mesh.close()

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import open_regular, read_whole, write_whole
+from zeromesh.files import open_regular, try_lock, write_whole
 
 SUFFIX = ".part"
 
@@ -30,7 +30,7 @@ class ResultJournal:
         count: how many results there will be.
 
     Raises:
-        ConfigError: where there are results of another generation, and where no file can be.
+        ConfigError: where there are results of another generation, another command is writing, and where no file can be.
         StorageError: where files cannot be read or written.
     """
 
@@ -44,22 +44,29 @@ class ResultJournal:
         """The results so far, by the number of the prompt."""
         head = {"generates": content, "prompts": count}
         try:
-            kept = self._read(head)
-            # A torn line at the end is written over.
             self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
-            self._file.truncate(kept)
-            self._file.seek(kept)
-            if not kept:
-                self._write(head)
+            try:
+                # One that is locked and has no name any more is of a command that has just ended.
+                if not try_lock(self._file.fileno()) or not os.fstat(self._file.fileno()).st_nlink:
+                    raise ConfigError(
+                        f"another command writes its results to {self.path} now; wait for it, or give another --out"
+                    )
+                kept = self._read(head)
+                # A torn line at the end is written over.
+                self._file.truncate(kept)
+                self._file.seek(kept)
+                if not kept:
+                    self._write(head)
+            except BaseException:
+                self.close()
+                raise
         except OSError as error:
             raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _read(self, head: Mapping[str, Any]) -> int:
         """Read what is there; returns the bytes of whole lines."""
-        if not self.path.exists():
-            return 0
         kept = 0
-        for line in read_whole(self.path).splitlines(keepends=True):
+        for line in self._file:
             digest, _, body = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or digest.decode(errors="replace") != xxhash.xxh3_64_hexdigest(body):
                 break

@@ -37,7 +37,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
         DataError: for a file that cannot be read or has no prompt, and for lines that are none, with their numbers.
     """
     try:
-        content = read_whole(path)
+        # A link to a file is as good as the file, which nobody writes to here.
+        content = read_whole(path.resolve() if path.is_file() else path)
     except OSError as error:
         raise DataError(
             f"--prompts {str(path)!r} cannot be read: {error.strerror}; give a file, or - for standard input"

@@ -16,6 +16,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from zeromesh.trainer.models.build import directory_of, read_configuration
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
@@ -35,7 +36,8 @@ def find_source(source: str | PathLike[str]) -> str:
         ConfigError: for a directory that is none of these, and for a run without a checkpoint.
     """
     path = Path(source).expanduser()
-    if not path.is_dir() or (path / "config.json").is_file():
+    # What is wrong with a directory of adapters is said where models are read.
+    if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return str(path) if path.is_dir() else str(source)
     if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
         return str(checkpoint_at(path))

@@ -22,6 +22,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import ConfigError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
@@ -29,6 +30,7 @@ from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, BuiltModel, build_deferred, canonical_names
@@ -280,10 +282,13 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
 
 def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_code: bool) -> Any:
     """Read `config.json`, and set the fields in `settings` on top of it."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        merged = f"merge them (`zeromesh checkpoint export {directory} OUT --merge`), and give OUT"
+        if not (directory / MANIFEST).is_file():
+            merged = "merge them into the model (PEFT's merge_and_unload), and give the directory that it is saved in"
+        raise ConfigError(f"{directory} has adapters, which are not loaded from there; {merged}", where="model.source")
     if not (directory / "config.json").is_file():
         cure = "give a directory that save_pretrained of a transformers model wrote"
-        if (directory / "adapter_config.json").is_file():
-            cure = "it holds an adapter alone: give the model that this belongs to, or pass a PeftModel to Trainer"
         raise ConfigError(f"{directory} has no config.json; {cure}", where="model.source")
     with _library_errors("model.source", f"{directory / 'config.json'}: "):
         stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)

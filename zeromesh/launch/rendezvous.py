@@ -176,7 +176,8 @@ class Leader:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
-        self._explain_restart(cause)
+        if not self._stopped():  # Ranks that are stopped end like those that fail.
+            self._explain_restart(cause)
         return self.first_start()
 
     def close(self) -> None:

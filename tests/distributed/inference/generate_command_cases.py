@@ -68,8 +68,10 @@ def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
             "beams": command(mesh, ["generate", "model", "--prompts", "beams.jsonl", "--max-new-tokens", "8"]),
             "one": command(mesh, ["generate", "model", "--prompts", "one.jsonl", "generation.max_new_tokens=8"]),
         }
-        talk = "Hi\n/reset\n\nHi\nHo\n/exit\nnot this"
-        with mock.patch.object(sys, "stdin", io.StringIO(talk)):
+        talk = io.TextIOWrapper(io.BytesIO(b"Hi\n/reset\n\n\xff\nHi\nHo\n/exit\nnot this"), encoding="utf-8")
+        with mock.patch.object(sys, "stdin", talk):
             found["talk"] = command(mesh, ["generate", "model", "--chat", "--max-new-tokens", "4"])
+        with mock.patch.object(sys, "stdin", None):
+            found["closed"] = command(mesh, ["generate", "model", "--chat"])
         rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
     return {"said": found, "rows": rows}

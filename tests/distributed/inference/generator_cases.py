@@ -17,7 +17,7 @@ from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, set
 
 from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CollectiveError, NonFiniteError, WeightsDifferError, ZeromeshError
+from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, WeightsDifferError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import peak_bytes, resident_bytes
 from zeromesh.trainer.inference.requests import Inbox, Progress
@@ -311,6 +311,10 @@ def refuses(mesh: Mesh, folder: str) -> dict[str, Any]:
         ]
         messages["ways"] = [[each.tokens for each in generator.generate(alike, **drawn, **way)] for way in ways]
         messages["ways"].append([_drawn(sharp("gpt2"), prompt["input_ids"], prompt["seed"], drawn) for prompt in alike])
+    try:
+        generator.generate([[1]])
+    except PhaseError as error:
+        messages["closed"] = str(error)
     return messages
 
 

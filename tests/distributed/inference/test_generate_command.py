@@ -31,13 +31,15 @@ def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
     assert "bad.jsonl, line 2: the prompt has token 999, and the model knows 258" in said["bad"]["err"]
     assert said["bad"]["code"] == said["field"]["code"] == said["chat"]["code"] == 2
     assert "temprature is no field of transformers' GenerationConfig" in said["field"]["err"]
+    assert "--chat reads from standard input, which is closed; leave it open" in said["closed"]["err"]
     assert "--chat reads from the terminal" in said["chat"]["err"]
     assert said["one"]["out"].rstrip("\n") == rows[0]["text"]
     # What is written as it comes is of a running batch, which beams that a prompt asks for cannot join.
     (beams,) = (json.loads(line) for line in said["beams"]["out"].splitlines() if line.startswith("{"))
     assert beams["logprobs"] is None
     answers = said["talk"]["out"].split("> ")
-    assert len(answers) == 7, "a greeting, and a sign for each line that was read"
+    assert "bytes that are no UTF-8, which is no text; /reset begins anew" in answers[4]
+    assert len(answers) == 8, "a greeting, and a sign for each line that was read"
     assert said["talk"]["code"] == 0
 
 

@@ -124,6 +124,7 @@ def test_what_is_refused(workers: Workers, tmp_path: Path) -> None:
                 "long": "DataError: prompt 0: the prompt has 30 tokens, which with the new ones become 35",
                 "field": "max_new_token is no field of transformers' GenerationConfig",
                 "several": "num_return_sequences is not taken",
+                "closed": "this generator ended with close(); make a new one",
                 "differ": "ranks were given different things: prompts is",
             }
             for name, text in wanted.items():

@@ -52,6 +52,14 @@ def test_a_journal_that_is_cut_anywhere_goes_on(tmp_path: Path) -> None:
     assert ResultJournal(out, "abc", 3).missing() == [0, 2]
 
 
+def test_one_command_at_a_time_writes_results(tmp_path: Path) -> None:
+    journal = ResultJournal(tmp_path / "out", "abc", 1)
+    with pytest.raises(ConfigError, match=r"another command writes its results to .*out\.part now"):
+        ResultJournal(tmp_path / "out", "abc", 1)
+    journal.close()
+    ResultJournal(tmp_path / "out", "abc", 1).close()
+
+
 def test_results_of_something_else_are_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     ResultJournal(out, "abc", 3).close()

@@ -67,6 +67,14 @@ def test_a_file_without_prompts(tmp_path: Path) -> None:
         read_prompts(path)
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="cannot be read: it is a directory, not a regular file; give a file, or -"):
+        read_prompts(tmp_path)
+
+
+def test_a_link_to_a_file_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "Once"}\r\n')
+    (tmp_path / "link.jsonl").symlink_to("p.jsonl")
+    assert [line.prompt for line in read_prompts(tmp_path / "link.jsonl")] == [{"text": "Once"}]
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 7))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from zeromesh.errors import ConfigError, LayoutError, StorageError
 from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.inference.source import find_source
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.weights import safetensors_source
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
@@ -304,8 +305,13 @@ def test_pickles_and_absent_directories_are_refused_with_the_cure(tmp_path: Path
     with pytest.raises(ConfigError, match=r"no config\.json; give a directory"):
         load(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no config\.json; it holds an adapter alone: give the model"):
+    with pytest.raises(ConfigError, match=r"has adapters, which are not loaded from there; merge them into the model"):
         load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # transformers loads the adapter on top of such a model.
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"merge them \(`zeromesh checkpoint export .* OUT --merge`\), and give OUT"):
+        load(tmp_path)
+    assert find_source(tmp_path) == str(tmp_path)
 
 
 def test_bad_reads_are_named(tmp_path: Path) -> None:
