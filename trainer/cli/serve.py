@@ -74,6 +74,9 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
         handled_signals((signal.SIGTERM, signal.SIGINT), stop),
         Generator(options.config, options.config_file, overrides=keys) as generator,
     ):
+        generator.require_serving(fields)
+        if generator.tokenizer is None:
+            raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
         server = _start(options, generator, inbox, fields) if inbox is not None else None
         if server is not None:
             arguments = (requested, hurried, server, inbox, options.grace)
