@@ -103,7 +103,7 @@ def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fiel
     listening = ServerOptions(
         host=options.host,
         port=options.port,
-        token=setting(TOKEN),
+        token=(setting(TOKEN) or "").strip() or None,  # A header has no spaces at its ends.
         new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
         grace_seconds=options.grace,
     )

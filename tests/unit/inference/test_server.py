@@ -399,3 +399,12 @@ def test_others_need_a_token(capfd: pytest.CaptureFixture[str]) -> None:
     finally:
         scene.close()
     assert "s3cret" not in "".join(capfd.readouterr())
+
+
+def test_a_token_that_is_no_utf8() -> None:
+    scene = Scene(token="s3\udcff")
+    try:
+        for token, status in ((b"s3\xff", 200), (b"s3", 401)):
+            assert scene.http.get("/health", headers={b"Authorization": b"Bearer " + token}).status_code == status
+    finally:
+        scene.close()

@@ -466,7 +466,7 @@ class _Guard:
         token = self._options.token
         if token is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode("latin-1"), token.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
         if not _is_own(headers.get("host", "")):
