@@ -91,6 +91,26 @@ time.sleep(60)
     assert "rank 1 does not go on" in failed.message
 
 
+def test_a_rank_that_has_failed_and_cannot_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
+    body = """
+import atexit
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0:
+    time.sleep(20)
+atexit.register(time.sleep, 20)
+raise CollectiveError("rank 0 does not go on")
+"""
+    began = time.monotonic()
+    failed = launch(tmp_path, body)
+    assert isinstance(failed, WorkersFailed)
+    assert "rank 0 does not go on" in failed.message
+    assert failed.ranks == (1,)
+    assert time.monotonic() - began < 15
+
+
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     body = "time.sleep(max(0, float(open(folder + '/at').read()) - time.time())); raise DataError('no text')"
     (tmp_path / "at").write_text(str(time.time() + 4.0))

@@ -113,7 +113,10 @@ class RankProcesses:
                 self._ended[index] = time.time()
         if len(self._ended) == len(self._processes):
             return True
-        if self._stop_until is None and (failed := [each for each in self._ended if self._processes[each].returncode]):
+        failed = [each for each in self._ended if self._processes[each].returncode]
+        # One that has told its error may not end, as long as a peer that is stopped holds its connections.
+        told = any(os.fstat(error).st_size for error in self._errors)
+        if self._stop_until is None and (failed or told):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
             if now > self._cause_until or any(self._end_of(each).distance == 0 for each in failed):
                 self.stop(signal.SIGTERM)
