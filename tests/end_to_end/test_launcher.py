@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.environment import python_arguments
+from zeromesh.launch.rank_processes import RankProcesses
 from zeromesh.launch.rendezvous import WorkersFailed, launch_workers
 
 WORKER = """\
@@ -76,6 +77,40 @@ raise DataError("data.train: no text in it")
 
 
 @pytest.mark.full
+def test_a_rank_that_had_to_be_killed_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
+    body = """
+if rank == 0:
+    raise CollectiveError("rank 1 does not go on")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(60)
+"""
+    failed = launch(tmp_path, body)
+    assert isinstance(failed, WorkersFailed)
+    assert (failed.ranks, failed.exit_code) == ((0,), 1)
+    assert "rank 1 does not go on" in failed.message
+
+
+def test_a_rank_that_has_failed_and_cannot_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
+    body = """
+import atexit
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0:
+    time.sleep(20)
+atexit.register(time.sleep, 20)
+raise CollectiveError("rank 0 does not go on")
+"""
+    began = time.monotonic()
+    failed = launch(tmp_path, body)
+    assert isinstance(failed, WorkersFailed)
+    assert "rank 0 does not go on" in failed.message
+    assert failed.ranks == (1,)
+    assert time.monotonic() - began < 15
+
+
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     body = "time.sleep(max(0, float(open(folder + '/at').read()) - time.time())); raise DataError('no text')"
     (tmp_path / "at").write_text(str(time.time() + 4.0))

@@ -74,6 +74,9 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
         handled_signals((signal.SIGTERM, signal.SIGINT), stop),
         Generator(options.config, options.config_file, overrides=keys) as generator,
     ):
+        generator.require_serving(fields)
+        if generator.tokenizer is None:
+            raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
         server = _start(options, generator, inbox, fields) if inbox is not None else None
         if server is not None:
             arguments = (requested, hurried, server, inbox, options.grace)
@@ -100,7 +103,7 @@ def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fiel
     listening = ServerOptions(
         host=options.host,
         port=options.port,
-        token=setting(TOKEN),
+        token=(setting(TOKEN) or "").strip() or None,  # A header has no spaces at its ends.
         new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
         grace_seconds=options.grace,
     )

@@ -188,9 +188,7 @@ class Generator:
             CollectiveError: when a rank is gone or late.
         """
         self._require_alive()
-        why = self._placed.why_unbatched(self._placed.settings(fields, 1))
-        if why:
-            raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
+        self.require_serving(fields)
         with self._guarded():
             self._placed.request_loop(fields, rows=batch, on_progress=lambda progress: None).run(inbox)
 
@@ -222,6 +220,12 @@ class Generator:
         """
         weights = self.stream_weights()
         return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
+
+    def require_serving(self, fields: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
+        why = self._placed.why_unbatched(self._placed.settings(fields, 1))
+        if why:
+            raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
         """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.

@@ -17,6 +17,7 @@ bytes, big-endian), and the bytes of a tensor as they lie in memory:
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import json
@@ -93,11 +94,12 @@ class _WeightLine:
 
     def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
         text = json.dumps(header).encode()
-        self.connection.sendall(len(text).to_bytes(4, "big") + text)
-        # The time that a socket waits is for all of a call, and one who takes a large tensor slowly is not silent.
-        for begin in range(0, len(content), _PIECE_BYTES):
-            self.connection.sendall(content[begin : begin + _PIECE_BYTES])
-            self.moved()
+        with self._named():
+            self.connection.sendall(len(text).to_bytes(4, "big") + text)
+            # The time that a socket waits is for all of a call, and one who takes a large tensor slowly is not silent.
+            for begin in range(0, len(content), _PIECE_BYTES):
+                self.connection.sendall(content[begin : begin + _PIECE_BYTES])
+                self.moved()
 
     def header(self) -> dict[str, Any]:
         size = int.from_bytes(self.fill(bytearray(4)), "big")
@@ -105,7 +107,7 @@ class _WeightLine:
             raise TransferError(f"{self.peer} sends no weights: a header of {size} bytes")
         try:
             found = json.loads(bytes(self.fill(bytearray(size))))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TransferError(f"{self.peer} sends no weights: {error}") from error
         if not isinstance(found, dict):
             raise TransferError(f"{self.peer} sends no weights: a header that is no object")
@@ -117,11 +119,22 @@ class _WeightLine:
         """Receive as many bytes as there is room for."""
         view = memoryview(buffer)
         while view:
-            count = self.connection.recv_into(view)
+            with self._named():
+                count = self.connection.recv_into(view)
             if not count:
                 raise TransferError(f"{self.peer} is gone before all weights were there")
             view = view[count:]
         return buffer
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors of the socket inside the block say whose end it is."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise TransferError(f"{self.peer} was silent for too long") from error
+        except OSError as error:
+            raise TransferError(f"{self.peer} is gone: {error.strerror or error}") from error
 
 
 def send_weights(
@@ -156,8 +169,8 @@ def send_weights(
                 for line, parts in zip(lines, wanted if lines else (), strict=True):
                     part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
                     _send_tensor(line, name, tensor if part is None else _cut(name, tensor, part))
-            except (TransferError, ConfigError, OSError) as error:
-                problem = _reason(error)
+            except (TransferError, ConfigError) as error:
+                problem = str(error)
             sent += 1
             _agree(mesh, problem)
         try:
@@ -165,8 +178,8 @@ def send_weights(
                 line.send({"count": sent})
                 if line.header().get("received") != sent:
                     raise TransferError(f"{line.peer} has not received all of {sent} tensors")
-        except (TransferError, OSError) as error:
-            problem = _reason(error)
+        except TransferError as error:
+            problem = str(error)
         _agree(mesh, problem)
     return sent
 
@@ -178,25 +191,18 @@ def _agree(mesh: Mesh, problem: str) -> None:
         raise TransferError(f"weights were not handed over: {found}")
 
 
-def _reason(error: BaseException) -> str:
-    return "the other end was silent for too long" if isinstance(error, TimeoutError) else str(error)
-
-
 def _greet(line: _WeightLine, step: int, token: str | None) -> dict[str, Part]:
     """Prove to a receiver that it is meant, and return the parts that it wants, by patterns of names."""
-    try:
-        hello = line.header()
-        if hello.get("format") != _FORMAT:
-            raise TransferError(f"{line.peer} does not receive weights of this version")
-        line.send({"format": _FORMAT, "proof": _proof(token, str(hello.get("nonce"))), "step": step})
-        answer = line.header()
-    except OSError as error:
-        raise TransferError(f"{line.peer}: {_reason(error)}") from error
+    hello = line.header()
+    if hello.get("format") != _FORMAT:
+        raise TransferError(f"{line.peer} does not receive weights of this version")
+    line.send({"format": _FORMAT, "proof": _proof(token, str(hello.get("nonce"))), "step": step})
+    answer = line.header()
     if answer.get("accepted") is not True:
         raise TransferError(f"{line.peer} does not take the weights")
     try:
         return {name: (int(dim), int(index), int(parts)) for name, (dim, index, parts) in hello["parts"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise TransferError(
             f"{line.peer} asks for parts that are not (dim, index, parts) by patterns of names"
         ) from error
@@ -209,7 +215,12 @@ def _send_tensor(line: _WeightLine, name: str, tensor: torch.Tensor) -> None:
 
 
 def _proof(token: str | None, nonce: str) -> str:
-    return hmac.new((token or "").encode(), nonce.encode(), "sha256").hexdigest()
+    return hmac.new(_bytes_of(token or ""), _bytes_of(nonce), "sha256").hexdigest()
+
+
+def _bytes_of(text: str) -> bytes:
+    """UTF-8, in which a token from the environment that was none, and what strangers send, has bytes too."""
+    return text.encode(errors="surrogatepass")
 
 
 @contextmanager
@@ -222,8 +233,10 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(timeout_seconds)
             connection.connect(address)
-    except OSError as error:
-        raise TransferError(f"nobody receives weights at {address}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        raise TransferError(
+            f"nobody receives weights at {address}: {getattr(error, 'strerror', '') or error}"
+        ) from error
     with connection:
         yield _WeightLine(connection, f"the receiver at {address}", moved)
 
@@ -231,9 +244,9 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
 def _host_of(address: str) -> tuple[str, int | None]:
     """Host and port of an address; for the path of a socket the port is None. Raises `ConfigError`."""
     host, found, port = address.rpartition(":")
-    if "/" in address or not found:
+    if address and "\0" not in address and ("/" in address or not found):
         return address, None
-    if not (host and port.isdecimal() and int(port) < 1 << 16):
+    if "\0" in address or not (host and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(
             f"{address!r} is no address: give the path of a socket, such as /tmp/weights.sock, or HOST:PORT"
         )
@@ -271,36 +284,33 @@ def receive_weights(
     with connection:
         connection.settimeout(timeout_seconds)
         line = _WeightLine(connection, "the sender of weights")
-        try:
-            nonce = secrets.token_hex(16)
-            line.send(
-                {"format": _FORMAT, "nonce": nonce, "parts": {name: list(part) for name, part in (parts or {}).items()}}
-            )
-            if not hmac.compare_digest(str(line.header().get("proof")), _proof(token, nonce)):
-                line.send({"error": "the token is another one"})
-                raise TransferError("the sender of weights does not know the token")
-            line.send({"accepted": True})
-            count = 0
-            while "count" not in (header := line.header()):
-                yield str(header.get("name")), _read_tensor(line, header)
-                count += 1
-            if header["count"] != count:
-                raise TransferError(f"{count} of {header['count']} tensors were received")
-            line.send({"received": count})
-        except OSError as error:
-            raise TransferError(f"weights were not received: {_reason(error)}") from error
+        nonce = secrets.token_hex(16)
+        line.send(
+            {"format": _FORMAT, "nonce": nonce, "parts": {name: list(part) for name, part in (parts or {}).items()}}
+        )
+        if not hmac.compare_digest(_bytes_of(str(line.header().get("proof"))), _proof(token, nonce).encode()):
+            line.send({"error": "the token is another one"})
+            raise TransferError("the sender of weights does not know the token")
+        line.send({"accepted": True})
+        count = 0
+        while "count" not in (header := line.header()):
+            yield str(header.get("name")), _read_tensor(line, header)
+            count += 1
+        if header["count"] != count:
+            raise TransferError(f"{count} of {header['count']} tensors were received")
+        line.send({"received": count})
 
 
 def _read_tensor(line: _WeightLine, header: Mapping[str, Any]) -> torch.Tensor:
     name, dtype = header.get("name"), _DTYPES.get(str(header.get("dtype")))
     given: Any = header.get("shape")
     shape: list[int] = given if isinstance(given, list) else [-1]
-    sizes = all(type(size) is int and size >= 0 for size in shape)
+    sizes = all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     if not isinstance(name, str) or not sizes or dtype is None:
         raise TransferError(f"{line.peer} sends no weights: {printable(json.dumps(header)[:200])}")
     try:
         content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # Memory is short, or the number of bytes has more than 63 bits.
         raise TransferError(f"{printable(name)} of shape {shape} does not fit into memory") from error
     line.fill(content.numpy().data)
     if xxhash.xxh3_64_hexdigest(content.numpy().data) != header.get("xxh3"):
@@ -323,13 +333,16 @@ def _listening(address: str, host: str, port: int | None) -> Iterator[socket.soc
         else:
             path = Path(address)
             if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
-                path.unlink()  # That of a receiver that is gone.
+                # One who listens refuses datagrams, which does not disturb it; that of a receiver that is gone refuses all.
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                    if probe.connect_ex(address) != errno.EPROTOTYPE:
+                        path.unlink()
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(address)
             path.chmod(0o600)
             listener.listen(1)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen at {address}: {getattr(error, 'strerror', '') or error}") from error
     with listener:
         try:
             yield listener

@@ -93,6 +93,8 @@ class RankProcesses:
         self._errors: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, float] = {}
+        self._killed: set[int] = set()
+        """Those that were sent SIGKILL by this process."""
         self._cause_until: float | None = None
         self._stop_until: float | None = None
         shared = worker_environment(place.processes, alone=place.processes == place.world_size)
@@ -111,7 +113,10 @@ class RankProcesses:
                 self._ended[index] = time.time()
         if len(self._ended) == len(self._processes):
             return True
-        if self._stop_until is None and (failed := [each for each in self._ended if self._processes[each].returncode]):
+        failed = [each for each in self._ended if self._processes[each].returncode]
+        # One that has told its error may not end, as long as a peer that is stopped holds its connections.
+        told = any(os.fstat(error).st_size for error in self._errors)
+        if self._stop_until is None and (failed or told):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
             if now > self._cause_until or any(self._end_of(each).distance == 0 for each in failed):
                 self.stop(signal.SIGTERM)
@@ -127,10 +132,11 @@ class RankProcesses:
 
     def send(self, number: int) -> None:
         """Send a signal to the processes that run, and what they have started in their sessions."""
-        for process in self._processes:
+        for index, process in enumerate(self._processes):
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
+                    self._killed |= {index} if number == signal.SIGKILL else set()
 
     def failure(self) -> WorkersFailed | None:
         """The failure that caused the others, once all processes have ended; None when there is none.
@@ -163,7 +169,7 @@ class RankProcesses:
         try:
             return _WorkerEnd(**json.loads(recorded))
         except (ValueError, TypeError):  # There is nothing, or only a part of it.
-            return _silent_end(self._processes[index].returncode, self._ended[index])
+            return _silent_end(self._processes[index].returncode, self._ended[index], killed=index in self._killed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,14 +186,14 @@ class _WorkerEnd:
     silent: bool = False
 
 
-def _silent_end(code: int, when: float) -> _WorkerEnd:
+def _silent_end(code: int, when: float, *, killed: bool) -> _WorkerEnd:
     if code >= 0:
         stopped = _STOPPED.get(code)
         text = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
         return _WorkerEnd(text=text, time=when, exit_code=code or 1, distance=0, silent=True)
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = "; the kernel kills like this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-    distance = 2 if name == "SIGTERM" else 0
+    hint = "; the kernel kills like this when memory runs out (see dmesg)" if name == "SIGKILL" and not killed else ""
+    distance = 2 if name == "SIGTERM" or killed else 0
     return _WorkerEnd(
         text=f"was killed by {name}{hint}", time=when, exit_code=128 - code, distance=distance, silent=True
     )

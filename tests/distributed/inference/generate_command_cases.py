@@ -75,3 +75,17 @@ def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
             found["closed"] = command(mesh, ["generate", "model", "--chat"])
         rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
     return {"said": found, "rows": rows}
+
+
+def refusals(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What `serve` says of models that it cannot serve."""
+    root = Path(folder)
+    if mesh.rank == 0:
+        write_model(root / "wordless")
+        for file in (root / "wordless").glob("tokenizer*"):
+            file.unlink()
+        config = tf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        tf.T5ForConditionalGeneration(config).save_pretrained(root / "encoder")
+    mesh.world.barrier("files")
+    with contextlib.chdir(root):
+        return {name: command(mesh, ["serve", name, "--port", "0"]) for name in ("encoder", "wordless")}

@@ -118,10 +118,13 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
     for frames, message in (
         ((b"\xff\xff\xff\xff",), "a header of 4294967295 bytes"),
         ((b"\0\0\0\2{x",), "sends no weights"),
+        (((9999).to_bytes(4, "big") + b"[" * 9999,), "sends no weights: maximum recursion depth exceeded"),
         ((_frame([1]),), "a header that is no object"),
         ((_frame({**good, "dtype": "object"}),), "sends no weights"),
         ((_frame({**good, "shape": [-1]}),), "sends no weights"),
         ((_frame({**good, "shape": [1 << 60]}),), "does not fit into memory"),
+        ((_frame({**good, "shape": [1 << 62, 4]}),), "does not fit into memory"),
+        ((_frame({**good, "shape": [1 << 70, 0]}),), "sends no weights"),
         ((_frame(good), values.numpy().tobytes()), "w was damaged on the way"),
         ((_frame(good), b"\0"), "is gone before all weights were there"),
         ((_frame({"count": 3}),), "0 of 3 tensors were received"),
@@ -150,21 +153,45 @@ def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
         assert found == len(content) + len(_frame({}))
 
 
-@pytest.mark.parametrize("parts", [None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}])
+@pytest.mark.parametrize("parts", [None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}, {"*": [0, 0, float("inf")]}])
 def test_parts_that_are_none_are_refused(parts: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        hello = {"format": "zeromesh-weights-1", "nonce": "n", "parts": parts}
+        hello = {"format": "zeromesh-weights-1", "nonce": "\ud800", "parts": parts}
         theirs.sendall(_frame(hello) + _frame({"accepted": True}))
         with pytest.raises(TransferError, match=r"the receiver asks for parts that are not \(dim, index, parts\)"):
             _greet(_WeightLine(ours, "the receiver"), 0, None)
 
 
+def test_a_token_that_is_no_utf8_and_a_receiver_that_is_silent() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(0.2)
+        theirs.sendall(_frame({"format": "zeromesh-weights-1", "nonce": "n", "parts": {}}))
+        with pytest.raises(TransferError, match="the receiver was silent for too long"):
+            _greet(_WeightLine(ours, "the receiver"), 0, "\udcff")
+
+
+def test_an_address_at_which_another_one_listens(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(path))
+    with pytest.raises(TransferError, match="nobody sent weights"):
+        next(receive_weights(str(path), timeout_seconds=0.05))
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match=r"cannot listen at .*: Address already in use"):
+            next(receive_weights(str(path)))
+        assert path.exists()
+
+
 def test_addresses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a token"):
         next(receive_weights("0.0.0.0:1234"))
-    with pytest.raises(ConfigError, match="'host:x' is no address"):
-        next(receive_weights("host:x"))
+    for none in ("host:x", "", "/tmp/a\0b"):
+        with pytest.raises(ConfigError, match=r"is no address"):
+            next(receive_weights(none))
     with pytest.raises(TransferError, match=r"nobody sent weights to .* within 0\.05 seconds"):
         next(receive_weights(str(tmp_path / "s.sock"), timeout_seconds=0.05))
     with pytest.raises(ConfigError, match="cannot listen at"):

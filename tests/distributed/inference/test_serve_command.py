@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers as tf
 from generate_command_cases import write_model
+from workers import Workers
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -105,6 +106,14 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
         assert time.monotonic() - began < 15
         assert server.stderr is not None
         assert "rank 1" in server.stderr.read()
+
+
+def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers: Workers, tmp_path: Path) -> None:
+    for said in workers.run(2, "generate_command_cases:refusals", folder=str(tmp_path)):
+        assert said["encoder"]["code"] == said["wordless"]["code"] == 2
+        assert "T5ForConditionalGeneration has an encoder" in said["encoder"]["err"]
+        assert "answers are text, and the model's directory has no tokenizer" in said["wordless"]["err"]
+        assert not any("serving" in each["err"] for each in said.values())
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.inference.server import app
 from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 
 SAID = "naïve words, and a STOP sign after them. "
@@ -29,6 +30,7 @@ class Repeating:
         self.tokenizer = _Tokens()
         self.open: dict[int, int] = {}
         self.seen: list[dict[str, Any]] = []
+        self.last: Any = "length"
         self._inbox, self._seconds = inbox, seconds
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -53,7 +55,7 @@ class Repeating:
                 self.open[request.number], most[request.number] = 0, request.fields["max_new_tokens"]
             for number, place in list(self.open.items()):
                 finish: Any = "cancelled" if number in news.cancelled else None
-                finish = finish or ("length" if place + 1 == most[number] else None)
+                finish = finish or (self.last if place + 1 == most[number] else None)
                 self.open[number] = place + 1
                 if finish:
                     del self.open[number]
@@ -196,6 +198,7 @@ def _calling(arguments: str) -> dict[str, Any]:
         ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs: Input should be 0"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "tool_calls": [3]}]}, 400, "messages.0.tool_calls"),
         ("chat/completions", {**CHAT, "tools": [_nested(300)]}, 400, "Invalid JSON"),
+        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "chat template knows no tools"),
         ("chat/completions", {"messages": [_calling("[" * 100_000)]}, 400, "messages.0.tool_calls"),
         ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: Input should be 'auto'"),
         ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "should be 'text'"),
@@ -226,6 +229,43 @@ def test_other_paths_and_methods(scene: Scene) -> None:
         found = scene.http.post("/v1/completions", content=b"{}", headers={"Origin": origin})
         assert (found.status_code, found.json()["error"]["code"]) == (403, "wrong_origin")
     assert scene.http.get("/health", headers={"Origin": "http://localhost:3000"}).status_code == 200
+
+
+def test_malformed_http_gets_json(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    chunked = "POST /v1/completions HTTP/1.1\r\nHost: {}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    heads = (b"\x16\x03\x01\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n", chunked.format("localhost").encode() + b"ZZ\r\n")
+    for sent in heads:
+        with _line(scene) as line:
+            line.sendall(sent)
+            head, _, body = _all_of(line).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400")
+            assert b"application/json" in head
+            assert json.loads(body)["error"]["message"] == "Invalid HTTP request received"
+    # One that was refused by its head is only left.
+    with _line(scene) as line:
+        line.sendall(chunked.format("evil.example").encode() + b"1\r\na\r\n")
+        assert line.recv(4096).startswith(b"HTTP/1.1 403")
+        line.sendall(b"ZZ\r\n")
+        assert b"HTTP" not in _all_of(line)
+    assert scene.http.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_more_connections_than_allowed_get_json(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_CONNECTIONS", 0)
+    with _line(scene) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head, _, body = _all_of(line).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["code"] == "connections"
+
+
+def test_logits_that_are_no_numbers_end_an_answer_with_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.generator, "last", "not_finite")
+    found = scene.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "not_finite")
+    found = scene.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "stream": True})
+    assert json.loads(found.text.split("data: ")[-1])["error"]["code"] == "not_finite"
 
 
 def test_what_has_no_effect_is_taken(scene: Scene) -> None:
@@ -272,6 +312,11 @@ def _line(scene: Scene) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
+def _all_of(line: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    return b"".join(iter(lambda: line.recv(4096), b""))
+
+
 def test_a_client_that_leaves_at_once_frees_its_slot(capfd: pytest.CaptureFixture[str]) -> None:
     scene = Scene(seconds=0.01)
     try:
@@ -300,9 +345,7 @@ def test_who_sends_slowly_is_not_waited_for() -> None:
         ):
             with _line(scene) as line:
                 line.sendall(sent)
-                found = b""
-                while part := line.recv(4096):
-                    found += part
+                found = _all_of(line)
                 assert answer in found
                 assert bool(answer) == bool(found)
         # One that has said all is answered, however long that takes.
@@ -319,7 +362,8 @@ def test_a_full_queue_a_stop_and_a_failure() -> None:
     try:
         stream = scene.client.completions.create(model="repeater", prompt="a", max_tokens=60, stream=True)
         scene.until(1)
-        full = scene.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        # What is refused in any case is not encoded before.
+        full = scene.http.post("/v1/completions", json={"prompt": "a" * 3000, "max_tokens": 5})
         assert (full.status_code, full.json()["error"]["code"], full.headers["Retry-After"]) == (429, "queue_full", "1")
         scene.server.begin_stop()
         late = scene.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
@@ -355,3 +399,12 @@ def test_others_need_a_token(capfd: pytest.CaptureFixture[str]) -> None:
     finally:
         scene.close()
     assert "s3cret" not in "".join(capfd.readouterr())
+
+
+def test_a_token_that_is_no_utf8() -> None:
+    scene = Scene(token="s3\udcff")
+    try:
+        for token, status in ((b"s3\xff", 200), (b"s3", 401)):
+            assert scene.http.get("/health", headers={b"Authorization": b"Bearer " + token}).status_code == status
+    finally:
+        scene.close()

@@ -212,11 +212,14 @@ def chat_tokens(served: Served, messages: Sequence[Mapping[str, Any]], tools: An
     plain = [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
     tokenizer = served.tokenizer
     if tokenizer is None:
-        raise RequestError(400, "the model has no tokenizer, so it takes completions of token ids alone")
+        raise RequestError(400, "the model has no tokenizer")
     try:
-        return tokenizer.encode_messages(plain, tools=tools)
+        tokens = tokenizer.encode_messages(plain, tools=tools)
+        if tools and tokens == tokenizer.encode_messages(plain):
+            raise RequestError(400, "the model's chat template knows no tools", param="tools")
     except DataError as error:
         raise RequestError(400, str(error), param="messages") from error
+    return tokens
 
 
 def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:

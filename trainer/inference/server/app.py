@@ -38,7 +38,7 @@ from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequ
 NEW_TOKENS = 1024
 """New tokens where neither a request nor the command says how many."""
 _CONNECTIONS = 1024
-"""Connections at a time; uvicorn answers 503 to more."""
+"""Connections at a time; more are answered 503."""
 _Scope = Mapping[str, Any]
 _Receive = Callable[[], Awaitable[Any]]
 _Send = Callable[[Any], Awaitable[None]]
@@ -105,7 +105,6 @@ class HttpServer:
         config = uvicorn.Config(
             self.app,
             http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds}),
-            limit_concurrency=_CONNECTIONS,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -378,6 +377,12 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > _CONNECTIONS:
+            error = RequestError(
+                503, f"{_CONNECTIONS} connections are open, as many as are allowed", code="connections"
+            )
+            self.app = _refusal(error)
+            self.app.headers["Connection"] = "close"
         self._await_head(None)
 
     def on_response_complete(self) -> None:
@@ -386,6 +391,9 @@ class _Connection(H11Protocol):
         self._await_head(answered)
 
     def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # The request has its answer already.
+            self.transport.close()
+            return
         refused = _refusal(RequestError(400, msg.rstrip(".")))
         lines = [
             b"HTTP/1.1 400 Bad Request",
@@ -460,7 +468,7 @@ class _Guard:
         token = self._options.token
         if token is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode("latin-1"), token.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
         if not _is_own(headers.get("host", "")):
