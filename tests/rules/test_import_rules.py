@@ -32,7 +32,7 @@ FLOORS = {
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}
     | {"pydantic", "pydantic_core", "annotated_types", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
     | {"clearml", "comet_ml", "swanlab"}  # which are there where a person tracks by them
-    | {"fastapi", "starlette", "uvicorn"}  # which are there where a person serves a model
+    | {"fastapi", "starlette", "uvicorn", "h11"}  # which are there where a person serves a model
     | {"liger_kernel", "torchao"},  # and where a person computes the loss or linear layers by them
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -395,12 +396,9 @@ class _Connection(H11Protocol):
             self.transport.close()
             return
         refused = _refusal(RequestError(400, msg.rstrip(".")))
-        lines = [
-            b"HTTP/1.1 400 Bad Request",
-            *(b": ".join(header) for header in refused.raw_headers),
-            b"connection: close",
-        ]
-        self.transport.write(b"\r\n".join([*lines, b"", bytes(refused.body)]))
+        head = h11.Response(status_code=400, headers=[*refused.raw_headers, (b"connection", b"close")])
+        for event in (head, h11.Data(data=bytes(refused.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def _await_head(self, answered: Any) -> None:
