@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -59,10 +60,13 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is torch.Tensor.float:
             return args[0].to(torch.float64)
+        if not any(arg is torch.float32 for arg in chain(args, kwargs.values())):
+            return func(*args, **kwargs)
         widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
         return func(*widened, **named)
 
 

@@ -101,6 +101,9 @@ class ZeroEngine:
         mesh.watch.name_units({rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks})
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
+        self._states: dict[bool, FullState] = {}
+        """What `state` and `averaged_state` have returned, as long as the same is trained."""
+        self._states_followed: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
         """This rank's part of all states, by the names of whole tensors."""
         if not self._sharded:
@@ -153,13 +156,21 @@ class ZeroEngine:
         return self._access(averaged=True)
 
     def _access(self, *, averaged: bool) -> FullState:
-        averages = self._optimizer_step.averages if averaged != self._exchanged else None
+        # To find out what all ranks have takes a while. It changes with what is trained, perhaps in one stage alone.
+        followed = self.mesh.pipeline.gather_integers([self._flags.followed])
+        if followed != self._states_followed:
+            self._states, self._states_followed = {}, followed
 
         def weights_of(bucket: Bucket) -> TieredTensor:
+            averages = self._optimizer_step.averages if averaged != self._exchanged else None
             average = averages.of(bucket) if averages is not None and averages.count else None
             return average or bucket.master
 
-        return FullState(self.model, self.units, self.mesh, self.options.precision.sums, weights_of)
+        if averaged not in self._states:
+            self._states[averaged] = FullState(
+                self.model, self.units, self.mesh, self.options.precision.sums, weights_of
+            )
+        return self._states[averaged]
 
     @property
     def loss_scale(self) -> float:
@@ -418,6 +429,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Take the hooks off, give shared memory back and remove files."""
         self._hooks.remove()
+        self._states.clear()
         self._flags.close()
         self._tiers.close()
         self.transport.close()

@@ -46,6 +46,8 @@ class RequiresGradFlags:
         self._slot_bytes = self._needed_bytes()
         self._wider: Transport | None = None
         """A transport with larger gradient slots than there were at the start."""
+        self.followed = 0
+        """The number of times that what is trained has changed."""
 
     def follow(self) -> None:
         """Train from now on the parameters with `requires_grad`.
@@ -59,6 +61,7 @@ class RequiresGradFlags:
         if not changed:
             return
         self._require_agreement(changed)
+        self.followed += 1
         for unit, bucket, index in changed:
             bucket.parameters[index].grad = None  # What came between the change and now counts on no rank.
             if not bucket.trainable:
