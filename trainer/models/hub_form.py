@@ -11,6 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -29,7 +30,7 @@ from transformers.core_model_loading import (
 from zeromesh.errors import CheckpointError, ConfigError, some, summary
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import read_class
-from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
 from zeromesh.zero.full_state import saved_buffers
 
 
@@ -121,7 +122,14 @@ class HubForm:
                 "model; save them with trainer.save"
             )
         inside = pretrained_of(model)
-        self._names = HubNames(inside)
+        # To look conversions up takes a while, which only those pay who want them. Stages of a pipeline lack some modules by then.
+        submodels = [] if inside is None else [row for row in inside.named_modules() if is_pretrained_model(row[1])]
+        self._library_model = inside and SimpleNamespace(
+            config=inside.config,
+            base_model_prefix=inside.base_model_prefix,
+            named_modules=lambda: submodels,
+            _weight_conversions=getattr(inside, "_weight_conversions", None),
+        )
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
         self._layers: dict[str, nn.Module] = {}
         """Layers with adapters, and modules of which adapters train a copy."""
@@ -148,7 +156,6 @@ class HubForm:
         self._tensors = {
             name: torch.empty_like(each, device="meta") for name, each in self._in_files(iter(plain.items()))
         }
-        self._group_of: dict[str, Group] | None = None
 
     def of(self, weights: Named, dtype: torch.dtype) -> Named:
         """Yield what `weights`, `(name, tensor)` of each parameter and persistent buffer of the model, are on the hub.
@@ -162,11 +169,17 @@ class HubForm:
         if self._why_not:
             raise ConfigError(self._why_not)
         try:
-            if self._group_of is None:
-                self._group_of = {name: group for group in self._names.groups(self._tensors) for name in group.names}
-            yield from self._converted(_in_dtype(self._in_files(self._merged(weights)), dtype), self._group_of)
+            yield from self._converted(_in_dtype(self._in_files(self._merged(weights)), dtype))
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+
+    @cached_property
+    def _names(self) -> HubNames:
+        return HubNames(self._library_model)
+
+    @cached_property
+    def _group_of(self) -> dict[str, Group]:
+        return {name: group for group in self._names.groups(self._tensors) for name in group.names}
 
     def _in_files(self, weights: Named) -> Named:
         """Yield those weights of the model without adapters that are in files, by their names there."""
@@ -197,10 +210,10 @@ class HubForm:
                         )
                     yield f"{layer}.{leaf}", merged
 
-    def _converted(self, weights: Named, group_of: Mapping[str, Group]) -> Named:
+    def _converted(self, weights: Named) -> Named:
         waiting: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
-            group = group_of[name]
+            group = self._group_of[name]
             if not group.converted:
                 yield next(iter(group.outputs)), tensor
                 continue

@@ -6,6 +6,7 @@ backward stay in the 16-bit dtype; sums inside a product are fp32, as in the har
 """
 
 import threading
+from functools import cache
 from time import thread_time
 from timeit import timeit
 from typing import Any, cast
@@ -66,8 +67,9 @@ def _cut(rows: int, columns: int, elements: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
+@cache
 def take_product_buffers() -> None:
-    """Multiply large fp32 matrices once, before anything else does.
+    """Multiply large fp32 matrices once in a process, before anything else does.
 
     MKL keeps the memory into which it packs factors, and takes more whenever a product is larger than those before: growing
     products leave 24 MiB of buffers behind, the largest one first leaves 7 (20 ms).
