@@ -69,7 +69,7 @@ def check_same(left: dict[tuple[str, str], torch.Tensor], right: dict[tuple[str,
     [
         ("llama", SHORT, "bfloat16"),
         pytest.param("gpt2", SHORT, "bfloat16", marks=FULL),
-        ("moe", (TENSOR, PIPELINE, DATA), "bfloat16"),
+        pytest.param("moe", (TENSOR, PIPELINE, DATA), "bfloat16", marks=FULL),
         ("llama-odd", (TENSOR, TENSOR_PIPELINE, TENSOR), "bfloat16"),
         *(
             pytest.param(f"{model}-deep", LONG, precision, marks=FULL)
@@ -90,7 +90,7 @@ def test_any_layout_loads_what_any_other_has_stored(
     ("model", "stops"),
     [
         ("gemma-deep", (INTERLEAVED, TENSOR_4, DATA_TENSOR)),
-        ("llama-1kv", (TENSOR_4, TENSOR_PIPELINE)),
+        pytest.param("llama-1kv", (TENSOR_4, TENSOR_PIPELINE), marks=FULL),
         *(
             pytest.param(f"{model}-deep", LONG, marks=FULL)
             for model in ("llama", "llama-1kv", "gpt2", "gemma", "moe", "qwen3")

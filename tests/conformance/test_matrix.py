@@ -87,7 +87,7 @@ def test_the_cover_holds_every_pair() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=pytest.mark.full if number % 2 else (), id=name_of(row))
+        pytest.param(row, marks=pytest.mark.full if number % 3 else (), id=name_of(row))
         for number, row in enumerate(COVER)
     ],
 )

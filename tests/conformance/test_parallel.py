@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 @pytest.mark.parametrize(
     ("axes", "regions", "model", "stage", "accumulation"),
-    whole_product(43, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
+    whole_product(61, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
 )
 def test_a_divided_model_trains_as_one_process(
     laboratory: Laboratory, axes: str, regions: str, model: str, stage: int, accumulation: int, record_property: Record
@@ -42,7 +42,7 @@ def test_a_divided_model_trains_as_one_process(
 
 @pytest.mark.parametrize(
     ("axes", "schedule", "model", "stage", "accumulation"),
-    whole_product(175, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
+    whole_product(251, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
 )
 def test_a_model_in_stages_trains_as_one_process(
     laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int, record_property: Record

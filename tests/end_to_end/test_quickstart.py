@@ -196,7 +196,7 @@ print("script ended well")
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param([], marks=pytest.mark.full), ["-m", "torch.distributed.run", "--nproc-per-node", "2"]],
+    [[], pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], marks=pytest.mark.full)],
 )
 def test_a_script_alone_and_under_torchrun(here: Path, launcher: list[str]) -> None:
     (here / "my script.py").write_text(SCRIPT)

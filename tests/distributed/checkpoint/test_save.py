@@ -9,7 +9,7 @@ from workers import PoolOptions, Workers
 @pytest.mark.parametrize(
     ("size", "kind", "compute", "files"),
     [
-        (1, "llama", "float32", 1),
+        pytest.param(1, "llama", "float32", 1, marks=pytest.mark.full),
         (2, "llama", "bfloat16", 2),
         pytest.param(2, "gpt2", "float64", 2, marks=pytest.mark.full),
         (3, "gpt2", "bfloat16", 1),

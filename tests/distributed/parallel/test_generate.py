@@ -11,10 +11,13 @@ STAGED = ["greedy", "sampling", "uncached"]
 LAYOUTS: list[Any] = [
     (2, "llama", 3, {"tensor": 2}, ["sampling", "beams"]),
     (2, "gpt2", 3, {"pipeline": 2}, ["sampling", "uncached"]),
-    (2, "llama", 3, {}, ["beams"]),
+    pytest.param(2, "llama", 3, {}, ["beams"], marks=pytest.mark.full),
     (4, "gpt2", 2, {"pipeline": 2, "tensor": 2, "sequence": True}, ["sampling", "greedy"]),
     (2, "t5", 3, {"tensor": 2}, ["greedy"]),
-    (2, "llama-deep", 2, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, ["greedy"]),
+    pytest.param(
+        *(2, "llama-deep", 2, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, ["greedy"]),
+        marks=pytest.mark.full,
+    ),
     pytest.param(4, "llama", 1, {"pipeline": 2, "tensor": 2}, STAGED, marks=pytest.mark.full),
     pytest.param(4, "llama", 3, {"pipeline": 2}, STAGED, marks=pytest.mark.full),
     pytest.param(4, "gpt2", 3, {"tensor": 2}, ALL, marks=pytest.mark.full),

@@ -24,6 +24,7 @@ def measured(workers: Workers, tmp_path: Path, hosts: int) -> list[dict[str, obj
     return list(found)
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_host_are_measured(workers: Workers, tmp_path: Path) -> None:
     measured(workers, tmp_path, 0)
     machine = find_machine(str(tmp_path / "m.yaml"))

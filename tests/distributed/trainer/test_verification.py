@@ -46,7 +46,7 @@ def test_a_right_layout_passes(workers: Workers, tmp_path: Path) -> None:
     [
         pytest.param("output", "output", "model.layers.1.mlp", id="a module"),
         pytest.param("scale", "gradient", "", id="a scale"),
-        pytest.param("error", "error", "", id="an error"),
+        pytest.param("error", "error", "", id="an error", marks=pytest.mark.full),
     ],
 )
 def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, fault: str, kind: str, name: str) -> None:
