@@ -137,7 +137,7 @@ class HubForm:
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
         self._name_of = _names_in_files(model, self._prefix, inside)
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
-        """What the model computes anew where it is loaded, such as positions."""
+        """Tensors that the model computes anew where it is loaded, such as positions."""
         if is_adapted(model):
             self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
             self._layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}

@@ -102,7 +102,7 @@ class ZeroEngine:
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
         self._states: dict[bool, FullState] = {}
-        """What `state` and `averaged_state` have returned, as long as the same is trained."""
+        """Kept for `state` and `averaged_state` as long as the same is trained."""
         self._states_followed: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
         """This rank's part of all states, by the names of whole tensors."""

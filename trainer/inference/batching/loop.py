@@ -100,7 +100,7 @@ class RequestLoop:
             self._queue += news.requests
             # Who has asked may be gone before any rank has heard of the request.
             self._cancel(news.cancelled, inbox)
-            if not news.streams:
+            if news.requests and not news.streams:
                 self._queue.sort(key=self._cost_of, reverse=True)
             self._deal()
             if self._busy:
