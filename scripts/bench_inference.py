@@ -37,7 +37,10 @@ def main() -> int:
     found: dict[str, Any] = {"time": time.strftime("%F %T")}
     failures: _Failures = []
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="zeromesh-bench-inference-") as name:
-        _python("model", {"folder": name, "layers": options.layers})
+        _python("model", {"folder": name, "layers": 1 if options.checkpoint else options.layers})
+        if options.checkpoint is not None:
+            Path(name, "large").rename(Path(name, "small"))
+            Path(name, "large").symlink_to(options.checkpoint.resolve())
         for part in options.parts or _PARTS:
             found[part] = _PARTS[part](Path(name), options, failures)
     if options.out is not None:
@@ -52,6 +55,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="what to measure; all if nothing is named")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where the model and swap files lie")
     parser.add_argument("--layers", type=int, default=18, help="of the model; 18 are 1.06 billion parameters")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=None, help="a run's checkpoint to start from in place of the model"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=5, help="decode steps of each timing")
     parser.add_argument("--only", default="", help="measure rows whose name contains this")

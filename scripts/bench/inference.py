@@ -30,6 +30,7 @@ from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.file_tier import PIECE, THREADS
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.allocation import SharedSegment
+from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.zero import engine as engine_module
 
 VOCABULARY = 32000
@@ -55,7 +56,7 @@ def make_model(folder: Path, layers: int) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of the model's weights."""
-    return sorted((folder / "large").glob("*.safetensors"))
+    return sorted({entry.path for entry in TensorFiles(folder / "large").entries.values()})
 
 
 def plain_read(paths: list[Path], index: int = 0, ranks: int = 1, *, shared: bool = False) -> tuple[float, int]:
