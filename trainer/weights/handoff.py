@@ -21,6 +21,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import os
 import secrets
 import socket
 import stat
@@ -337,10 +338,16 @@ def _listening(address: str, host: str, port: int | None) -> Iterator[socket.soc
                 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
                     if probe.connect_ex(address) != errno.EPROTOTYPE:
                         path.unlink()
+            if path.exists():
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             listener = socket.socket(socket.AF_UNIX)
-            listener.bind(address)
-            path.chmod(0o600)
+            # The path is there when somebody listens, and nobody else can connect.
+            beginning = path.with_name(f"{path.name}~")
+            beginning.unlink(missing_ok=True)
+            listener.bind(str(beginning))
+            beginning.chmod(0o600)
             listener.listen(1)
+            beginning.rename(path)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen at {address}: {getattr(error, 'strerror', '') or error}") from error
     with listener:
