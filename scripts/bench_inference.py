@@ -58,8 +58,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, default=None, help="a run's checkpoint to start from in place of the model"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=5, help="decode steps of each timing")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each row")
+    parser.add_argument("--steps", type=int, default=12, help="decode steps that are timed")
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
     parser.add_argument("--out", type=Path, default=None, help="a file for JSON")
     return parser.parse_args()
@@ -93,7 +93,7 @@ def _memory(folder: Path, options: argparse.Namespace, failures: _Failures) -> d
         "file, copied into `offload.directory`": {"offload": swap},
     }
     print(
-        f"\n16 prompts on one rank; medians of {options.rounds} rounds of {options.tokens} tokens (lowest, highest)\n"
+        f"\n16 prompts on one rank; medians of {options.steps} steps, after each of which the weights are read (lowest, highest)\n"
     )
     print(
         "| parameters | start, peak MiB | generating, peak MiB | s a step | s to read the weights once | step / read |"
@@ -103,7 +103,7 @@ def _memory(folder: Path, options: argparse.Namespace, failures: _Failures) -> d
     for name, sections in rows.items():
         if options.only not in name:
             continue
-        arguments = {"sections": sections, "rounds": options.rounds, "tokens": options.tokens}
+        arguments = {"sections": sections, "steps": options.steps}
         for row in _ranks(name, "memory", 1, arguments, failures, folder):
             found[name] = row
             steps, reads = Spread.of(row["step_seconds"]), Spread.of(row["read_seconds"])

@@ -34,7 +34,7 @@ PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
 STRIPE = 1 << 20
 """Bytes that lie together in one directory before the next one's turn comes."""
-THREADS = 4
+THREADS = 8
 THREAD_BYTES = THREADS * PIECE
 """Bytes of the threads' own buffers."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]

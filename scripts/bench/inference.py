@@ -30,6 +30,7 @@ from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.file_tier import PIECE, THREADS
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.allocation import SharedSegment
+from zeromesh.trainer.inference.requests import Inbox, Progress
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.zero import engine as engine_module
 
@@ -153,27 +154,35 @@ def _open(folder: Path, name: str, sections: dict[str, Any]) -> Generator:
     return Generator(folder / name, run={"output_dir": str(folder / "runs")}, **sections)
 
 
-def measure_memory(folder: Path, sections: dict[str, Any], rounds: int, tokens: int) -> dict[str, Any]:
-    """Peaks of starting and of generating for 16 prompts, and seconds of a decode step beside those of reading the weights once."""
+def measure_memory(folder: Path, sections: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Peaks of starting and of generating for 16 prompts, and seconds of decode steps beside those of reading the weights once.
+
+    The weights are read after each step, as the speed of a shared disk changes within seconds.
+    """
     paths = weight_files(folder)
     _open(folder, "tiny", sections).close()
     peak = Peak()
     with _open(folder, "large", sections) as generator:
         found: dict[str, Any] = {"start_bytes": peak.above(), "step_seconds": [], "read_seconds": []}
         prompts = [[(7 * row + 13 * at) % VOCABULARY for at in range(16 + row)] for row in range(16)]
-
-        def seconds(count: int) -> float:
-            began = time.perf_counter()
-            generator.generate(prompts, batch=len(prompts), max_new_tokens=count, min_new_tokens=count)
-            return time.perf_counter() - began
-
         peak.begin()
-        seconds(2)
+        generator.generate(prompts, batch=len(prompts), max_new_tokens=2, min_new_tokens=2)
         found["peak_bytes"] = peak.above()
-        for _ in range(rounds):
-            first = seconds(1)
-            found["step_seconds"].append((seconds(1 + tokens) - first) / tokens)
-            found["read_seconds"].append(plain_direct_read(paths))
+        began = 0.0
+
+        def on_token(_progress: Progress) -> None:
+            nonlocal began
+            if began:
+                found["step_seconds"].append(time.perf_counter() - began)
+                found["read_seconds"].append(plain_direct_read(paths))
+            began = time.perf_counter()
+
+        inbox = Inbox()
+        for prompt in prompts:
+            # The last prompt begins when all others have begun.
+            inbox.submit(prompt, on_token if prompt is prompts[-1] else lambda progress: None)
+        inbox.stop()
+        generator.serve(inbox, batch=len(prompts), max_new_tokens=1 + steps, min_new_tokens=1 + steps)
     return found
 
 
