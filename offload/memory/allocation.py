@@ -25,6 +25,8 @@ from zeromesh.offload.io.transfer import kept, pages
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux, for which Python has no name yet."""
 _LEAST_BYTES = 1 << 16
 """Below this a mapping of its own is not worth its page table; such blocks are too small to matter on the heap."""
 
@@ -183,6 +185,13 @@ def require_memory(label: str, nbytes: int) -> None:
         )
 
 
+def _refused(label: str, nbytes: int, error: OSError) -> StorageError:
+    reason = os.strerror(error.errno or errno.EIO)
+    return StorageError(
+        f"shared memory for {label}: {nbytes:,} bytes cannot be reserved ({reason}); free memory, or choose the transport gloo"
+    )
+
+
 class SharedSegment:
     """A mapped shared memory segment of `nbytes` bytes, zero at first.
 
@@ -212,10 +221,7 @@ class SharedSegment:
             return cls(descriptor, nbytes, label)
         except OSError as error:
             os.close(descriptor)
-            raise StorageError(
-                f"shared memory for {label}: {nbytes:,} bytes cannot be reserved ({os.strerror(error.errno or errno.EIO)}); "
-                "free memory, or choose the transport gloo"
-            ) from error
+            raise _refused(label, nbytes, error) from error
 
     @classmethod
     def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> SharedSegment:
@@ -240,8 +246,17 @@ class SharedSegment:
         return memoryview(self._map).cast("q")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take memory for a range whose pages were given back."""
-        os.posix_fallocate(self.descriptor, offset, nbytes)
+        """Take and map memory for a range without it. Raises `StorageError` where there is none.
+
+        Ranks may do so in one segment at once: `posix_fallocate` has them wait for each other, and leaves the mapping to writes.
+        """
+        start = offset // PAGE * PAGE
+        try:
+            self._map.madvise(_POPULATE_WRITE, start, offset + nbytes - start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise _refused(self.label, nbytes, error) from error
+            os.posix_fallocate(self.descriptor, offset, nbytes)  # Linux before 5.14.
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return the whole pages inside a range to the system; they read as zeros afterwards."""

@@ -147,12 +147,10 @@ class SharedBuffer(GatherBuffer):
         self._own = slice(group.index * length, (group.index + 1) * length)
         self._own_bytes = (offset + self._own.start * itemsize, length * itemsize)
         self._what = f"gather of {request.name}"
-        if self.persistent:
-            require_memory(f"parameters of {request.name}", self._own_bytes[1])
-            self._reserve_own()
 
     def begin_write(self) -> None:
         if self.persistent:
+            self._reserve_own()
             self._await(self._done, "end of reading before the update")
 
     def end_write(self) -> None:
@@ -212,6 +210,8 @@ class SharedBuffer(GatherBuffer):
 
     def _reserve_own(self) -> None:
         if self._pages_out and self._own_bytes[1]:
+            if self.persistent:  # Once; others come and go too often to ask each time.
+                require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
             self._pages_out = False
 

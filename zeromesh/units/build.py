@@ -321,11 +321,13 @@ def _weights(
     what = f"weights of {layout.name}"
     if dtype == spec.dtype:  # What is gathered is the master weights.
         if buffer.persistent:
+            buffer.begin_write()
             return TieredTensor.of(buffer.own()), None
         purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
         return tiers.allocate(length, dtype, offload.parameters, purpose, what), None
     master = tiers.allocate(length, dtype, offload.optimizer, Purpose.MASTER, f"master {what}")
     if buffer.persistent:
+        buffer.begin_write()
         return master, TieredTensor.of(buffer.own())
     if master.whole(tiers.device) is not None:
         return master, None
