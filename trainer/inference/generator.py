@@ -89,9 +89,10 @@ class Generator:
     ) -> None:
         asked: TrainerConfig = layout_of(source, config, sections, overrides)
         self.mesh: Mesh = connect(asked)
+        self._failure = ""
         try:
             with errors_with_user_keys(), self.mesh.call("zeromesh.Generator()"):
-                self._placed: PlacedModel = PlacedModel.build(asked, self.mesh)
+                self._model: PlacedModel | None = PlacedModel.build(asked, self.mesh)
                 if check or (check is None and not self.engine.options.offload.parameters.away):
                     require_same_weights(self.engine)
         except BaseException as error:
@@ -100,7 +101,6 @@ class Generator:
         self.work = LaneWork()
         """The work of this rank in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
-        self._failure = ""
 
     def check(self) -> None:
         """Compare the weights of all ranks that hold the same ones; all ranks call it.
@@ -279,9 +279,19 @@ class Generator:
         """The tokenizer of the model; None if it has none."""
         return self._placed.tokenizer
 
+    @property
+    def _placed(self) -> PlacedModel:
+        """The model. Raises `PhaseError` after `close`."""
+        if self._model is None:
+            raise self._over()
+        return self._model
+
     def _require_alive(self) -> None:
         if self._failure:
-            raise PhaseError(f"this generator ended with {self._failure}; make a new one")
+            raise self._over()
+
+    def _over(self) -> PhaseError:
+        return PhaseError(f"this generator ended with {self._failure}; make a new one")
 
     def _requests(
         self, prompts: Sequence[Prompt], fields: Mapping[str, Any], seed: int | None
@@ -446,11 +456,13 @@ class Generator:
             raise
 
     def close(self) -> None:
-        """Leave the process groups, and give files and shared memory back. The generator is over."""
+        """Leave the process groups, and give memory and files back. The generator is over; closing twice is allowed."""
         self._failure = self._failure or "close()"
-        self._placed.close()
-        self._placed.console.close()
-        self.mesh.close()
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+            model.console.close()
+            self.mesh.close()
 
     def __enter__(self) -> Self:
         return self

@@ -151,6 +151,23 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
 
 
+class Uses:
+    """What is told of uses of a bucket's parameters at rest.
+
+    The parameters' classes hold it, and not the bucket: with that they would be a cycle, and keep the memory of an engine that is
+    closed until the interpreter looks for garbage.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
+        named = zip(parameters, layout.slots, strict=True)
+        self._names = {id(parameter): slot.spec.fqn for parameter, slot in named}
+        self.on_use: Callable[[str], None] = no_engine
+        """Called with the name of a parameter at rest that is used."""
+
+    def __call__(self, used: nn.Parameter) -> None:
+        self.on_use(self._names[id(used)])
+
+
 class Bucket:
     """Parameters of a unit in one flat buffer: of one dtype, and trained or frozen together when the model was built."""
 
@@ -195,8 +212,7 @@ class Bucket:
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
-        self.on_use: Callable[[str], None] = no_engine
-        """Called with the name of a parameter at rest that is used."""
+        self.uses = Uses(self.parameters, layout)
         self._resting: list[type[AtRest]] = []
         self.set_kinds(list(map(type, self.parameters)))
         self._versions: list[int] = []
@@ -207,7 +223,7 @@ class Bucket:
 
     def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         """Give the parameters other classes, which they have while they do not rest."""
-        resting = {kind: AtRest.of(kind, self._used) for kind in set(kinds)}
+        resting = {kind: AtRest.of(kind, self.uses) for kind in set(kinds)}
         self._resting = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
@@ -239,10 +255,6 @@ class Bucket:
         for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
             set_values(parameter, rest)
             parameter.__class__ = kind
-
-    def _used(self, used: nn.Parameter) -> None:
-        named = zip(self.layout.slots, self.parameters, strict=True)
-        self.on_use(next(slot.spec.fqn for slot, each in named if each is used))
 
     def note_values(self) -> None:
         """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""

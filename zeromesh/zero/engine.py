@@ -193,7 +193,7 @@ class ZeroEngine:
 
     def on_before_update(self, call: Callable[[Bucket], None]) -> None:
         """Have `call(bucket)` run before a bucket's states change, so that whoever reads them beside training ends first."""
-        self._optimizer_step.before_change = call
+        self._optimizer_step.before_change = call  # What it belongs to often has the engine: `close` ends that cycle.
 
     def progress(self) -> EngineProgress:
         """Return the progress that a checkpoint keeps beside tensors. All ranks call it."""
@@ -429,6 +429,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Take the hooks off, give shared memory back and remove files."""
         self._hooks.remove()
+        self.on_before_update(lambda bucket: None)
         self._states.clear()
         self._flags.close()
         self._tiers.close()

@@ -86,7 +86,7 @@ class Hooks:
         for unit in units:
             self._around(unit.module, partial(passes.before_forward, unit), partial(passes.after_forward, unit))
             for bucket in unit.buckets:
-                bucket.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
+                bucket.uses.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
             for bucket in unit.trainable:
                 self.on_gradients(unit, bucket)
         # A caller may run modules inside the root that hold its parameters without running the root.
@@ -101,7 +101,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
-            bucket.on_use = no_engine
+            bucket.uses.on_use = no_engine
         self._handles, self._on_gradients = [], []
 
     def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:

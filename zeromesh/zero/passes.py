@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ class Passes:
         self._reductions_settled = False
         self.gradients = GradientReducer(
             built.reduction.reducer,
-            self,
+            proxy(self),  # No cycle, which would keep what a closed engine has until the interpreter looks for garbage.
             options,
             direct=mesh.shard.size == 1,
             recorder=mesh.recorder,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from parallel_cases import MIXTRAL
@@ -225,7 +226,8 @@ def agrees(
 
 
 def takes(mesh: Mesh, folder: str, tier: str) -> dict[str, int]:
-    """Bytes of memory that a start and a generation take at most, those of the model, and those that are copied to other files."""
+    """Bytes of memory that a start and a generation take at most, those that are left when the generator is closed and its name
+    still there, those of the model, and those that are copied to other files."""
     sizes = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).bfloat16()
     model.save_pretrained(folder)
@@ -240,7 +242,13 @@ def takes(mesh: Mesh, folder: str, tier: str) -> dict[str, int]:
         starting = peak_bytes() - base
         generator.generate(PROMPTS, max_new_tokens=3)
         copied = generator.engine._tiers.file().nbytes if tier == "file" else 0
-        return {"whole": whole, "starting": starting, "generating": peak_bytes() - base, "copied": copied}
+        generating = peak_bytes() - base
+        gc.disable()
+    left = resident_bytes() - base
+    gc.enable()
+    with pytest.raises(PhaseError, match=r"ended with close\(\)"):
+        generator.encode("a")
+    return {"whole": whole, "starting": starting, "generating": generating, "left": left, "copied": copied}
 
 
 def from_a_run(mesh: Mesh, folder: str) -> dict[str, Any]:

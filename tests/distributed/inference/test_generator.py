@@ -94,6 +94,7 @@ def test_a_start_takes_a_ranks_part_and_little_more(workers: Workers, tmp_path: 
     part = found["whole"] if tier == "none" else 0
     assert part <= found["starting"] <= part + (12 << 20)
     assert found["generating"] <= part + (48 << 20)
+    assert found["left"] <= 40 << 20
     assert found["copied"] == 0
 
 

@@ -1,6 +1,8 @@
 """Cases of the loop that workers run: epochs, evaluations with metrics, flags of callbacks, streams."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
+from zeromesh.units.unit import Bucket, all_buckets
 
 
 def bert(**changes: Any) -> Any:
@@ -125,6 +128,34 @@ def epochs(mesh: Mesh, folder: str, last: str, smoothing: float = 0.0) -> dict[s
             "events": diary.events,
             "steps": [report.final_step, trainer.state.max_steps, trainer.state.epoch, trainer.state.epochs],
         }
+
+
+def left_when_closed(mesh: Mesh, folder: str, sections: dict[str, Any]) -> int:
+    """How many buckets are still there after a run, although the interpreter has not looked for garbage."""
+    made: list[weakref.ref[Bucket]] = []
+
+    class Noted(Callback):
+        """Notes the buckets of a run while it has them."""
+
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+            if trainer.engine is not None and not made:
+                made.extend(map(weakref.ref, all_buckets(trainer.engine.units)))
+
+    def train() -> None:
+        config = settings(folder, checkpoint={"every_steps": 1}, **sections)
+        with Trainer(
+            seeded(llama), config, train_dataset=sentences(), eval_dataset=sentences(3), callbacks=[Noted()]
+        ) as trainer:
+            trainer.fit()
+            trainer.evaluate()
+
+    gc.collect()
+    gc.disable()
+    try:
+        train()
+        return sum(bucket() is not None for bucket in made) if made else -1
+    finally:
+        gc.enable()
 
 
 def by_samples(mesh: Mesh, folder: str) -> float:

@@ -40,6 +40,22 @@ def test_smoothed_labels_are_transformers_own(workers: Workers, tmp_path: Path) 
     assert found["parameters"] <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("size", "sections"),
+    [
+        (1, {}),
+        (2, {"zero": {"stage": 3}, "offload": {"optimizer": "file", "parameters": "file"}}),
+        (2, {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_backward": True}}),
+        (2, {"parallel": {"pipeline": 2}}),
+        (2, {"parallel": {"tensor": 2}}),
+    ],
+)
+def test_memory_is_given_back_when_a_trainer_is_closed(
+    workers: Workers, tmp_path: Path, size: int, sections: dict[str, Any]
+) -> None:
+    assert workers.run(size, f"{CASES}:left_when_closed", folder=str(tmp_path), sections=sections) == [0] * size
+
+
 def test_a_mean_over_samples(workers: Workers, tmp_path: Path) -> None:
     assert max(workers.run(2, f"{CASES}:by_samples", folder=str(tmp_path))) <= 1e-9
 
