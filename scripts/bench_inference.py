@@ -118,7 +118,7 @@ def _memory(folder: Path, options: argparse.Namespace, failures: _Failures) -> d
 
 def _start(folder: Path, options: argparse.Namespace, failures: _Failures) -> dict[str, Any]:
     swap = {"parameters": "file", "directory": str(folder / "swap")}
-    rows: dict[str, tuple[int, dict[str, Any]]] = {
+    table: dict[str, tuple[int, dict[str, Any]]] = {
         "in memory, 1 rank": (1, _NONE),
         "in memory, 2 ranks, whole on each": (2, _NONE),
         "in memory, 2 ranks, sharded": (2, _SHARDED),
@@ -135,27 +135,26 @@ def _start(folder: Path, options: argparse.Namespace, failures: _Failures) -> di
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     found: dict[str, Any] = {}
-    for name, (ranks, sections) in rows.items():
+    for name, (ranks, sections) in table.items():
         for cold in (False, True):
             if options.only not in name:
                 continue
-            arguments = {"sections": sections, "cold": cold}
-            runs = [_ranks(name, "start", ranks, arguments, failures, folder) for _ in range(options.rounds)]
-            runs = [run for run in runs if run]
+            arguments = {"sections": sections, "rounds": options.rounds, "cold": cold}
             state = "on the disk" if cold else "in the page cache"
-            found[f"{name}, {state}"] = runs
-            if runs:
-                print(f"| {name} | {state} | {_start_row(runs)} |", flush=True)
+            if rows := _ranks(f"{name}, {state}", "start", ranks, arguments, failures, folder):
+                found[f"{name}, {state}"] = rows
+                print(f"| {name} | {state} | {_start_row(rows)} |", flush=True)
     return found
 
 
-def _start_row(runs: list[list[Any]]) -> str:
-    def median(key: str) -> float:
-        return float(statistics.median(max(rank[key] for rank in run) for run in runs))
+def _start_row(ranks: list[Any]) -> str:
+    def slowest(key: str) -> list[float]:
+        return [max(times) for times in zip(*(rank[key] for rank in ranks), strict=True)]
 
-    ratio = statistics.median(max(r["plain"] for r in run) / max(r["reading"] for r in run) for run in runs)
-    sizes = " | ".join(f"{median(key) / MEBIBYTE:.0f}" for key in ("part_bytes", "peak_bytes"))
-    return f"{sizes} | {median('seconds'):.2f} | {median('reading'):.2f} | {median('plain'):.2f} | {ratio:.2f}"
+    ratio = Spread.of(plain / own for plain, own in zip(slowest("plain"), slowest("reading"), strict=True))
+    sizes = " | ".join(f"{max(rank[key] for rank in ranks) / MEBIBYTE:.0f}" for key in ("part_bytes", "peak_bytes"))
+    times = " | ".join(f"{statistics.median(slowest(key)):.2f}" for key in ("seconds", "reading", "plain"))
+    return f"{sizes} | {times} | {ratio.text(2)}"
 
 
 _PARTS: dict[str, Callable[[Path, argparse.Namespace, _Failures], dict[str, Any]]] = {

@@ -186,33 +186,39 @@ def measure_memory(folder: Path, sections: dict[str, Any], steps: int) -> dict[s
     return found
 
 
-def measure_start(folder: Path, sections: dict[str, Any], *, cold: bool) -> dict[str, Any]:
-    """Seconds from the call to a ready generator, those of them that it fills its part, and of a plain reader; and the peak."""
+def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: bool) -> dict[str, Any]:
+    """Seconds from the call to a ready generator, those of them that it fills its part, and of a plain reader; and the peak.
+
+    Both are timed in turn, and once before that counts: a virtual machine is slow to get memory that it has not had for a while.
+    """
     paths = weight_files(folder)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with _open(folder, "tiny", sections) as generator:
-        engine, barrier = generator.engine, partial(generator.mesh.world.barrier, "the measurement")
-        parts = 1 if generator.config.zero.stage == 0 else ranks
+    found: dict[str, Any] = {"seconds": [], "reading": [], "plain": []}
+    with _open(folder, "tiny", sections) as tiny:
+        engine, barrier = tiny.engine, partial(tiny.mesh.world.barrier, "the measurement")
+        parts = 1 if tiny.config.zero.stage == 0 else ranks
         shared = engine.transport.name == "shared" and not engine.options.offload.parameters.leaves(_CPU)
-        # The first one takes the memory for all: a virtual machine is slow to get memory that it has never had.
-        for _ in range(2):
+
+        def begin() -> None:
             barrier()
             if cold:
                 forget(paths)
             barrier()
-            plain, part = plain_read(paths, rank % parts, parts, shared=shared)
-        barrier()
-        if cold:
-            forget(paths)
-        barrier()
-    reading: list[float] = []
-    peak, began = Peak(), time.perf_counter()
-    with _timed_reading(reading), _open(folder, "large", sections) as generator:
-        whole = time.perf_counter() - began
-        generator.mesh.world.barrier("the measurement")
-        above = peak.above()
-        generator.mesh.world.barrier("the measurement")
-    return {"seconds": whole, "reading": reading[0], "plain": plain, "part_bytes": part, "peak_bytes": above}
+
+        for _ in range(1 + rounds):
+            begin()
+            plain, found["part_bytes"] = plain_read(paths, rank % parts, parts, shared=shared)
+            found["plain"].append(plain)
+            begin()
+            peak, began = Peak(), time.perf_counter()
+            with _timed_reading(found["reading"]), _open(folder, "large", sections):
+                found["seconds"].append(time.perf_counter() - began)
+                barrier()
+                found.setdefault("peak_bytes", peak.above())
+                barrier()
+    for key in ("seconds", "reading", "plain"):
+        del found[key][0]
+    return found
 
 
 def main() -> None:
