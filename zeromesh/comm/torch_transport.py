@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
+from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
 from zeromesh.offload import DONE, TieredTensor, allocate_lasting
@@ -103,6 +105,11 @@ class CollectiveBuffer(GatherBuffer):
                 self._group.order(work, self._what)
             self._works, self._live = [], True
 
+    def settle(self) -> None:
+        """On a device have what is launched from now on, in whose order memory is freed, come after a gather in flight."""
+        for work in self._works if self._group.on_stream else ():
+            self._group.order(work, self._what)
+
     def release(self) -> None:
         if self._memory is not None:
             self.wait()
@@ -180,12 +187,18 @@ class CollectiveTransport(Transport):
     ) -> None:
         self.name = "nccl" if group.on_stream else "gloo"
         self._queue: deque[CollectiveBuffer] = deque()
-        self.buffers = [CollectiveBuffer(each, group, device, self._queue) for each in requests]
+        self._gathered = [CollectiveBuffer(each, group, device, self._queue) for each in requests]
+        self.buffers = self._gathered
         self.reducer = CollectiveReducer(ring, group, device)
 
     def poll(self) -> None:
         if self._queue:
             self._queue[0].poll()
+
+    def close(self) -> None:
+        with suppress(CollectiveError):  # The caller knows already that one cannot end.
+            for buffer in self._gathered:
+                buffer.settle()
 
 
 def open_transport(
