@@ -252,11 +252,14 @@ class SharedSegment:
         """
         start = offset // PAGE * PAGE
         try:
-            self._map.madvise(_POPULATE_WRITE, start, offset + nbytes - start)
+            try:
+                self._map.madvise(_POPULATE_WRITE, start, offset + nbytes - start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.posix_fallocate(self.descriptor, offset, nbytes)  # Linux before 5.14.
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise _refused(self.label, nbytes, error) from error
-            os.posix_fallocate(self.descriptor, offset, nbytes)  # Linux before 5.14.
+            raise _refused(self.label, nbytes, error) from error
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return the whole pages inside a range to the system; they read as zeros afterwards."""

@@ -152,7 +152,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Uses:
-    """What is told of uses of a bucket's parameters at rest.
+    """Calls `on_use` with the name of a parameter of one bucket that is used while it rests.
 
     The parameters' classes hold it, and not the bucket: with that they would be a cycle, and keep the memory of an engine that is
     closed until the interpreter looks for garbage.

@@ -19,6 +19,7 @@ from simulated import device
 from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
+from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity
 from zeromesh.telemetry.status_board import (
@@ -346,6 +347,15 @@ class TestSegments:
             assert int(everything.sum()) == 2 * PAGE
             segment.reserve(0, 4 * PAGE)
             assert os.fstat(segment.descriptor).st_blocks * 512 == 4 * PAGE
+
+    def test_pages_are_taken_on_an_older_system_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(allocation, "_POPULATE_WRITE", 9999)
+        segment = SharedSegment.create("test", 4 * PAGE, reserve=False)
+        segment.reserve(0, 3 * PAGE)
+        assert os.fstat(segment.descriptor).st_blocks * 512 == 3 * PAGE
+        segment.close()
+        with pytest.raises(StorageError, match=r"shared memory for test: .* cannot be reserved"):
+            segment.reserve(0, 3 * PAGE)
 
     def test_a_segment_that_is_not_there_is_an_error_with_a_way_out(self) -> None:
         with pytest.raises(StorageError, match="choose the transport gloo"):
