@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -133,11 +133,12 @@ class Peak:
 
 
 @contextmanager
-def _timed_reading(seconds: list[float]) -> Iterator[None]:
-    """Note how long the engine takes to allocate and fill what it holds."""
+def _timed_reading(seconds: list[float], before: Callable[[], None]) -> Iterator[None]:
+    """Note how long the engine takes to allocate and fill what it holds, and call `before` before that."""
     build = engine_module.build_units
 
     def timed(*args: Any, **named: Any) -> Any:
+        before()
         began = time.perf_counter()
         built = build(*args, **named)
         seconds.append(time.perf_counter() - began)
@@ -189,7 +190,8 @@ def measure_memory(folder: Path, sections: dict[str, Any], steps: int) -> dict[s
 def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: bool) -> dict[str, Any]:
     """Seconds from the call to a ready generator, those of them that it fills its part, and of a plain reader; and the peak.
 
-    Both are timed in turn, and once before that counts: a virtual machine is slow to get memory that it has not had for a while.
+    Both are timed in turn. As a virtual machine gives memory that is free back to its host, and is slow to get it again, ranks take
+    as much as they will fill before each of both, and give it back, which is not timed.
     """
     paths = weight_files(folder)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -199,26 +201,39 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
         parts = 1 if tiny.config.zero.stage == 0 else ranks
         shared = engine.transport.name == "shared" and not engine.options.offload.parameters.leaves(_CPU)
 
-        def begin() -> None:
+        part = sum(path.stat().st_size // parts for path in paths)
+
+        def begin() -> float:
+            began = time.perf_counter()
             barrier()
             if cold:
                 forget(paths)
+            memory = allocate_lasting(part, torch.uint8, _CPU).fill_(1)
             barrier()
+            del memory
+            barrier()
+            return time.perf_counter() - began
 
-        for _ in range(1 + rounds):
+        def pause() -> None:
+            """Begin again between building the model and filling it."""
+            nonlocal waited, highest
+            highest = max(highest, peak.above())
+            waited = begin()
+            peak.begin()
+
+        highest, waited = 0, 0.0
+        for _ in range(rounds):
             begin()
             plain, found["part_bytes"] = plain_read(paths, rank % parts, parts, shared=shared)
             found["plain"].append(plain)
             begin()
             peak, began = Peak(), time.perf_counter()
-            with _timed_reading(found["reading"]), _open(folder, "large", sections):
-                found["seconds"].append(time.perf_counter() - began)
+            with _timed_reading(found["reading"], pause), _open(folder, "large", sections):
+                found["seconds"].append(time.perf_counter() - began - waited)
                 barrier()
-                found.setdefault("peak_bytes", peak.above())
+                highest = max(highest, peak.above())
                 barrier()
-    for key in ("seconds", "reading", "plain"):
-        del found[key][0]
-    return found
+    return found | {"peak_bytes": highest}
 
 
 def main() -> None:

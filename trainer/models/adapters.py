@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
 from zeromesh.trainer.config.sections.model import Head, LoraSection
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
@@ -172,12 +174,12 @@ class AdaptedSource:
         own = self._own.get(fqn)
         return self._source.read(self._inside[fqn], start, end) if own is None else own.reshape(-1)[start:end]
 
-    def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
+    def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
         own = self._own.get(fqn)
         if own is None:
-            self._source.fill(self._inside[fqn], start, out)
+            self._source.fill(self._inside[fqn], rows, interval, out)
         else:
-            out.copy_(own.reshape(-1)[start : start + out.numel()])
+            rows.take(own.reshape(-1), 0, interval, out)
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         return self._source.place(self._inside[fqn], start, dtype) if fqn in self._inside else None

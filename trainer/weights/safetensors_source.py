@@ -35,6 +35,8 @@ from transformers.utils import logging
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, Entry, parse_json, read_header
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, some, summary
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
@@ -214,6 +216,8 @@ _READ_AHEAD = 256 << 20
 """Bytes of files that are read into the page cache before they are asked for."""
 _CHUNK = 1 << 22
 """Elements that are read ahead at a time."""
+_WINDOW = 1 << 20
+"""Elements that are converted at a time."""
 
 
 class TensorFiles:
@@ -264,15 +268,29 @@ class TensorFiles:
         entry = self.entries[name]
         stop = entry.numel if end is None else end
         out = torch.empty(stop - start, dtype=entry.dtype, device="cpu")
-        self.fill(name, start, out)
+        if out.numel():
+            self.fill(name, StridedRows.whole(entry.numel), Interval(start=start, end=stop), out)
         return out
 
-    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, on CPU and in the file's dtype, with elements from `start` on. Raises as `read` does."""
+    def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D, with elements `interval`, one at least, of the columns `rows`, converted to its dtype.
+
+        Raises as `read` does.
+        """
         entry = self.entries[name]
-        if out.numel():
-            self._file(entry).read(out.view(torch.uint8), entry.begin + start * entry.dtype.itemsize)
-            self._advance(out.nbytes)
+        if out.device.type != "cpu" or out.dtype != entry.dtype:
+            for part in rows.windows(interval, _WINDOW):
+                hull = rows.hull(part)
+                there = out[part.start - interval.start : part.end - interval.start]
+                rows.take(self.read(name, hull.start, hull.end), hull.start, part, there)
+            return
+        size, data = entry.dtype.itemsize, out.view(torch.uint8)
+        for row, count, parts in rows.blocks(interval):
+            columns = [(start * size, length * size) for start, _, length in parts]
+            stride = rows.width * size
+            offset = entry.begin + row * stride
+            data = data[self._file(entry).read_rows(data, offset, rows=count, columns=columns, stride=stride) :]
+        self._advance(rows.hull(interval).length * size)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Read tensor `name` in its shape."""
@@ -390,16 +408,16 @@ class SafetensorsSource:
             return self._converted(self._matched.converted[name])[name].reshape(-1)[start:end]
         return self._fallback.read(fqn, start, end)
 
-    def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, with elements from `start` on, converted to its dtype: right from the file where it needs no conversion.
-
-        Raises as `read` does.
+    def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D, with elements `interval`, one at least, of the columns `rows` of a parameter, converted to its dtype:
+        right from the file where that has them in this dtype. Raises as `read` does.
         """
-        name = self._matched.direct.get(self._checked(fqn, start, start + out.numel()), "")
-        if name and out.device.type == "cpu" and self._files.entries[name].dtype == out.dtype:
-            self._files.fill(name, start, out)
+        hull = rows.hull(interval)
+        name = self._matched.direct.get(self._checked(fqn, hull.start, hull.end), "")
+        if name:
+            self._files.fill(name, rows, interval, out)
         else:
-            out.copy_(self.read(fqn, start, start + out.numel()))
+            rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Read elements [start, end) of parameters ahead, and all of what a conversion makes a parameter of."""

@@ -80,6 +80,11 @@ class StridedRows:
             )
         object.__setattr__(self, "taken", sum(column.length for column in self.columns))
 
+    @classmethod
+    def whole(cls, numel: int) -> StridedRows:
+        """All of a tensor of some elements, as one row."""
+        return cls(count=1, width=max(1, numel), columns=_all(max(1, numel)))
+
     def before(self, logical: int) -> int:
         """How many local elements come before a logical position, which is also the place of the first one from there on."""
         row, at = divmod(min(max(logical, 0), self.count * self.width), self.width)
@@ -93,20 +98,40 @@ class StridedRows:
         row, at = divmod(local, self.taken)
         return row * self.width + _logical_index(self.columns, at)
 
-    def tiles(self, interval: Interval) -> Iterator[Tile]:
-        """Yield the tiles that local elements `interval` consist of: the rest of a row, whole rows, the beginning of a row."""
+    def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
+        """Yield local elements `interval` in parts: of whole rows of `numel` logical elements, or of as many of one row."""
+        step = max(1, numel // self.width) * min(self.taken, numel)
+        for start in range(interval.start, interval.end, step):
+            yield Interval(start=start, end=min(start + step, interval.end))
+
+    def blocks(self, interval: Interval) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
+        """Yield the blocks of rows that local elements `interval` consist of: the rest of a row, whole rows, the beginning of one.
+
+        Of each block: the first row, how many rows, and its runs in each of them: where a run begins in the logical row, where in
+        the local one, and its length.
+        """
         first, start = divmod(interval.start, self.taken)
         last, end = divmod(interval.end, self.taken)
         whole = first + bool(start)
         spans = [(first, int(bool(start)), start, self.taken), (whole, last - whole, 0, self.taken), (last, 1, 0, end)]
         for row, rows, low, high in spans if first < last else [(first, 1, start, end)]:
-            at = 0
-            for column in self.columns:
-                begin, stop = max(low, at), min(high, at + column.length)
-                if rows and begin < stop:
-                    logical = row * self.width + column.start + begin - at
-                    yield Tile(local=row * self.taken + begin, logical=logical, rows=rows, length=stop - begin)
-                at += column.length
+            if parts := list(self._parts(low, high)) if rows else []:
+                yield row, rows, parts
+
+    def _parts(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where runs of elements [low, high) of a local row begin in the logical row, where in the local one, and lengths."""
+        at = 0
+        for column in self.columns:
+            begin, end = max(low, at), min(high, at + column.length)
+            if begin < end:
+                yield column.start + begin - at, begin, end - begin
+            at += column.length
+
+    def tiles(self, interval: Interval) -> Iterator[Tile]:
+        """Yield the tiles that local elements `interval` consist of: one of each column of each block of rows."""
+        for row, rows, parts in self.blocks(interval):
+            for start, local, length in parts:
+                yield Tile(local=row * self.taken + local, logical=row * self.width + start, rows=rows, length=length)
 
     def take(self, window: torch.Tensor, start: int, interval: Interval, out: torch.Tensor) -> None:
         """Put local elements `interval` into `out`, 1-D, from `window`: the logical tensor from position `start` on, 1-D."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -56,10 +57,8 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 _CPU = torch.device("cpu")
 _PASSING = 1 << 20
 """Elements of a parameter that are on their way to another tier at a time."""
-_WINDOW = 1 << 18
-"""Elements of rows that are read at a time where columns of them are kept."""
 _LEAST_RUN = 1 << 18
-"""Bytes. Shorter runs of rows are not read one by one."""
+"""Bytes. Shorter runs of rows are read together."""
 _SHARE_OF_MEMORY = 4
 """Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
 
@@ -266,13 +265,20 @@ def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -
         return
     for layout in layouts:
         for piece in layout.pieces(_interval(layout, mesh, options)):
-            name, part = piece.spec.name, piece.in_parameter
-            if (rows := _scattered(piece)) is not None:
-                hull = rows.hull(part)
-                yield name, hull.start, hull.end
-                continue
-            for run in piece.spec.region.runs(part):
-                yield name, run.logical, run.logical + run.length
+            for rows, interval, _ in _selections(piece):
+                hull = rows.hull(interval)
+                yield piece.spec.name, hull.start, hull.end
+
+
+def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]]:
+    """Yield what a piece consists of: columns of a parameter's rows, elements of these, and where they begin in the shard."""
+    region, part, start = piece.spec.region, piece.in_parameter, piece.in_shard.start
+    if (rows := _scattered(piece)) is not None:
+        yield rows, part, start
+        return
+    whole = StridedRows.whole(prod(region.shape))
+    for run in region.runs(part):
+        yield whole, Interval(start=run.logical, end=run.logical + run.length), start + run.local - part.start
 
 
 def _scattered(piece: ShardPiece) -> StridedRows | None:
@@ -283,33 +289,16 @@ def _scattered(piece: ShardPiece) -> StridedRows | None:
 
 def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
     """Give a piece of a parameter its values: in place where that is memory, else by a bounded number at a time."""
-    name, part = piece.spec.name, piece.in_parameter
-    ahead = piece.in_shard.start - part.start
-    if (rows := _scattered(piece)) is not None:
-        # Whole rows are read, of which others have the rest, since a read for each would take longer. They are few enough to stay
-        # in the processor's cache until their columns are copied.
-        step = max(1, _WINDOW // rows.width) * rows.taken
-        window = torch.empty((step // rows.taken + 1) * rows.width, dtype=master.dtype)
-        for begin in range(part.start, part.end, step):
-            own = Interval(start=begin, end=min(begin + step, part.end))
-            hull = rows.hull(own)
-            source.fill(name, hull.start, window[: hull.length])
-            memory = master.view(ahead + begin, ahead + own.end, _CPU)
-            passing = torch.empty(own.length, dtype=master.dtype) if memory is None else memory
-            rows.take(window, hull.start, own, passing)
-            if memory is None:
-                master.write(ahead + begin, passing).wait()
-        return
-    for run in piece.spec.region.runs(part):
-        start = ahead + run.local
-        memory = master.view(start, start + run.length, _CPU)
+    for rows, interval, start in _selections(piece):
+        memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
-            source.fill(name, run.logical, memory)
+            source.fill(piece.spec.name, rows, interval, memory)
             continue
-        for done in range(0, run.length, _PASSING):
-            first = run.logical + done
-            values = source.read(name, first, min(first + _PASSING, run.logical + run.length))
-            master.write(start + done, values.to(master.dtype)).wait()
+        for begin in range(0, interval.length, _PASSING):
+            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _PASSING, interval.end))
+            passing = torch.empty(own.length, dtype=master.dtype)
+            source.fill(piece.spec.name, rows, own, passing)
+            master.write(start + begin, passing).wait()
 
 
 def _weights(

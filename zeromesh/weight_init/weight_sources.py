@@ -31,6 +31,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import LayoutError, some, summary
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
 from zeromesh.rng import number_of
 
 Table = Literal["_parameters", "_buffers"]
@@ -263,9 +265,10 @@ class ParameterSource(Protocol):
         """
         ...
 
-    def fill(self, fqn: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, with elements of the flattened parameter `fqn` from `start` on, converted to its dtype."""
-        out.copy_(self.read(fqn, start, start + out.numel()))
+    def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D, with elements `interval`, one at least, of the columns `rows` of a parameter, converted to its dtype."""
+        hull = rows.hull(interval)
+        rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """The file, and the byte in it, from which on the parameter's elements lie as they are in `dtype`; None: in no file."""

@@ -19,9 +19,12 @@ from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, set
 from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, WeightsDifferError, ZeromeshError
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import peak_bytes, resident_bytes
 from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.weights import safetensors_source
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.units import build
 from zeromesh.units.unit import all_buckets
@@ -168,10 +171,11 @@ def _unexpected_reads() -> Iterator[list[Any]]:
             expected.setdefault(name, []).append((start, end))
         expect(files, ranges)
 
-    def look(files: TensorFiles, name: str, start: int, out: torch.Tensor) -> None:
-        if expected and not any(begin <= start and start + out.numel() <= end for begin, end in expected.get(name, ())):
-            found.append([name, start, out.numel()])
-        fill(files, name, start, out)
+    def look(files: TensorFiles, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
+        hull = rows.hull(interval)
+        if expected and not any(begin <= hull.start and hull.end <= end for begin, end in expected.get(name, ())):
+            found.append([name, hull.start, hull.end])
+        fill(files, name, rows, interval, out)
 
     TensorFiles.expect, TensorFiles.fill = note, look  # type: ignore[method-assign]
     try:
@@ -185,7 +189,7 @@ def agrees(
 ) -> dict[str, Any]:
     """What differs from one process, how far log-probabilities are apart, and what memory is for."""
     reference, directory = sharp(model), Path(folder, model)
-    build._PASSING = build._WINDOW = 500  # A parameter comes in many parts.
+    build._PASSING = safetensors_source._WINDOW = 500  # A parameter comes in many parts.
     if mesh.rank == 0:
         reference.save_pretrained(directory)
     mesh.world.barrier("the model's directory")

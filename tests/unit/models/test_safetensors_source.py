@@ -14,6 +14,9 @@ from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 
 from zeromesh.errors import ConfigError, LayoutError, StorageError
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
+from zeromesh.offload.io import direct_io
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.inference.source import find_source
 from zeromesh.trainer.models.build import build_model
@@ -137,6 +140,48 @@ def test_only_the_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.M
     value = built.source.read("model.layers.1.mlp.up_proj.weight", 5, 15)
     assert value.shape == (10,)
     assert sum(counts) == 40
+
+
+COLUMNS = [[(0, 23)], [(0, 9)], [(4, 5)], [(0, 2), (5, 11), (20, 23)], [(at, at + 1) for at in range(0, 23, 2)]]
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(("near", "pieces", "at_once"), [(1 << 14, 1024, 1 << 30), (8, 1024, 9), (60, 7, 30)])
+def test_columns_of_rows_are_read_in_few_calls_which_may_end_early(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: list[tuple[int, int]],
+    near: int,
+    pieces: int,
+    at_once: int,
+) -> None:
+    whole = torch.randn(11, 23)
+    save_file({"a": torch.randn(3), "b": whole}, tmp_path / "model.safetensors")
+    files, preadv, sizes = TensorFiles(tmp_path), os.preadv, []
+
+    def short(descriptor: int, buffers: list[Any], offset: int) -> int:
+        assert len(buffers) <= pieces
+        sizes.append(sum(map(len, buffers)))
+        room, kept = at_once, []
+        for buffer in buffers:
+            kept.append(memoryview(buffer)[:room])
+            room -= len(kept[-1])
+        return preadv(descriptor, kept, offset)
+
+    monkeypatch.setattr(direct_io, "_NEAR", near)
+    monkeypatch.setattr(direct_io, "_MOST_PIECES", pieces)
+    monkeypatch.setattr(direct_io.os, "preadv", short)
+    rows = StridedRows(count=11, width=23, columns=tuple(Interval(start=start, end=end) for start, end in columns))
+    local = torch.cat([whole[:, start:end] for start, end in columns], dim=1).reshape(-1)
+    for start, end in [(0, len(local)), (3, len(local) - 2), (len(local) - 1, len(local)), (1, 2), (5, 10)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.full((end - start,), float("nan"), dtype=dtype)
+            files.fill("b", rows, Interval(start=start, end=end), out)
+            assert torch.equal(out, local[start:end].to(dtype))
+    assert near < 1024 or sizes[0] == rows.hull(Interval(start=0, end=len(local))).length * 4
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 90)
+    with pytest.raises(StorageError, match=r"ends after [\d,]+ bytes; [\d,]+ were to be read at"):
+        files.fill("b", rows, Interval(start=0, end=len(local)), torch.empty(len(local)))
 
 
 def test_converted_parameters_are_kept_within_a_bound(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ class FileSlice:
     @classmethod
     def contiguous(cls, path: str, begin: int, dtype: torch.dtype, numel: int) -> FileSlice:
         """`numel` elements that follow one another from byte `begin` on."""
-        rows = StridedRows(count=1, width=max(1, numel), columns=(Interval(start=0, end=max(1, numel)),))
-        return cls(path=path, origin=begin, dtype=dtype, rows=rows, interval=Interval(start=0, end=numel))
+        interval = Interval(start=0, end=numel)
+        return cls(path=path, origin=begin, dtype=dtype, rows=StridedRows.whole(numel), interval=interval)
 
     @property
     def nbytes(self) -> int:
