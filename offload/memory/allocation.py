@@ -27,6 +27,7 @@ from zeromesh.offload.memory.ledger import available_bytes
 PAGE = mmap.PAGESIZE
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux, for which Python has no name yet."""
+_libc = ctypes.CDLL(None, use_errno=True)
 _LEAST_BYTES = 1 << 16
 """Below this a mapping of its own is not worth its page table; such blocks are too small to matter on the heap."""
 
@@ -251,12 +252,13 @@ class SharedSegment:
         Ranks may do so in one segment at once: `posix_fallocate` has them wait for each other, and leaves the mapping to writes.
         """
         start = offset // PAGE * PAGE
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, start))
         try:
-            try:
-                self._map.madvise(_POPULATE_WRITE, start, offset + nbytes - start)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
+            # Other threads run meanwhile, which `mmap.madvise` would stop.
+            if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(offset + nbytes - start), _POPULATE_WRITE):
+                number = ctypes.get_errno()
+                if number != errno.EINVAL:
+                    raise OSError(number, os.strerror(number))
                 os.posix_fallocate(self.descriptor, offset, nbytes)  # Linux before 5.14.
         except OSError as error:
             raise _refused(self.label, nbytes, error) from error

@@ -202,13 +202,14 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
         shared = engine.transport.name == "shared" and not engine.options.offload.parameters.leaves(_CPU)
 
         part = sum(path.stat().st_size // parts for path in paths)
+        cached = sum(path.stat().st_size // ranks for path in paths) if cold else 0
 
         def begin() -> float:
             began = time.perf_counter()
             barrier()
             if cold:
                 forget(paths)
-            memory = allocate_lasting(part, torch.uint8, _CPU).fill_(1)
+            memory = allocate_lasting(part + cached, torch.uint8, _CPU).fill_(1)
             barrier()
             del memory
             barrier()

@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -234,6 +235,8 @@ class TensorFiles:
         self._expected: Iterator[tuple[str, int, int]] = iter(())
         self._ahead = 0
         """Bytes that are being read ahead."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        """Reads them."""
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Read elements [start, end) of tensors ahead, in this order, as far as `_READ_AHEAD` before `fill` gets to them."""
@@ -251,7 +254,7 @@ class TensorFiles:
             name, start, end = found
             entry = self.entries[name]
             length = (end - start) * entry.dtype.itemsize
-            self._file(entry).read_ahead(entry.begin + start * entry.dtype.itemsize, length)
+            self._thread.submit(self._file(entry).read_ahead, entry.begin + start * entry.dtype.itemsize, length)
             self._ahead += length
 
     def _file(self, entry: Entry) -> PositionalFile:
@@ -298,6 +301,7 @@ class TensorFiles:
 
     def close(self) -> None:
         """Close the files."""
+        self._thread.shutdown(cancel_futures=True)
         while self._files:
             self._files.popitem()[1].close()
 

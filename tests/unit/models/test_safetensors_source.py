@@ -69,9 +69,11 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
     source.expect(iter(wanted))
     done = 0
     for name, start, end in wanted:
+        files._thread.submit(int).result()  # After all that is to be read ahead by now.
         most = max(most, sum(length for *_, length in ahead) - done)
         source.read(name, start, end)
         done += (end - start) * 4
+    files._thread.shutdown()
     places = [(str(entry.path), entry.begin + start * 4, (end - start) * 4)
               for entry, start, end in ((files.entries[name], start, end) for name, start, end in wanted)]  # fmt: skip
     told = []
@@ -83,6 +85,31 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
             told.append((path, begin, length))
     assert told == places
     assert 4000 <= most < 4000 + 1200
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_bytes_are_read_ahead_whole_unless_they_are_there(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, found, read = tmp_path / "file", os.urandom(1 << 20), bytearray(1 << 20)
+    path.write_bytes(found)
+    preadv = os.preadv
+
+    def noted(descriptor: int, pieces: Any, at: int, flags: int = 0) -> int:
+        if flags:
+            assert flags == os.RWF_NOWAIT
+            if not cached:
+                raise BlockingIOError
+            return 1
+        count = preadv(descriptor, pieces, at)
+        read[at : at + count] = pieces[0][:count]
+        return count
+
+    with direct_io.PositionalFile(path, direct=False) as file:
+        monkeypatch.setattr(os, "preadv", noted)
+        file.read_ahead(100, 700_001)
+    assert read[100:700_101] == (bytes(700_001) if cached else found[100:700_101])
+    assert not any(read[:100] + read[700_101:])
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
