@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 
@@ -183,16 +183,19 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
                 while at < end:
                     at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
 
+    def in_memory(self, offset: int) -> bool:
+        """Return True if the page cache has the byte at `offset`, as far as the system can tell."""
+        try:
+            return os.preadv(self._buffered, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except OSError:
+            return False
+
     def read_ahead(self, offset: int, length: int) -> None:
-        """Read bytes into the page cache that will be read soon, unless the last of them is there.
+        """Read bytes into the page cache that will be read soon.
 
         The system reads more at once, into larger pages, for who reads than for who asks it to read (`POSIX_FADV_WILLNEED`).
         """
         scrap = memoryview(bytearray(_SCRAP))
-        with suppress(OSError):
-            # Where it is there, that is enough; where the system cannot tell, it is read.
-            os.preadv(self._buffered, [scrap[:1]], offset + length - 1, os.RWF_NOWAIT)
-            return
         for at in range(offset, offset + length, _SCRAP):
             os.preadv(self._buffered, [scrap[: offset + length - at]], at)
 

@@ -39,6 +39,8 @@ _LONGEST = 2048
 _TINY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 512}
 _LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": VOCABULARY}
 _CPU = torch.device("cpu")
+_UNTIL_TOLD = 2.5
+"""Seconds after which Linux has told a host what memory is free: it does so two seconds after some was freed."""
 _REQUEST = 16 << 20
 """Bytes that a plain reader asks for at once, if it reads through the page cache."""
 
@@ -210,6 +212,7 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
             if cold:
                 forget(paths)
             memory = allocate_lasting(part + cached, torch.uint8, _CPU).fill_(1)
+            time.sleep(_UNTIL_TOLD)
             barrier()
             del memory
             barrier()

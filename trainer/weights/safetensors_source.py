@@ -253,8 +253,10 @@ class TensorFiles:
         while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
             name, start, end = found
             entry = self.entries[name]
-            length = (end - start) * entry.dtype.itemsize
-            self._thread.submit(self._file(entry).read_ahead, entry.begin + start * entry.dtype.itemsize, length)
+            file, length = self._file(entry), (end - start) * entry.dtype.itemsize
+            offset = entry.begin + start * entry.dtype.itemsize
+            if not file.in_memory(offset + length - 1):
+                self._thread.submit(file.read_ahead, offset, length)
             self._ahead += length
 
     def _file(self, entry: Entry) -> PositionalFile:

@@ -62,9 +62,9 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
     files, ahead, most = source._files, [], 0
     monkeypatch.setattr(safetensors_source, "_READ_AHEAD", 4000)
     monkeypatch.setattr(safetensors_source, "_CHUNK", 300)
-    monkeypatch.setattr(
-        safetensors_source.PositionalFile, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent))
-    )
+    kind = safetensors_source.PositionalFile
+    monkeypatch.setattr(kind, "in_memory", lambda file, offset: False)
+    monkeypatch.setattr(kind, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent)))
     wanted = [(name, 1, numel) for name, numel in source._numel.items()]
     source.expect(iter(wanted))
     done = 0
@@ -87,28 +87,21 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
     assert 4000 <= most < 4000 + 1200
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_bytes_are_read_ahead_whole_unless_they_are_there(
-    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_read_ahead_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, found, read = tmp_path / "file", os.urandom(1 << 20), bytearray(1 << 20)
     path.write_bytes(found)
     preadv = os.preadv
 
-    def noted(descriptor: int, pieces: Any, at: int, flags: int = 0) -> int:
-        if flags:
-            assert flags == os.RWF_NOWAIT
-            if not cached:
-                raise BlockingIOError
-            return 1
+    def noted(descriptor: int, pieces: Any, at: int) -> int:
         count = preadv(descriptor, pieces, at)
         read[at : at + count] = pieces[0][:count]
         return count
 
     with direct_io.PositionalFile(path, direct=False) as file:
+        assert not file.in_memory(1 << 20)
         monkeypatch.setattr(os, "preadv", noted)
         file.read_ahead(100, 700_001)
-    assert read[100:700_101] == (bytes(700_001) if cached else found[100:700_101])
+    assert read[100:700_101] == found[100:700_101]
     assert not any(read[:100] + read[700_101:])
 
 
