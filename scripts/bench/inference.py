@@ -193,7 +193,8 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
     """Seconds from the call to a ready generator, those of them that it fills its part, and of a plain reader; and the peak.
 
     Both are timed in turn. As a virtual machine gives memory that is free back to its host, and is slow to get it again, ranks take
-    as much as they will fill before each of both, and give it back, which is not timed.
+    as much as they will fill before each of both, and as the page cache will, wait until the host knows what else is free, and give
+    it back, which is not timed.
     """
     paths = weight_files(folder)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

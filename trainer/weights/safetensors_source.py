@@ -236,7 +236,7 @@ class TensorFiles:
         self._ahead = 0
         """Bytes that are being read ahead."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        """Reads them."""
+        """Reads them. What it cannot read is an error of `fill`, which reads it again."""
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Read elements [start, end) of tensors ahead, in this order, as far as `_READ_AHEAD` before `fill` gets to them."""
