@@ -9,7 +9,13 @@ Useful by itself; knows no rank and no model.
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime
-from zeromesh.offload.memory.allocation import PinnedBudget, ReleasableBuffer, allocate_lasting, pinnable_bytes
+from zeromesh.offload.memory.allocation import (
+    PinnedBudget,
+    ReleasableBuffer,
+    SparePages,
+    allocate_lasting,
+    pinnable_bytes,
+)
 from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
 from zeromesh.offload.memory.ledger import (
     Ledger,
@@ -34,6 +40,7 @@ __all__ = [
     "PinnedBudget",
     "Purpose",
     "ReleasableBuffer",
+    "SparePages",
     "StoredRun",
     "StreamOperand",
     "StreamRow",

@@ -41,6 +41,11 @@ def whole_blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
+def lies_alike(data: torch.Tensor, offset: int) -> bool:
+    """Return True if blocks begin at the same bytes of `data`, uint8, on the CPU, and of a file that has it at `offset`."""
+    return data.device.type == "cpu" and (data.data_ptr() - offset) % BLOCK == 0
+
+
 @contextmanager
 def refusals(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """In the block an `OSError` becomes a `StorageError` that what is at `path` cannot be `what`, with the reason."""
@@ -111,9 +116,14 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
     def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
         """Move all bytes of `data` by `move`; `done_to` says in errors what cannot be done to the file."""
         view = data.numpy()
+        begin, end = offset, offset + len(view)
         with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
-            done = self._direct_part(move, view, data.data_ptr(), offset)
-            self._buffered_part(done_to, move, [view[done:]], offset + done, offset + len(view))
+            if self.direct and lies_alike(data, offset):
+                # What comes before the first whole block.
+                begin = min(whole_blocks(offset), end)
+                self._buffered_part(done_to, move, [view[: begin - offset]], offset, begin)
+                begin += self._direct_part(move, view[begin - offset :], begin)
+            self._buffered_part(done_to, move, [view[begin - offset :]], begin, end)
 
     def _buffered_part(
         self, done_to: str, move: Callable[..., int], pieces: list[_Bytes], begin: int, end: int
@@ -203,11 +213,9 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         """Let the page cache go of bytes that are on the disk and will not be read soon."""
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
-    def _direct_part(self, move: Callable[..., int], view: _Bytes, address: int, offset: int) -> int:
-        """Move the whole blocks of `view` past the page cache; returns how many bytes that were."""
+    def _direct_part(self, move: Callable[..., int], view: _Bytes, offset: int) -> int:
+        """Move the whole blocks of `view`, which begins with one, past the page cache; returns how many bytes that were."""
         whole = len(view) - len(view) % BLOCK
-        if self._direct < 0 or offset % BLOCK or address % BLOCK:
-            return 0
         done = 0
         while done < whole:
             try:

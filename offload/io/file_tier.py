@@ -27,7 +27,7 @@ import xxhash
 
 from zeromesh.errors import StorageError
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, whole_blocks
+from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, lies_alike, whole_blocks
 from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, copy_streams_of, pages
 
 PIECE = 1 << 20
@@ -37,6 +37,8 @@ STRIPE = 1 << 20
 THREADS = 8
 THREAD_BYTES = THREADS * PIECE
 """Bytes of the threads' own buffers."""
+_STRAIGHT = 4 << 20
+"""Bytes that one thread moves at a time where they need no buffer and have no checksum."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies from the first tensor to the second."""
 _UNWRITTEN = 0
@@ -84,13 +86,13 @@ class FileTier:
         self.checksums = checksums
         self.nbytes = 0
         """Bytes that are reserved."""
-        self._memory = memory
         with ExitStack() as opened, _named():
             self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
             self._opened = opened.pop_all()
         self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
         self._stored: dict[Path, StoredSlot] = {}
         self._reserved = [0] * len(directories)
+        self._buffers = list(torch.split(memory(threads * PIECE), PIECE))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
         self._local = threading.local()
 
@@ -136,9 +138,9 @@ class FileTier:
             return refused
 
     def buffer(self) -> torch.Tensor:
-        """The calling thread's own buffer, `[PIECE]` bytes on a page of its own."""
+        """The buffer of the calling thread, one of this tier's: `[PIECE]` bytes, on pages of their own."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = self._memory(PIECE)
+            self._local.buffer = self._buffers.pop()
         buffer: torch.Tensor = self._local.buffer
         return buffer
 
@@ -216,7 +218,10 @@ class FileSlot:
         for transfer in near:
             transfer.wait()
 
-    def _move(self, work: Callable[[_Copy, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
+    def _move(
+        self, work: Callable[[_Copy, int, torch.Tensor], None], begin: int, data: torch.Tensor, step: int | None = None
+    ) -> Transfer:
+        """Have threads do `work` for pieces of `data`, of `PIECE` bytes if no `step` is given."""
         end = begin + data.numel()
         if not 0 <= begin <= end <= self.nbytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
@@ -225,7 +230,7 @@ class FileSlot:
         except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
             return Transfer.failing(error)
         copy = _copier(data)
-        pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in _pieces(begin, data)]
+        pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in _pieces(begin, data, step or PIECE)]
         return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -286,6 +291,12 @@ class StoredSlot(FileSlot):
         self._file = file
         self._room = self.nbytes
 
+    def read(self, begin: int, out: torch.Tensor) -> Transfer:
+        """As in any slot. Where blocks begin at the same bytes of `out` and of the file, they come without a buffer."""
+        if not lies_alike(out, begin):
+            return super().read(begin, out)
+        return self._move(lambda _, at, part: self._fetch(at, part), begin, out, _STRAIGHT)
+
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
         """Raise `ValueError`."""
         raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
@@ -312,11 +323,11 @@ def _named(label: str = "") -> Iterator[None]:
         raise StorageError(f"file tier, {label}: {error}" if label else f"file tier: {error}") from error
 
 
-def _pieces(begin: int, data: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """`data` cut where a multiple of `PIECE` lies in the slot: no two pieces share a grain."""
+def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """`data` cut where a multiple of `step` lies in the slot: no two pieces share a grain."""
     done = 0
     while done < data.numel():
-        length = min(PIECE - (begin + done) % PIECE, data.numel() - done)
+        length = min(step - (begin + done) % step, data.numel() - done)
         yield begin + done, data[done : done + length]
         done += length
 

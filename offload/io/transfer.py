@@ -290,8 +290,15 @@ def without_states() -> Iterator[None]:
 
 
 def pages(nbytes: int) -> torch.Tensor:
-    """Pages of their own, `[nbytes]` uint8, as `O_DIRECT` needs them."""
-    return torch.frombuffer(kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), dtype=torch.uint8)
+    """Pages of their own, `[nbytes]` uint8, as `O_DIRECT` needs them: huge ones where there are any.
+
+    A disk moves a piece of a huge page at once, and single pages, which lie anywhere in memory, one by one: that takes up to twice
+    the time.
+    """
+    found = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(found, dtype=torch.uint8)
 
 
 class StagingPool:

@@ -14,7 +14,9 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -25,9 +27,13 @@ from zeromesh.offload.io.transfer import kept, pages
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux, for which Python has no name yet."""
+_MOVE_TO = 7
+"""MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP of Linux."""
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.restype = ctypes.c_ssize_t
 _LEAST_BYTES = 1 << 16
 """Below this a mapping of its own is not worth its page table; such blocks are too small to matter on the heap."""
 
@@ -41,40 +47,134 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(_own_pages(count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+    return pages(count * dtype.itemsize).view(dtype).view(shape)
 
 
-def _own_pages(nbytes: int) -> mmap.mmap:
-    pages = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+class SparePages:
+    """Huge pages of buffers that have let go of them, for those that take memory next: they move from one address to the other.
+
+    The system fills every page with zeros before it gives it out again, which takes as long as a fast disk needs to read it. Pages
+    that are left when a buffer has taken its own go back to the system with the next ones that come.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[torch.Tensor] = []
+        self._left = 0
+
+    def put(self, memory: torch.Tensor) -> None:
+        """Have the pages of `memory`, 1-D uint8, whole huge ones, whose contents nobody needs any more."""
+        self._drop(self._left)
+        if memory.nbytes and _moves_pages():
+            self._ranges.append(memory)
+        else:
+            _give_back(memory)
+
+    def move_to(self, target: torch.Tensor) -> None:
+        """Give `target`, 1-D uint8, of whole huge pages, those that are here, as far as they reach.
+
+        Raises:
+            StorageError: where the system refuses; the memory of `target` is not to be used then.
+        """
+        begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
+        inside = [begin <= each.data_ptr() < end for each in self._ranges]
+        if any(inside):  # Its own pages are still where they were.
+            self._ranges = [each for each, own in zip(self._ranges, inside, strict=True) if not own]
+            begin = end
+        while self._ranges and begin < end:
+            spare = self._ranges.pop()
+            length = min(spare.nbytes, end - begin)
+            _move_pages(spare.data_ptr(), begin, length)
+            if length < spare.nbytes:
+                self._ranges.append(spare[length:])
+            begin += length
+        self._left = len(self._ranges)
+
+    def give_back(self) -> None:
+        """Give all of them back to the system."""
+        self._drop(len(self._ranges))
+
+    def _drop(self, count: int) -> None:
+        """Give back the first ranges."""
+        for unused in self._ranges[:count]:
+            _give_back(unused)
+        del self._ranges[:count]
+        self._left = 0
+
+
+def _give_back(memory: torch.Tensor) -> None:
+    """Give what `memory`, 1-D uint8, has from the start of a page on back to the system. It is zero when it is used again."""
+    _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED)
+
+
+def _move_pages(source: int, target: int, nbytes: int) -> None:
+    """Move pages from one address to another; both are mapped before and afterwards, and at `source` there are none then."""
+    size = ctypes.c_size_t(nbytes)
+    if _libc.mremap(ctypes.c_void_p(source), size, size, _MOVE_TO, ctypes.c_void_p(target)) != target:
+        reason = os.strerror(ctypes.get_errno())
+        raise StorageError(f"{nbytes:,} bytes of memory for gathered parameters cannot be moved: {reason}")
+
+
+@cache
+def _moves_pages() -> bool:
+    """Return True if the system can move pages: Linux since 5.7."""
+    pair = torch.frombuffer(mmap.mmap(-1, 2 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    try:
+        _move_pages(pair.data_ptr(), pair.data_ptr() + PAGE, PAGE)
+    except StorageError:
+        return False
+    return True
 
 
 class ReleasableBuffer:
     """Memory that comes and goes at one address: `full`, `[count]`, whose views stay valid also while it has no memory.
 
-    On CPU it is pages of its own, zero when they come back, for the reason that states are. Elsewhere its storage is resized.
+    On CPU it is pages of its own, for the reason that states are, and `full` begins `lead` bytes after the start of a page.
+    Elsewhere its storage is resized.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, count: int, dtype: torch.dtype, device: torch.device, *, spare: SparePages, lead: int = 0
+    ) -> None:
+        """Pages go to `spare` and come from there. There is no memory at first."""
         self._nbytes = count * dtype.itemsize
-        self._pages = _own_pages(self._nbytes) if device.type == "cpu" and self._nbytes else None
-        if self._pages is not None:
-            self.full = torch.frombuffer(self._pages, dtype=dtype, count=count)
-        else:
+        self._spare = spare
+        self._pages: torch.Tensor | None = None
+        if device.type != "cpu" or not self._nbytes:
             self.full = torch.empty(count, dtype=dtype, device=device)
+            self.give_back()
+            return
+        length = lead + self._nbytes
+        self._huge = length - length % _HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
+        # Huge pages begin at multiples of their size.
+        room = _HUGE_PAGE if self._huge else 0
+        found = kept(mmap.mmap(-1, length + room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        start = -torch.frombuffer(found, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if room else 0
+        if self._huge:
+            found.madvise(mmap.MADV_HUGEPAGE, start, self._huge)
+        self._pages = torch.frombuffer(found, dtype=torch.uint8, count=length, offset=start)
+        self.full = torch.frombuffer(found, dtype=dtype, count=count, offset=start + lead)
+
+    def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Views of elements [start, end) of `full`, which may have no memory."""
+        if self._pages is None:
+            self.take()  # A view of memory that is not there cannot be made, only kept.
+        views = [self.full[start:end] for start, end in places]
+        if self._pages is None:
+            self.give_back()
+        return views
 
     def take(self) -> None:
-        """Take memory, whose contents are undefined."""
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self._nbytes)
+        """Take memory, whose contents are undefined. Raises `StorageError`."""
+        if self._pages is not None:
+            self._spare.move_to(self._pages[: self._huge])
+        elif self.full.untyped_storage().nbytes() == 0:
+            self.full.untyped_storage().resize_(self._nbytes)
 
     def give_back(self) -> None:
-        """Give the memory back to the system."""
+        """Give up the memory: huge pages to who needs some next, the rest to the system."""
         if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)
+            self._spare.put(self._pages[: self._huge])
+            _give_back(self._pages[self._huge :])
         else:
             self.full.untyped_storage().resize_(0)
 

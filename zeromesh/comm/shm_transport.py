@@ -284,8 +284,8 @@ class SharedTransport(Transport):
         self.share = 1.0 / group.size
         offsets, end = [], 0
         for request in requests:
-            offsets.append(end)
-            end += -(-request.padded * request.dtype.itemsize // PAGE) * PAGE
+            offsets.append(end + request.lead)
+            end += -(-(request.lead + request.padded * request.dtype.itemsize) // PAGE) * PAGE
         ring_bytes, words_bytes = ring.slots * ring.nbytes, (2 + 2 * len(requests)) * group.size * LINE * 8
         rings = shared_segments(group, "gradients", ring_bytes)
         (arena,) = shared_segments(group, "parameters", end, of_first=True, reserve=False)

@@ -20,7 +20,7 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduct
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
-from zeromesh.offload import DONE, TieredTensor, allocate_lasting
+from zeromesh.offload import DONE, SparePages, TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 
@@ -49,9 +49,14 @@ class CollectiveBuffer(GatherBuffer):
     """
 
     def __init__(
-        self, request: BufferRequest, group: ProcessSet, device: torch.device, queue: deque[CollectiveBuffer]
+        self,
+        request: BufferRequest,
+        group: ProcessSet,
+        device: torch.device,
+        spare: SparePages,
+        queue: deque[CollectiveBuffer],
     ) -> None:
-        super().__init__(request, device)
+        super().__init__(request, device, spare)
         self._group = group
         self._what = f"all-gather of {request.name}"
         self._works: list[AsyncWork] = []
@@ -187,11 +192,13 @@ class CollectiveTransport(Transport):
     ) -> None:
         self.name = "nccl" if group.on_stream else "gloo"
         self._queue: deque[CollectiveBuffer] = deque()
-        self._gathered = [CollectiveBuffer(each, group, device, self._queue) for each in requests]
+        self._spare = SparePages()
+        self._gathered = [CollectiveBuffer(each, group, device, self._spare, self._queue) for each in requests]
         self.buffers = self._gathered
         self.reducer = CollectiveReducer(ring, group, device)
 
     def poll(self) -> None:
+        super().poll()
         if self._queue:
             self._queue[0].poll()
 

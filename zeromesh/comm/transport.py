@@ -19,7 +19,7 @@ import torch
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload import ReleasableBuffer, SparePages, TieredTensor, Transfer, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.step_recorder import Collective, CommAccount
 
@@ -29,13 +29,14 @@ class BufferRequest:
     """A buffer to gather into: `padded` elements of `dtype`.
 
     A `persistent` buffer keeps its memory, so what was gathered stays until its owners write again; another one has
-    memory only from `gather` to `release`.
+    memory only from `gather` to `release`. On a host it begins `lead` bytes after the start of a page.
     """
 
     name: str
     padded: int
     dtype: torch.dtype
     persistent: bool
+    lead: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,26 +59,26 @@ class GatherBuffer:
     _own = slice(None)
     """The elements of this rank's shard."""
 
-    def __init__(self, request: BufferRequest, device: torch.device) -> None:
+    def __init__(self, request: BufferRequest, device: torch.device, spare: SparePages) -> None:
+        """`spare` has the pages of buffers that are released."""
+        count, dtype = request.padded, request.dtype
         self.persistent = request.persistent
-        self._memory = None if request.persistent else ReleasableBuffer(request.padded, request.dtype, device)
+        self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
         self._live = False
-        if self._memory is None:
+        if self.persistent:
             # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
-            self.full = allocate_lasting(request.padded, request.dtype, device)
+            self.full = allocate_lasting(count, dtype, device)
         else:
+            self._memory = ReleasableBuffer(count, dtype, device, spare=spare, lead=request.lead)
             self.full = self._memory.full
-            self._memory.give_back()
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         """Flat views of `full`, which stay valid for the buffer's life; also while it has no memory."""
+        ends = [(place.start, place.end) for place in places]
         if self._memory is not None:
-            self._memory.take()  # A view of memory that is not there cannot be made, only kept.
-        views = [self.full[place.start : place.end] for place in places]
-        if self._memory is not None:
-            self._memory.give_back()
-        return views
+            return self._memory.carve(ends)
+        return [self.full[start:end] for start, end in ends]
 
     def own(self) -> torch.Tensor:
         """This rank's shard, a view of `full`; only for a buffer that has memory."""
@@ -203,11 +204,13 @@ class Transport:
     """Part of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
     def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
-        self.buffers = [GatherBuffer(request, device) for request in requests]
+        self._spare = SparePages()
+        self.buffers = [GatherBuffer(request, device, self._spare) for request in requests]
         self.reducer = Reducer(on_stream=is_accelerator(device))
 
     def poll(self) -> None:
-        """Do what can be done without waiting."""
+        """Do what can be done without waiting, at the end of a pass: no gather follows at once."""
+        self._spare.give_back()
 
     def close(self) -> None:
         """Give back what does not go with the tensors."""

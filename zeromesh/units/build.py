@@ -26,6 +26,7 @@ from zeromesh.offload import (
     available_bytes,
 )
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.plan import ModelPlan
 from zeromesh.units.unit import Bucket, Unit
@@ -107,26 +108,32 @@ def build_units(
     source.expect(_ranges(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
+    pairs = list(zip(flat, keep, strict=True))
+    stored = [
+        None if kept else _stored(layout, _interval(layout, mesh, options), options, source) for layout, kept in pairs
+    ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
+    leads = [_lead(layout, _interval(layout, mesh, options), runs) for layout, runs in zip(flat, stored, strict=True)]
     requests = [
-        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept)
-        for layout, kept in zip(flat, keep, strict=True)
+        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
+        # Ranks may share the memory.
+        for (layout, kept), lead in zip(pairs, mesh.shard.gather_integers(leads)[0], strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, ring)
     else:  # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
         transport = open_transport("local", mesh.shard, mesh.device, requests, ring)
         reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
-    kept_bytes = sum(layout.nbytes for layout, kept in zip(flat, keep, strict=True) if kept)
+    kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
     count_ring(tiers.ledger, reduction.name, ring)
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
-    buffers = iter(transport.buffers)
+    built = zip(transport.buffers, stored, strict=True)
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
-        buckets = [_bucket(model, layout, next(buffers), mesh, options, source, tiers) for layout in unit_layouts]
+        buckets = [_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
 
@@ -206,13 +213,13 @@ def _bucket(
     model: nn.Module,
     layout: BucketLayout,
     buffer: GatherBuffer,
+    stored: list[StoredRun] | None,
     mesh: Mesh,
     options: ZeroOptions,
     source: ParameterSource,
     tiers: Tiers,
 ) -> Bucket:
     interval = _interval(layout, mesh, options)
-    stored = _stored(layout, buffer, interval, options, source)
     if stored is not None:
         master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
     else:
@@ -233,12 +240,12 @@ def _bucket(
 
 
 def _stored(
-    layout: BucketLayout, buffer: GatherBuffer, interval: Interval, options: ZeroOptions, source: ParameterSource
+    layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource
 ) -> list[StoredRun] | None:
     """The runs of a bucket in the files of the source, where they can stay there; None: the bucket is copied."""
     offload, first = options.offload, layout.first
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
-    if not (offload.in_place and whole) or buffer.persistent or first.requires_grad:
+    if not (offload.in_place and whole) or first.requires_grad:
         return None
     found = []
     for piece in layout.pieces(interval):
@@ -251,6 +258,16 @@ def _stored(
             start = piece.in_shard.start + run.local - piece.in_parameter.start
             found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
     return found
+
+
+def _lead(layout: BucketLayout, interval: Interval, stored: list[StoredRun] | None) -> int:
+    """Bytes after the start of a page at which a bucket's memory begins, so that most of what this rank reads has its blocks where
+    its files have them, and is read without a copy."""
+    alike: dict[int, int] = {0: 0}
+    for run in stored or ():
+        lead = (run.begin - (interval.start + run.start) * layout.first.dtype.itemsize) % BLOCK
+        alike[lead] = alike.get(lead, 0) + run.length
+    return max(alike, key=lambda lead: alike[lead])
 
 
 def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:

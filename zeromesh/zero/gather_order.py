@@ -141,13 +141,14 @@ class Prefetcher:
         self._on_record = self._on_record and self._recorded[place : place + 1] == [unit.index]
         if unit.phase is Phase.RESTING:
             self.start(unit, settled=self._on_record)
+        # Before the wait: whoever moves the bytes goes on with those of the next unit without a pause.
+        for index in self._recorded[place + 1 : place + 1 + self._prefetch] if self._on_record else ():
+            if self._units[index].phase is Phase.RESTING:
+                self.start(self._units[index], settled=True)
         if unit.phase is Phase.GATHERING:
             recorder = self._mesh.recorder
             with recorder.range("wait for", unit.name) if recorder.profiling else NOTHING:
                 unit.wait()
-        for index in self._recorded[place + 1 : place + 1 + self._prefetch] if self._on_record else ():
-            if self._units[index].phase is Phase.RESTING:
-                self.start(self._units[index], settled=True)
 
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` where that follows a recorded order."""
