@@ -22,7 +22,8 @@ from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, Weights
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import peak_bytes, resident_bytes
+from zeromesh.offload import FileSlot, peak_bytes, resident_bytes
+from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.trainer.inference.requests import Inbox, Progress
 from zeromesh.trainer.weights import safetensors_source
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
@@ -253,6 +254,50 @@ def takes(mesh: Mesh, folder: str, tier: str) -> dict[str, int]:
     with pytest.raises(PhaseError, match=r"ended with close\(\)"):
         generator.encode("a")
     return {"whole": whole, "starting": starting, "generating": generating, "left": left, "copied": copied}
+
+
+def reads_into_place(mesh: Mesh, folder: str, shard: str) -> dict[str, Any]:
+    """Whether tokens are those of one process, and what part of the weights in the model's own files goes through buffers.
+
+    Each weight has the length of some blocks, and begins in the middle of a block of its file.
+    """
+    sizes = {
+        **LLAMA,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "vocab_size": 1024,
+        "num_key_value_heads": 4,
+        **_ENDS,
+    }
+    reference, directory = seeded(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes))), Path(folder, "straight")
+    if mesh.rank == 0:
+        reference.save_pretrained(directory, max_shard_size=shard)
+    mesh.world.barrier("the model's directory")
+    begins = sorted({entry.begin % BLOCK for entry in TensorFiles(directory).entries.values()})
+    copied: dict[int, int] = {}
+    with _noting(copied), Generator(directory, offload={"parameters": "file"}, run={"output_dir": folder}) as generator:
+        found = generator.generate(PROMPTS, max_new_tokens=NEW)
+    tokens = [result.tokens == alone(reference, prompt)[0] for result, prompt in zip(found, PROMPTS, strict=True)]
+    whole = sum(parameter.nbytes for parameter in reference.parameters())
+    return {"same": all(tokens), "begins": begins, "copied": sum(copied.values()) / whole}
+
+
+@contextmanager
+def _noting(lengths: dict[int, int]) -> Iterator[None]:
+    """Note the lengths of what goes through buffers of the file tier, by its address in memory."""
+    around = FileSlot._around
+
+    def noted(slot: FileSlot, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
+        begin, memory = around(slot, at, data)
+        if memory is not data:
+            lengths[data.data_ptr()] = data.numel()
+        return begin, memory
+
+    FileSlot._around = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileSlot._around = around  # type: ignore[method-assign]
 
 
 def from_a_run(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -98,6 +98,22 @@ def test_a_start_takes_a_ranks_part_and_little_more(workers: Workers, tmp_path: 
     assert found["copied"] == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_in_the_models_own_files_are_read_into_place(workers: Workers, tmp_path: Path, ranks: int) -> None:
+    for found in workers.run(ranks, "generator_cases:reads_into_place", folder=str(tmp_path), shard="1GB"):
+        assert found["same"]
+        assert len(found["begins"]) == 1
+        assert found["begins"] != [0]
+        assert found["copied"] == 0
+
+
+def test_of_weights_in_two_files_most_are_read_into_place(workers: Workers, tmp_path: Path) -> None:
+    (found,) = workers.run(1, "generator_cases:reads_into_place", folder=str(tmp_path), shard="20MB")
+    assert found["same"]
+    assert len(found["begins"]) > 1
+    assert 0 < found["copied"] < 0.4
+
+
 def test_fewer_prompts_than_ranks(workers: Workers, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"folder": str(tmp_path), "model": "llama", "prompts": 1}
     for found in workers.run(2, "generator_cases:agrees", sections={"zero": {"gathered_budget": 0}}, **arguments):

@@ -211,6 +211,69 @@ def test_nothing_goes_through_the_page_cache(tier: FileTier, monkeypatch: pytest
     assert all(ways)
 
 
+@pytest.mark.parametrize("how", MOVES)
+@settings(max_examples=25)
+@given(
+    begin=near_blocks(9 * BLOCK),
+    count=near_blocks(9 * BLOCK),
+    shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)),
+)
+def test_a_stored_file_is_read_with_a_buffer_only_where_its_blocks_are_no_blocks_of_memory(
+    how: str, begin: int, count: int, shift: int | None
+) -> None:
+    """Without `shift` the blocks of memory begin where those of the file do."""
+    stored = some_bytes(9 * BLOCK + 100, 5)
+    end = min(begin + count, stored.numel())
+    with (
+        small_tier(1, how, checksums=False) as tier,
+        tempfile.NamedTemporaryFile() as file,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        Path(file.name).write_bytes(stored.numpy().tobytes())
+        patch.setattr(file_tier, "_STRAIGHT", 2 * SMALL)
+        used = []
+        buffer = FileTier.buffer
+        patch.setattr(FileTier, "buffer", lambda tier: used.append(tier) or buffer(tier))
+        out = memory(max(0, end - begin), begin % BLOCK if shift is None else shift)
+        tier.stored(Path(file.name)).read(begin, out).wait()
+        assert torch.equal(out, stored[begin:end])
+        alike = shift is None or shift == begin % BLOCK
+        assert not (alike and used)
+
+
+def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_block_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[tuple[str, int, int]] = []
+
+    def noted(name: str, move: Callable[..., int]) -> Callable[..., int]:
+        def moved(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                blocks.append((name, offset, len(views[0])))
+            return move(descriptor, views, offset)
+
+        return moved
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    with direct_io.PositionalFile(tmp_path / "some", write=True, size=5 * BLOCK) as file:
+        for begin, end, first, last in (
+            (10, 4 * BLOCK + 3, 1, 4),
+            (0, 2 * BLOCK, 0, 2),
+            (5, 100, 0, 0),
+            (7, BLOCK, 0, 0),
+        ):
+            content, out = some_bytes(end - begin, end), memory(end - begin, begin % BLOCK)
+            file.write(placed(content, begin % BLOCK), begin)
+            file.read(out, begin)
+            assert torch.equal(out, content)
+            moves = [(name, first * BLOCK, (last - first) * BLOCK) for name in ("pwritev", "preadv")]
+            assert blocks == (moves if last > first else [])
+            blocks.clear()
+            file.read(placed(content, (begin + 8) % BLOCK), begin)
+            assert not blocks, "memory and file have their blocks at other bytes"
+
+
 def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
     slot, other = tier.allocate(100, "small"), tier.allocate(100, "neighbour")
     for begin, count in ((-1, 5), (0, 101), (96, 5), (101, 0)):

@@ -1,14 +1,19 @@
 """Memory for what lives as long as a run."""
 
+import errno
 import gc
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zeromesh import environment
-from zeromesh.offload import accelerator, allocate_lasting
+from zeromesh.errors import StorageError
+from zeromesh.offload import ReleasableBuffer, SparePages, accelerator, allocate_lasting
+from zeromesh.offload.memory import allocation
 
 CPU = torch.device("cpu")
 
@@ -45,7 +50,7 @@ def test_the_allocator_of_a_gpu_gets_segments_that_grow_unless_the_user_says_oth
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for kind, given, expected in (
+    for kind, variables, expected in (
         (None, {}, None),
         ("cuda", {}, "expandable_segments:True"),
         ("xpu", {}, None),
@@ -56,7 +61,7 @@ def test_the_allocator_of_a_gpu_gets_segments_that_grow_unless_the_user_says_oth
         monkeypatch.setattr(accelerator, "found", lambda device=device: device)
         for name in names:
             monkeypatch.delenv(name, raising=False)
-        for name, value in given.items():
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         environment.set_default(names[0], accelerator.allocator_settings(), names[1])
         assert environment.setting(names[0]) == expected
@@ -78,3 +83,110 @@ def test_blocks_of_a_device_are_written_where_torch_knows_them(monkeypatch: pyte
     monkeypatch.setattr(accelerator, "_module", lambda device: SimpleNamespace())
     assert not accelerator.record_allocations(device)
     assert not accelerator.write_allocations(device, path)
+
+
+# Memory that comes and goes
+
+HUGE = 2 << 20
+
+
+@pytest.fixture(params=["moved", "not moved"])
+def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the system moves pages."""
+    moves: bool = request.param == "moved"
+    if not moves:
+        monkeypatch.setattr(allocation, "_moves_pages", lambda: False)
+    return moves
+
+
+def _buffer(count: int, spare: SparePages, lead: int = 0) -> ReleasableBuffer:
+    return ReleasableBuffer(count, torch.uint8, CPU, spare=spare, lead=lead)
+
+
+def _resident() -> int:
+    """Bytes of private pages that this process has."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def test_pages_go_from_one_buffer_to_the_next_and_no_further(moving: bool) -> None:
+    spare = SparePages()
+    first, second, third = (_buffer(4 * HUGE + 100, spare, lead) for lead in (0, 24, 4080))
+    for lead, each in zip((0, 24, 4080), (first, second, third), strict=True):
+        assert each.full.data_ptr() % HUGE == lead
+    first.take()
+    first.full.fill_(1)
+    first.give_back()
+    second.take()
+    assert int(second.full[: 4 * HUGE - 24].sum()) == moving * (4 * HUGE - 24)
+    assert not first.full.any(), "the buffer that has given its pages back still sees them"
+    second.full.fill_(2)
+    second.give_back()
+    second.take()
+    assert bool(second.full[: 4 * HUGE - 24].any()) is moving, "pages were not kept where they were"
+    spare.give_back()
+    third.take()
+    assert not third.full.any()
+    second.give_back()
+    spare.give_back()
+    second.take()
+    assert not second.full.any(), "pages were not given back to the system"
+
+
+def test_pages_that_nobody_takes_are_given_back_with_the_next_ones() -> None:
+    spare = SparePages()
+    buffers = [_buffer(count * HUGE, spare) for count in (32, 8, 8, 8)]
+    before = _resident()
+    for number, each in enumerate(buffers):
+        each.take()
+        each.full.fill_(number)
+        if number:
+            assert int(each.full[-1]) == number
+        each.give_back()
+    # All that is left is what the last one has given.
+    assert _resident() - before < 9 * HUGE
+    spare.give_back()
+    assert _resident() - before < HUGE
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5 * HUGE), min_size=2, max_size=4),
+    leads=st.lists(st.sampled_from([0, 8, 4088]), min_size=4, max_size=4),
+    moves=st.lists(st.integers(0, 4), max_size=30),
+)
+def test_whatever_comes_and_goes_no_two_buffers_have_one_page(
+    sizes: list[int], leads: list[int], moves: list[int]
+) -> None:
+    spare = SparePages()
+    buffers = [_buffer(size, spare, lead) for size, lead in zip(sizes, leads, strict=False)]
+    views = [each.carve([(0, each.full.numel())])[0] for each in buffers]
+    live: dict[int, int] = {}
+    for turn, number in enumerate(moves, 1):
+        if number >= len(buffers):
+            spare.give_back()
+        elif number in live:
+            buffers[number].give_back()
+            del live[number]
+        else:
+            buffers[number].take()
+            buffers[number].full.fill_(turn)
+            live[number] = turn
+        for each, value in live.items():
+            assert bool((views[each] == value).all())
+
+
+def test_pages_that_the_system_does_not_move_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        allocation.ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    spare = SparePages()
+    buffers = [_buffer(HUGE, spare) for _ in range(2)]
+    buffers[0].take()
+    buffers[0].give_back()
+    monkeypatch.setattr(allocation, "_libc", SimpleNamespace(mremap=refused, madvise=allocation._libc.madvise))
+    with pytest.raises(
+        StorageError, match="2,097,152 bytes of memory for gathered parameters cannot be moved: Cannot allocate"
+    ):
+        buffers[1].take()

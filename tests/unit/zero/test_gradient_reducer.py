@@ -9,7 +9,7 @@ from torch import nn
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.intervals import Interval
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import SparePages, TieredTensor
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
 from zeromesh.units.unit import Bucket
@@ -26,7 +26,7 @@ def bucket_of(number: int, ranks: int = 2) -> Bucket:
     ]
     layout = build_layout(f"bucket {number}", specs, ranks)
     request = BufferRequest(name=layout.name, padded=layout.padded, dtype=torch.bfloat16, persistent=True)
-    buffer = GatherBuffer(request, torch.device("cpu"))
+    buffer = GatherBuffer(request, torch.device("cpu"), SparePages())
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES]
     master = TieredTensor.of(torch.zeros(layout.shard_length))
     return Bucket(layout, parameters, buffer, Interval(start=0, end=layout.shard_length), master, None)
