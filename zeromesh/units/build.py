@@ -114,7 +114,7 @@ def build_units(
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
-    leads = [_lead(layout, _interval(layout, mesh, options), runs) for layout, runs in zip(flat, stored, strict=True)]
+    leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
         # Ranks may share the memory.
@@ -260,12 +260,12 @@ def _stored(
     return found
 
 
-def _lead(layout: BucketLayout, interval: Interval, stored: list[StoredRun] | None) -> int:
-    """Bytes after the start of a page at which a bucket's memory begins, so that most of what this rank reads has its blocks where
-    its files have them, and is read without a copy."""
+def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
+    """Bytes after the start of a page at which a bucket's memory begins, so that most of what the first rank reads, with whose shard
+    it begins, has its blocks where its files have them: that is read without a copy."""
     alike: dict[int, int] = {0: 0}
     for run in stored or ():
-        lead = (run.begin - (interval.start + run.start) * layout.first.dtype.itemsize) % BLOCK
+        lead = (run.begin - run.start * layout.first.dtype.itemsize) % BLOCK
         alike[lead] = alike.get(lead, 0) + run.length
     return max(alike, key=lambda lead: alike[lead])
 
