@@ -218,10 +218,8 @@ class FileSlot:
         for transfer in near:
             transfer.wait()
 
-    def _move(
-        self, work: Callable[[_Copy, int, torch.Tensor], None], begin: int, data: torch.Tensor, step: int | None = None
-    ) -> Transfer:
-        """Have threads do `work` for pieces of `data`, of `PIECE` bytes if no `step` is given."""
+    def _move(self, work: Callable[[_Copy, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
+        """Have threads do `work` for the pieces of `data`."""
         end = begin + data.numel()
         if not 0 <= begin <= end <= self.nbytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
@@ -230,16 +228,22 @@ class FileSlot:
         except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
             return Transfer.failing(error)
         copy = _copier(data)
-        pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in _pieces(begin, data, step or PIECE)]
+        straight = self._straight(begin, data)
+        parts = (*_pieces(begin, data[:straight], _STRAIGHT), *_pieces(begin + straight, data[straight:], PIECE))
+        pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in parts]
         return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
+
+    def _straight(self, begin: int, data: torch.Tensor) -> int:
+        """How many bytes, from the first on, need neither a thread's buffer nor a checksum."""
+        whole = not self._checksums and begin % BLOCK == 0 and lies_alike(data, begin)
+        return data.numel() - data.numel() % BLOCK if whole else 0
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Begin and memory of the whole grains around a piece: `data` itself if it needs no detour, else the thread's buffer."""
         begin, end = at - at % self._grain, at + data.numel()
         end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
         whole = (begin, end) == (at, at + data.numel())
-        aligned = data.device.type == "cpu" and data.data_ptr() % BLOCK == 0
-        return begin, data if whole and aligned else self.tier.buffer()[: end - begin]
+        return begin, data if whole and lies_alike(data, at) else self.tier.buffer()[: end - begin]
 
     def _alone(self, at: int) -> AbstractContextManager[object]:
         """A piece and its checksum change together: others read or write other bytes of it before or after."""
@@ -291,15 +295,16 @@ class StoredSlot(FileSlot):
         self._file = file
         self._room = self.nbytes
 
-    def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """As in any slot. Where blocks begin at the same bytes of `out` and of the file, they come without a buffer."""
-        if not lies_alike(out, begin):
-            return super().read(begin, out)
-        return self._move(lambda _, at, part: self._fetch(at, part), begin, out, _STRAIGHT)
-
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
         """Raise `ValueError`."""
         raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
+
+    def _straight(self, begin: int, data: torch.Tensor) -> int:
+        # What is beside whole blocks may come through the page cache: nobody writes.
+        return data.numel() if lies_alike(data, begin) else 0
+
+    def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
+        return (at, data) if lies_alike(data, at) else super()._around(at, data)
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
         with _named():

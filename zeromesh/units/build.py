@@ -261,8 +261,8 @@ def _stored(
 
 
 def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
-    """Bytes after the start of a page at which a bucket's memory begins, so that most of what the first rank reads, with whose shard
-    it begins, has its blocks where its files have them: that is read without a copy."""
+    """Bytes after the start of a page at which a bucket's memory begins: so that most of what the first rank reads, whose shard is
+    there first, has its blocks where its files have them, and is read without a copy."""
     alike: dict[int, int] = {0: 0}
     for run in stored or ():
         lead = (run.begin - run.start * layout.first.dtype.itemsize) % BLOCK

@@ -52,6 +52,7 @@ def small_tiers(stripes: int, *, checksums: bool) -> Iterator[Tiers]:
     """Tiers whose pieces, stripes and conversions are small, so that there are many of each."""
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_tier, "PIECE", 2 * BLOCK)
+        patch.setattr(file_tier, "_STRAIGHT", 4 * BLOCK)
         patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
         patch.setattr(tiers_module, "_CONVERTED", 1000)
         directories = tuple(Path(root, str(number)) for number in range(stripes))

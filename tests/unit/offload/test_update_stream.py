@@ -110,6 +110,7 @@ def several_tiers(stripes: int, *, piece: int, checksums: bool) -> Iterator[Tier
     """Tiers whose files have pieces of `piece` bytes and small stripes, in directories that are gone afterwards."""
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_tier, "PIECE", piece)
+        patch.setattr(file_tier, "_STRAIGHT", 2 * piece)
         patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
         directories = tuple(Path(root, str(number)) for number in range(stripes))
         files = FileSettings(directories=directories, checksums=checksums)
