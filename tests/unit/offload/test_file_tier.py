@@ -212,6 +212,24 @@ def test_nothing_goes_through_the_page_cache(tier: FileTier, monkeypatch: pytest
     assert all(ways)
 
 
+@checked
+def test_memory_whose_blocks_are_those_of_the_slot_from_the_middle_of_one_on(tier: FileTier, checksums: bool) -> None:
+    slot = tier.allocate(2 * file_tier._STRAIGHT + 300, "long")
+    model = torch.zeros(slot.nbytes, dtype=torch.uint8)
+    for begin, end in (
+        (10, slot.nbytes - 7),
+        (0, slot.nbytes),
+        (BLOCK, file_tier._STRAIGHT + 5),
+        (BLOCK - 1, slot.nbytes),
+    ):
+        model[begin:end] = some_bytes(end - begin, begin)
+        slot.write(begin, placed(model[begin:end], begin % BLOCK)).wait()
+        out = memory(end - begin, begin % BLOCK)
+        slot.read(begin, out).wait()
+        assert torch.equal(out, model[begin:end])
+        assert torch.equal(content(slot), model)
+
+
 @pytest.mark.parametrize("how", MOVES)
 @settings(max_examples=25)
 @given(
