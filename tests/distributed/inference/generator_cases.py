@@ -257,7 +257,8 @@ def takes(mesh: Mesh, folder: str, tier: str) -> dict[str, int]:
 
 
 def reads_into_place(mesh: Mesh, folder: str, shard: str) -> dict[str, Any]:
-    """Whether tokens are those of one process, and what part of the weights in the model's own files goes through buffers.
+    """Whether tokens are those of one process, what part of the weights in the model's own files goes through buffers, and whether
+    a copy of them gives the log-probabilities that they give in memory.
 
     Each weight has the length of some blocks, and begins in the middle of a block of its file.
     """
@@ -277,9 +278,18 @@ def reads_into_place(mesh: Mesh, folder: str, shard: str) -> dict[str, Any]:
     copied: dict[int, int] = {}
     with _noting(copied), Generator(directory, offload={"parameters": "file"}, run={"output_dir": folder}) as generator:
         found = generator.generate(PROMPTS, max_new_tokens=NEW)
+    logprobs = []
+    for offload in ({}, {"parameters": "file", "directory": str(Path(folder, "swap"))}):
+        with Generator(directory, offload=offload, run={"output_dir": folder}) as generator:
+            logprobs.append([result.logprobs for result in generator.generate(PROMPTS, max_new_tokens=NEW)])
     tokens = [result.tokens == alone(reference, prompt)[0] for result, prompt in zip(found, PROMPTS, strict=True)]
     whole = sum(parameter.nbytes for parameter in reference.parameters())
-    return {"same": all(tokens), "begins": begins, "copied": sum(copied.values()) / whole}
+    return {
+        "same": all(tokens),
+        "begins": begins,
+        "copied": sum(copied.values()) / whole,
+        "bits": logprobs[0] == logprobs[1],
+    }
 
 
 @contextmanager

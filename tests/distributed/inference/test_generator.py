@@ -105,6 +105,7 @@ def test_weights_in_the_models_own_files_are_read_into_place(workers: Workers, t
         assert len(found["begins"]) == 1
         assert found["begins"] != [0]
         assert found["copied"] == 0
+        assert found["bits"], "a copy at whole blocks is not what is in memory"
 
 
 def test_of_weights_in_two_files_most_are_read_into_place(workers: Workers, tmp_path: Path) -> None:
