@@ -296,9 +296,14 @@ def pages(nbytes: int) -> torch.Tensor:
     the time.
     """
     found = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        found.madvise(mmap.MADV_HUGEPAGE)
+    want_huge_pages(found)
     return torch.frombuffer(found, dtype=torch.uint8)
+
+
+def want_huge_pages(found: mmap.mmap, *part: int) -> None:
+    """Have huge pages in a mapping, or in `part` of it, start and bytes, where they fit and the system has any."""
+    with contextlib.suppress(OSError):  # A kernel that was built without them.
+        found.madvise(mmap.MADV_HUGEPAGE, *part)
 
 
 class StagingPool:

@@ -23,7 +23,7 @@ import torch
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
-from zeromesh.offload.io.transfer import kept, pages
+from zeromesh.offload.io.transfer import kept, pages, want_huge_pages
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
@@ -144,13 +144,13 @@ class ReleasableBuffer:
             self.give_back()
             return
         length = lead + self._nbytes
-        self._huge = length - length % _HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
+        self._huge = length - length % _HUGE_PAGE
         # Huge pages begin at multiples of their size.
         room = _HUGE_PAGE if self._huge else 0
         found = kept(mmap.mmap(-1, length + room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         start = -torch.frombuffer(found, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if room else 0
         if self._huge:
-            found.madvise(mmap.MADV_HUGEPAGE, start, self._huge)
+            want_huge_pages(found, start, self._huge)
         self._pages = torch.frombuffer(found, dtype=torch.uint8, count=length, offset=start)
         self.full = torch.frombuffer(found, dtype=dtype, count=count, offset=start + lead)
 
@@ -240,6 +240,7 @@ def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
     """
     found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     kept(found)
+    want_huge_pages(found)
     return torch.frombuffer(found, dtype=torch.uint8) if found.pin(device) else None
 
 
