@@ -93,10 +93,9 @@ HUGE = 2 << 20
 @pytest.fixture(params=["moved", "not moved"])
 def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the system moves pages."""
-    moves: bool = request.param == "moved"
-    if not moves:
+    if request.param == "not moved":
         monkeypatch.setattr(allocation, "_moves_pages", lambda: False)
-    return moves
+    return allocation._moves_pages()
 
 
 def _buffer(count: int, spare: SparePages, lead: int = 0) -> ReleasableBuffer:
@@ -146,7 +145,7 @@ def test_pages_that_nobody_takes_are_given_back_with_the_next_ones() -> None:
     # All that is left is what the last one has given.
     assert _resident() - before < 9 * HUGE
     spare.give_back()
-    assert _resident() - before < HUGE
+    assert _resident() - before < 4 * HUGE
 
 
 @settings(max_examples=40, deadline=None)
