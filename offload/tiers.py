@@ -367,6 +367,7 @@ class Tiers:
                 checksums=self.files.checksums,
                 waits=self.waits,
                 memory=partial(self.buffer, device=torch.device("cpu")),
+                device=self.device,
             )
             self.ledger.add(Tier.HOST, Purpose.STAGING, THREAD_BYTES)
         return self._file

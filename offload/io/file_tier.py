@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from zeromesh.errors import StorageError
+from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, lies_alike, whole_blocks
 from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, copy_streams_of, pages
@@ -41,6 +42,7 @@ _STRAIGHT = 4 << 20
 """Bytes that one thread moves at a time where they need no buffer and have no checksum."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies from the first tensor to the second."""
+_CPU = torch.device("cpu")
 _UNWRITTEN = 0
 """In the place of a checksum: zeros, as the file was made."""
 
@@ -78,8 +80,11 @@ class FileTier:
         threads: int = THREADS,
         waits: WaitTime | None = None,
         memory: Memory = pages,
+        device: torch.device = _CPU,
     ) -> None:
-        """`label` becomes part of the files' names, `memory` makes the threads' own buffers, `waits` counts what callers wait."""
+        """`label` becomes part of the files' names, `memory` makes the threads' own buffers, `waits` counts what callers wait, and
+        `device` is where this process computes.
+        """
         if not directories:
             raise ValueError("swap files need a directory, none is given")
         self.waits = waits or WaitTime()
@@ -93,7 +98,9 @@ class FileTier:
         self._stored: dict[Path, StoredSlot] = {}
         self._reserved = [0] * len(directories)
         self._buffers = list(torch.split(memory(threads * PIECE), PIECE))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="zeromesh-swap", initializer=partial(accelerator.use, device)
+        )
         self._local = threading.local()
 
     @property
@@ -236,7 +243,8 @@ class FileSlot:
     def _straight(self, begin: int, data: torch.Tensor) -> int:
         """How many bytes, from the first on, need neither a thread's buffer nor a checksum."""
         whole = not self._checksums and begin % BLOCK == 0 and lies_alike(data, begin)
-        return data.numel() - data.numel() % BLOCK if whole else 0
+        # Of several stripes, which lie on several disks, each is moved by a thread of its own.
+        return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Begin and memory of the whole grains around a piece: `data` itself if it needs no detour, else the thread's buffer."""

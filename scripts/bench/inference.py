@@ -44,7 +44,7 @@ _UNTIL_TOLD = 2.5
 _REQUEST = 16 << 20
 """Bytes that a plain reader asks for at once, if it reads through the page cache."""
 _READERS, _PIECE = 2, 4 << 20
-"""Threads of a plain reader past the page cache, and bytes of their buffers: four and eight threads, and 1 MiB, were not faster."""
+"""Threads of a plain reader past the page cache, and bytes of their buffers: eight threads, and 1 MiB, were not faster."""
 
 
 def make_model(folder: Path, layers: int) -> None:

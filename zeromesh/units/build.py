@@ -115,10 +115,11 @@ def build_units(
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
     leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
+    if options.offload.in_place:
+        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory.
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
-        # Ranks may share the memory.
-        for (layout, kept), lead in zip(pairs, mesh.shard.gather_integers(leads)[0], strict=True)
+        for (layout, kept), lead in zip(pairs, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, ring)

@@ -16,6 +16,7 @@ from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import FileSettings, Ledger, PinnedBudget, Purpose, Tier, TierChoice, Tiers, accelerator
+from zeromesh.offload.io.file_tier import THREADS
 from zeromesh.offload.io.transfer import CopyStreams, Transfer
 from zeromesh.optim.gradients import GradientShards
 from zeromesh.options import OffloadOptions, ZeroOptions
@@ -173,7 +174,13 @@ def helper_threads_sleep_and_know_their_device(mesh: Mesh, *, folder: str) -> No
             tensor = tiers.allocate(3 << 20, torch.float32, TierChoice(tier="file"), Purpose.MASTER, "w")
             tensor.write(0, values).wait()
             threads = tiers.file()._threads
-            found = {threads.submit(torch.accelerator.current_device_index).result() for _ in range(16)}
+            all_there = threading.Barrier(THREADS, timeout=20)  # Also those that have copied nothing yet.
+
+            def current() -> int:
+                all_there.wait()
+                return torch.accelerator.current_device_index()
+
+            found = {each.result() for each in [threads.submit(current) for _ in range(THREADS)]}
             streams.copy(pinned(torch.ones(LENGTH)), torch.empty(LENGTH, device=second)).end()
             tiers.close()
     finally:

@@ -230,6 +230,24 @@ def test_memory_whose_blocks_are_those_of_the_slot_from_the_middle_of_one_on(tie
         assert torch.equal(content(slot), model)
 
 
+def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is a few stripes long: one thread would have one disk work after the other."""
+    lengths: list[int] = []
+    submit = FileTier.submit
+
+    def noted(tier: FileTier, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
+        lengths.append(data.numel())
+        return submit(tier, work, at, data)
+
+    monkeypatch.setattr(FileTier, "submit", noted)
+    for count, longest in ((1, file_tier._STRAIGHT), (2, file_tier.STRIPE)):
+        with closing(FileTier([tmp_path / str(number) for number in range(count)], "some")) as tier:
+            slot = tier.allocate(file_tier._STRAIGHT, "a row")
+            lengths.clear()
+            slot.read(0, memory(slot.nbytes, 0)).wait()
+        assert lengths == [longest] * (slot.nbytes // longest)
+
+
 @pytest.mark.parametrize("how", MOVES)
 @settings(max_examples=25)
 @given(
