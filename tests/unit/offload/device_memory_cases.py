@@ -170,8 +170,8 @@ def helper_threads_sleep_and_know_their_device(mesh: Mesh, *, folder: str) -> No
         with torch.device(second):
             torch.accelerator.set_device_index(1)
             tiers = Tiers(device=second, ledger=Ledger(), files=FileSettings(directories=(Path(folder),)))
-            values = torch.full((3 << 20,), 2.0, device=second)
-            tensor = tiers.allocate(3 << 20, torch.float32, TierChoice(tier="file"), Purpose.MASTER, "w")
+            values = torch.full((LENGTH,), 2.0, device=second)
+            tensor = tiers.allocate(LENGTH, torch.float32, TierChoice(tier="file"), Purpose.MASTER, "w")
             tensor.write(0, values).wait()
             threads = tiers.file()._threads
             all_there = threading.Barrier(THREADS, timeout=20)  # Also those that have copied nothing yet.
