@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
+# A rank for each NVIDIA GPU; two on a machine without one.
+RANKS ?= $(or $(filter-out 0,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),2)
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help setup train test test-all lint docs bench clean
 
 help:
 	@echo 'make setup     install zeromesh and its tools into $(VENV)'
-	@echo 'make train     train a small Llama on the standard library with two ranks at stage 3'
+	@echo 'make train     train a small Llama on the standard library at stage 3, with a rank for each GPU or with two'
 	@echo 'make test      lint, and the tests of a few minutes'
 	@echo 'make test-all  lint, and the whole matrix, whose table goes to docs/conformance.md'
 	@echo 'make lint      ruff and mypy'
@@ -29,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 train: setup
-	$(BIN)/zeromesh train configs/quickstart.yaml --nproc 2
+	$(BIN)/zeromesh train configs/quickstart.yaml --nproc $(RANKS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import gc
+import os
 import shutil
 import signal
 import tempfile
@@ -24,19 +25,26 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WORKERS = pytest.StashKey[Workers]()
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that hide all accelerators from a process and its children where they are empty."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How many steps conformance tests take, which give most of their time to them, and where tests compute."""
     parser.addoption("--steps", type=int, default=10, help="steps of conformance tests that do not say how many (10)")
     parser.addoption(
-        "--device", choices=["cpu", "sim"], default="cpu", help="where tests compute: cpu, or the simulated device"
+        "--device",
+        choices=["cpu", "sim", "accelerator"],
+        default="cpu",
+        help="where tests compute: cpu, the simulated device, or the machine's own accelerator",
     )
     parser.addoption("--share", type=int, default=1, help="run one test in so many, always the same ones (1: all)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before modules are read: the simulated device, when tests compute there."""
+    """Before modules are read: the device that tests compute on. Ranks of tests are more than a machine has accelerators."""
+    if config.getoption("--device") != "accelerator":
+        os.environ.update(dict.fromkeys(_VISIBLE, ""))
     if config.getoption("--device") == "sim":
         from simulated import device
 

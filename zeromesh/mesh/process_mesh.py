@@ -345,7 +345,8 @@ def exchange_locations(
     if shared is not None:
         raise ConfigError(
             f"ranks {', '.join(map(str, shared))} on {found[shared[0]][0]['name']} would compute on the same {device.type.upper()} "
-            "device, and each needs one of its own; start as many ranks on a host as it has devices, or show each rank another one"
+            "device, and each needs one of its own; start as many ranks on a host as it has devices, show each rank another one, "
+            "or have all compute on the CPU by CUDA_VISIBLE_DEVICES= (empty; on AMD HIP_VISIBLE_DEVICES=)"
         )
     return [ProcessLocation(**each[0]) for each in found]
 

@@ -176,27 +176,48 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: to
 
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
     """Which buffers keep their memory. All ranks of the data axes decide the same."""
-    sizes = [sum(each.nbytes for each in unit) for unit in layouts]
+    whole = sum(each.nbytes for unit in layouts for each in unit)
     budget = gathered_budget(
-        sum(sizes), options, mesh.device, kind, options.gathered_budget, available_bytes() // _SHARE_OF_MEMORY
+        whole, options, mesh.device, kind, options.gathered_budget, available_bytes() // _SHARE_OF_MEMORY
     )
     # Of those that gather the same units: stages of a pipeline have others.
     budget = min(row[0] for row in mesh.data.gather_integers([budget]))
-    kept = kept_units(sizes, budget)
-    return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+    return [kept for unit in kept_buckets(layouts, options, mesh.device, kind, budget) for kept in unit]
 
 
 def gathered_budget(
     whole: int, options: ZeroOptions, device: torch.device, kind: str, wanted: int | None, free: int
 ) -> int:
-    """Bytes of gathered parameters, of `whole` in all, that stay between uses: as many as are `wanted`; None: where ranks share
-    pages, those that are `free`."""
+    """Bytes of gathered parameters, of `whole` in all, that stay between uses: as many as are `wanted`; None: all on one rank, and
+    where ranks share pages, those that are `free`."""
     away = options.offload.parameters.leaves(device)
-    if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
+    alone = kind == "local" and not away and options.gathered_budget is None
+    if options.placements.parameters is Placement.REPLICATED or alone:
         return whole
     if wanted is not None:
         return wanted
     return free if kind == "shared" and not away else 0
+
+
+def kept_buckets(
+    units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str, budget: int
+) -> list[list[bool]]:
+    """Which buckets of each unit keep their gathered parameters between uses. What one rank computes with where it rests, as master
+    weights of the same dtype and frozen weights, is kept whatever the budget."""
+    alone = kind == "local" and not options.offload.parameters.leaves(device)
+    at_rest = [[alone and _weight_dtype(each, options) == each.first.dtype for each in unit] for unit in units]
+    costs = [
+        sum(each.nbytes for each, free in zip(unit, found, strict=True) if not free)
+        for unit, found in zip(units, at_rest, strict=True)
+    ]
+    kept = kept_units(costs, budget)
+    return [[kept[number] or free for free in found] for number, found in enumerate(at_rest)]
+
+
+def _weight_dtype(layout: BucketLayout, options: ZeroOptions) -> torch.dtype:
+    """The dtype of a bucket's weights at rest: that of master weights where it is trained."""
+    spec = layout.first
+    return options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
 
 
 def kept_units(sizes: Sequence[int], budget: int) -> list[bool]:
@@ -324,7 +345,7 @@ def _weights(
 ) -> tuple[TieredTensor, TieredTensor | None]:
     """Master weights, and the copy of them that is gathered, where they are not gathered themselves."""
     spec, offload = layout.first, options.offload
-    dtype = options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
+    dtype = _weight_dtype(layout, options)
     what = f"weights of {layout.name}"
     if dtype == spec.dtype:  # What is gathered is the master weights.
         if buffer.persistent:

@@ -32,7 +32,7 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import gathered_budget, kept_units, plan_layouts, ring_bytes, slot_bytes
+from zeromesh.units.build import gathered_budget, kept_buckets, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
 
 _CPU = torch.device("cpu")
@@ -114,11 +114,11 @@ class _Formula:
         self.reduce_bytes = options.precision.sums.itemsize
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
         """Part of gathered parameters that counts for one rank."""
-        sizes = [sum(layout.nbytes for layout in unit) for unit in units]
-        whole = sum(sizes)
-        self.kept = kept_units(sizes, gathered_budget(whole, options, self.device, transport, budget, whole))
-        """For each unit, True if its parameters stay gathered."""
-        buckets = [(layout, stays) for unit, stays in zip(units, self.kept, strict=True) for layout in unit]
+        whole = sum(layout.nbytes for unit in units for layout in unit)
+        most = gathered_budget(whole, options, self.device, transport, budget, whole)
+        self.kept = kept_buckets(units, options, self.device, transport, most)
+        """For each bucket of each unit, True if its parameters stay gathered."""
+        buckets = [pair for unit, kept in zip(units, self.kept, strict=True) for pair in zip(unit, kept, strict=True)]
         alike = Counter((id(layout), stays) for layout, stays in buckets)
         distinct = {(id(layout), stays): layout for layout, stays in buckets}
         self.buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
@@ -215,8 +215,8 @@ class _Formula:
     def passing_parameters(self) -> int:
         """Bytes of the root, and of the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
         root, *others = [
-            0 if stays else int(self.share * sum(layout.nbytes for layout in unit))
-            for unit, stays in zip(self.units, self.kept, strict=True)
+            int(self.share * sum(layout.nbytes for layout, stays in zip(unit, kept, strict=True) if not stays))
+            for unit, kept in zip(self.units, self.kept, strict=True)
         ]
         window = self.options.prefetch + 1
         return root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)

@@ -20,10 +20,13 @@ from bench.workload import Workload
 from zeromesh.offload import available_bytes
 
 HOST, FILE, FSDP2, DEEPSPEED = "zeromesh, host", "zeromesh, files", "FSDP2, CPU offload", "DeepSpeed, CPU offload"
-_ALL_BYTES, _OWN_BYTES, _FILE_BYTES = 20, 12.5, 17
+IN_BACKWARD = "zeromesh, host, updates inside backward"
+_ALL_BYTES, _OWN_BYTES, _FILE_BYTES = 30, 12.5, 17
 """The bytes per parameter: on the host, of whoever needs most (float32 weights, gradients and moments, and what building them
 takes); of zeromesh alone, whose gradients stay on the device; and on files."""
 _SPARE = 0.85
+_GRADIENT_BYTES = 4
+"""Bytes of a parameter's gradient, in float32, where gradients stay on the device."""
 _FASTER = 1.5
 _PAGES_A_SECOND = 2.5e9
 """Bytes of new host memory, pinned: what bounds the depth where time does."""
@@ -48,8 +51,12 @@ def run(place: Place) -> None:
         chosen[FILE] = partial(_ours, tier="file")
     else:
         place.say(rows.not_run(FILE, f"{disk / 2**30:.0f} GiB of {place.folder} can be used"))
-    each = place.seconds_left / 6
-    systems.rounds(chosen, workload, place, steps=2, most=2 if place.dry else 1, each=each, report=report)
+    each = place.seconds_left / 7
+    turns = systems.rounds(chosen, workload, place, steps=2, most=2 if place.dry else 1, each=each, report=report)
+    if HOST in turns and place.enough(IN_BACKWARD, each):
+        with place.trying(IN_BACKWARD):
+            turns[IN_BACKWARD] = [_in_backward(workload, place)]
+            report(place, workload, turns)
     if workload.layers < whole.layers and not place.dry:
         _whole(place, whole, available_bytes() * _SPARE)
 
@@ -61,17 +68,32 @@ def _whole(place: Place, whole: Workload, host: float) -> None:
     if needed > host:
         place.say(rows.not_run(what, f"it needs about {needed / 2**30:.0f} GiB, and {host / 2**30:.0f} can be used"))
     elif place.enough(what, needed / _PAGES_A_SECOND + 30):
-        # Float32 gradients are on the device then, beside 16-bit parameters.
         with place.trying(what):
-            found = systems.turn(partial(_ours, tier="host", gradients="none"), whole, place, 1)
+            found = systems.turn(partial(_ours, tier="host"), whole, place, 1)
             seconds = statistics.median(found.seconds)
             place.figure(f"{what}: tokens", whole.micro * whole.sequence / seconds, "a second")
             place.figure(f"{what}: peak memory of the device", found.peak / 2**30, "GiB")
 
 
-def _ours(workload: Workload, place: Place, *, tier: str, gradients: str = "auto") -> systems.Step:
-    """Weights are drawn in bf16, so that the device holds them; master weights begin with their values."""
-    offload: dict[str, Any] = {"optimizer": tier, "gradients": gradients}
+def _in_backward(workload: Workload, place: Place) -> Turn:
+    """The Trainer, whose states cross to the device and back while backward computes."""
+    sections = {
+        "zero": {"stage": 3},
+        "offload": {"optimizer": "host"},
+        "optimizer": {"in_backward": True, "lr": workload.learning_rate, "weight_decay": workload.weight_decay},
+        "run": {"on_nonfinite": "stop"},
+    }
+    model = systems.built(workload, place, workload.compute)
+    return systems.fitted(model, workload, place, 2, sections, size=workload.micro, micro=workload.micro)
+
+
+def _ours(workload: Workload, place: Place, *, tier: str) -> systems.Step:
+    """Weights are drawn in bf16, so that the device holds them; master weights begin with their values.
+
+    Gradients stay on the device where that has room for them: they cross neither way then.
+    """
+    here = sizes.parameters(workload) * (2 + _GRADIENT_BYTES) + sizes.ACTIVATIONS < place.free()
+    offload: dict[str, Any] = {"optimizer": tier, "gradients": "none" if here else "auto"}
     if tier == "file":
         swap = Path(place.folder, "swap")
         swap.mkdir(exist_ok=True)
@@ -90,15 +112,16 @@ def report(place: Place, workload: Workload, turns: Mapping[str, Sequence[Turn]]
         if each[0].peak:
             place.figure(f"{name}: peak memory of the device", each[0].peak / 2**30, "GiB")
     for other in (FSDP2, DEEPSPEED):
-        if HOST in turns and other in turns:
-            place.figure(
-                f"tokens a second beside {other}",
-                1 / ratio(turns[HOST], turns[other]),
-                "times",
-                least=_FASTER,
-                than=f"times {other}",
-                timing=True,
-            )
+        for ours in (HOST, IN_BACKWARD):
+            if ours in turns and other in turns:
+                place.figure(
+                    f"{ours}: tokens a second beside {other}",
+                    1 / ratio(turns[ours], turns[other]),
+                    "times",
+                    least=_FASTER,
+                    than=f"times {other}",
+                    timing=True,
+                )
     if HOST in turns and FILE in turns:
         place.figure("files: step time beside the host", ratio(turns[FILE], turns[HOST]), "times")
         pairs = zip(turns[HOST][0].losses, turns[FILE][0].losses, strict=True)

@@ -11,7 +11,7 @@ _LENGTH = 2048
 _ONE_BILLION = Workload(hidden=2048, intermediate=8192, layers=16, heads=32, key_value_heads=8, vocabulary=32000)
 _EIGHT_BILLION = Workload(hidden=4096, intermediate=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256)
 _TINY = Workload(hidden=64, intermediate=176, layers=4, heads=4, key_value_heads=2, vocabulary=256)
-_ACTIVATIONS = 14 << 30
+ACTIVATIONS = 14 << 30
 """Bytes of the device that activations and logits of 8k tokens take, blocks recomputed."""
 _AT_WORK = 2
 """Bytes of a parameter that a step takes beside the states, in gathered parameters and gradients on their way."""
@@ -43,13 +43,13 @@ def fitted(model: Workload, nbytes: int, each: float) -> Workload:
 
 def on_device(model: Workload, free: int, ranks: int) -> Workload:
     """As deep as can be trained with AdamW in a device's memory: 16 bytes a parameter over all ranks, and what a step takes."""
-    return fitted(model, free - _ACTIVATIONS, 16 / ranks + _AT_WORK)
+    return fitted(model, free - ACTIVATIONS, 16 / ranks + _AT_WORK)
 
 
 def on_host(model: Workload, free_host: int, free_device: int, each: float) -> Workload:
     """As deep as can be trained with `each` bytes a parameter on the host and its 16-bit parameters on the device."""
     return min(
-        (fitted(model, free_host, each), fitted(model, free_device - _ACTIVATIONS, 2 + _AT_WORK)),
+        (fitted(model, free_host, each), fitted(model, free_device - ACTIVATIONS, 2 + _AT_WORK)),
         key=lambda found: found.layers,
     )
 

@@ -42,7 +42,7 @@ def run(place: Place) -> None:
         "--maxfail=10",
         f"--junitxml={report}",
     ]
-    command += ["--device", "sim"] if place.simulated else []
+    command += ["--device", "sim" if place.simulated else "accelerator"]
     variables = {**os.environ, **({"TORCH_CUDA_SANITIZER": "1"} if place.device.type == "cuda" else {})}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         variables.pop(name, None)

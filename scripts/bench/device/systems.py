@@ -6,6 +6,7 @@ Weights are drawn on the device, by the same seed for all. Each system is set up
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,10 @@ from bench.device.place import Place, SkippedError
 from bench.device.sizes import title
 from bench.peers import Step
 from bench.workload import Workload
+from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.trainer import Trainer
+from zeromesh.trainer.callbacks.callback import Callback
 
 _WARMUP = 2
 
@@ -170,6 +174,67 @@ def _trained(step: Step, batches: Sequence[Tensor], place: Place) -> Turn:
     return found
 
 
+class Clock(Callback):
+    """How long each step takes on this rank, whose device is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self._device, self._began = device, 0.0
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        accelerator.synchronize(self._device)
+        self._began = time.perf_counter()
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        accelerator.synchronize(self._device)
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+class Tokens:
+    """Random samples."""
+
+    def __init__(self, workload: Workload, count: int) -> None:
+        self._workload, self._count = workload, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, self._workload.vocabulary, (self._workload.sequence,), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+def fitted(
+    model: nn.Module,
+    workload: Workload,
+    place: Place,
+    steps: int,
+    sections: Mapping[str, Any],
+    *,
+    size: int,
+    micro: int,
+) -> Turn:
+    """Train by zeromesh's Trainer, with `sections` of a configuration, steps of `size` samples in microbatches of `micro`."""
+    run = {"name": "fitted", "output_dir": str(place.folder), "max_steps": _WARMUP + steps, "clip_norm": 0.0}
+    settings: dict[str, Any] = {
+        "data": {"shuffle": False},
+        "model": {"loss": "native"},
+        "precision": {"compute": str(workload.compute).removeprefix("torch.")},
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "batch": {"global_size": size, "micro_size": micro},
+        "checkpoint": {"every_steps": 0},
+        **sections,
+        "run": {**run, **sections.get("run", {})},
+    }
+    clock, found = Clock(place.device), Turn()
+    with Trainer(model, settings, Tokens(workload, size * (_WARMUP + steps)), callbacks=[clock]) as trainer:
+        place.watch_peak()
+        found.losses += trainer.fit().losses
+    found.seconds, found.peak = clock.seconds[_WARMUP:], place.peak()
+    return found
+
+
 def data(workload: Workload, place: Place, steps: int) -> list[Tensor]:
     """This rank's tokens of each step, `[micro, sequence]`, on the device; all ranks have the same where they divide the model."""
     generator = torch.Generator().manual_seed(1234 + (0 if workload.divided else place.rank))
@@ -186,7 +251,7 @@ def rounds(
     most: int,
     each: float,
     report: Callable[[Place, Workload, Mapping[str, Sequence[Turn]]], None],
-) -> None:
+) -> dict[str, list[Turn]]:
     """Turns of all systems one after the other, each round begun with another one, while there is time for a round. One that fails
     has no further turn. `each`: seconds that a first turn may take. After every turn `report` says what all have come to so far."""
     found: dict[str, list[Turn]] = {name: [] for name in systems}
@@ -211,3 +276,4 @@ def rounds(
         alive = len(systems) - len(broken)
         if not alive or not place.has(1.2 * longest * alive):
             break
+    return {name: turns for name, turns in found.items() if turns}
