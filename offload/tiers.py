@@ -229,9 +229,7 @@ class TieredTensor:
         """Become a copy of `other`, of as many elements, converted. Raises `StorageError`."""
         if isinstance(other, torch.Tensor):
             self._require_all(other.numel())
-            transfer = self.write(0, other)
-            transfer.end(counted=False)  # The caller may change `other` now, which a device may read by itself.
-            transfer.wait()
+            self.write(0, other).wait()
             return
         self._require_all(other.numel)
         here, there = self.parts[0].memory if self.parts else None, other.parts[0].memory if other.parts else None

@@ -106,7 +106,8 @@ class WeightAverage:
 
 
 _CPU = torch.device("cpu")
-_ELEMENTS = 1 << 23
+_TRIED_ELEMENTS = 1 << 25
+"""Half a gibibyte of states and gradients: a processor's cache holds those of an eighth of it, and a trial of these flatters it."""
 _ROUNDS = 3
 
 
@@ -144,12 +145,21 @@ def place_updates(
     return UpdateDevice(device=chosen, note=note)
 
 
-def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> float:
-    """Seconds for a billion elements of an update computed on `device`, states and gradients being in the host's memory."""
+def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
+    """Seconds for a billion elements of an update computed on `device`, states and gradients being in the host's memory.
+
+    As many are tried as say something, and no more than `most`.
+    """
+    elements = min(most, _TRIED_ELEMENTS)
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
     names = ("master", "gradient", *moment_names(settings))
-    memory = [tiers.buffer(_ELEMENTS * dtype.itemsize, _CPU).view(dtype) for _ in names]
-    uses = [StreamOperand(tensor=TieredTensor.of(each, Tier.HOST), mode=Access.UPDATE) for each in memory]
+    memory = [tiers.buffer(elements * dtype.itemsize, _CPU).view(dtype) for _ in names]
+    uses = [
+        StreamOperand(
+            tensor=TieredTensor.of(each, Tier.HOST), mode=Access.READ if name == "gradient" else Access.UPDATE
+        )
+        for name, each in zip(names, memory, strict=True)
+    ]
     stream = UpdateStream(
         device,
         width=len(uses) if is_accelerator(device) else 0,
@@ -164,7 +174,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
         master, gradient, *moments = tensors
         fused_update(settings.name, group, master, gradient, moments, 1)
 
-    rows = list(stream.rows(0, _ELEMENTS, uses))
+    rows = list(stream.rows(0, elements, uses))
     seconds = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
@@ -173,7 +183,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
         accelerator.synchronize(device)
         seconds.append(time.perf_counter() - began)
     tiers.pinned.give(tiers.pinned.used - pinned)
-    return min(seconds) * 1e9 / _ELEMENTS
+    return min(seconds) * 1e9 / elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +253,7 @@ class OptimizerStep:
         self.place = place_updates(
             "device" if wanted == "auto" and untried else wanted,
             mesh,
-            partial(try_update, tiers=tiers, options=options),
+            partial(try_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
             in_reach=not self._missing(tiers.device),
         )
         self._stream = self._make_stream(self.place.device)

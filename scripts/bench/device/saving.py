@@ -65,7 +65,7 @@ def _some(net: torch.nn.Module) -> torch.Tensor:
 
 
 def _plain(place: Place) -> tuple[float, float]:
-    """Bytes a second of one file, written to the disk and read from where it is then."""
+    """Bytes a second of one file, written to the disk and read from it."""
     path, count = Path(place.folder, "plain"), _PLAIN_BYTES[place.dry]
     piece = os.urandom(min(_PIECE, count))
 
@@ -74,6 +74,8 @@ def _plain(place: Place) -> tuple[float, float]:
             for _ in range(count // len(piece)):
                 file.write(piece)
             os.fsync(file.fileno())
+            # As a checkpoint, which is written past the page cache, it is then read from the disk.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read() -> None:
         with path.open("rb", buffering=0) as file:

@@ -786,8 +786,15 @@ def test_a_tensor_changed_while_it_is_copied_on_an_accelerator() -> None:
     tiers = Tiers(device=DEVICE, ledger=Ledger())
     store = ActivationStore(tiers, HOST)
     tensor = computed(4096, 4096).to(DEVICE) * 1
+    before = tensor.cpu()
     handle = packed(store, tensor)
     with torch.no_grad(), one_race():
         tensor.zero_()
-    with pytest.raises(RuntimeError, match="while it was copied to the host"):
-        store.unpack(handle)
+    try:
+        found = store.unpack(handle)
+    except RuntimeError as error:
+        if "while it was copied to the host" not in str(error):
+            raise
+    else:  # A real device may have copied it before it was changed.
+        assert DEVICE.type != "sim"
+        assert found.cpu().equal(before)

@@ -17,14 +17,13 @@ from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, parse_js
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, overlapping
 from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
-from zeromesh.offload import accelerator
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.transfer import StagingPool, pages
+from zeromesh.offload.io.transfer import StagingPool
 
 MAX_CONTENT_BYTES = 256 << 20
 """Most bytes of a file that is read into memory as a whole."""
-_IO_THREADS = 4
-_STAGING_BUFFERS = 2 * _IO_THREADS
+_STAGING_BUFFERS = 4
+_IO_THREADS = 2
 _PAYLOADS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".metadata", ".distcp", ".gguf"}
 )
@@ -138,7 +137,7 @@ class CheckpointReader(OpenedCheckpoint):
                 raise CheckpointError(
                     f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
                 )
-        pool = StagingPool(_STAGING_BUFFERS, GRID, accelerator.pinned if accelerator.has_begun() else pages)
+        pool = StagingPool(_STAGING_BUFFERS, GRID)
         in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
 
         def finish_oldest() -> None:
