@@ -29,6 +29,7 @@ from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lin
 from zeromesh.launch.rank_processes import WorkersFailed, become_worker
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
@@ -50,7 +51,8 @@ def run_launch(options: argparse.Namespace) -> int:
         ConfigError: for a hostfile, a configuration or an option that cannot be used.
     """
     hosts = _hosts(options.hostfile)
-    config = load_config(options.config, options.overrides, ranks=sum(host.slots for host in hosts))
+    slots = sum(host.slots for host in hosts)
+    config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
     plan = _plan(options, config, hosts)
     if not options.dry_run:
         return report(supervise(plan, say))
@@ -145,7 +147,9 @@ def run_train(options: argparse.Namespace) -> int:
     processes = processes_of(options, environment)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
-    config = load_config(path, [*keys, *options.overrides], ranks=processes * options.nnodes[1])
+    ranks = processes * options.nnodes[1]
+    consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
+    config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent)
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
@@ -300,10 +304,11 @@ def _evaluate(config: Any, checkpoint: Path | None) -> int:
 
 def print_config(options: argparse.Namespace) -> int:
     """Print every key, below lines that say how settings of another trainer became keys; returns the exit code."""
-    config = load_config(options.config, options.overrides, ranks=options.nproc)
-    from zeromesh.trainer.models.build import check_model
+    config = load_config(options.config, options.overrides, ranks=options.nproc, consent=Consent.GIVEN)
+    if not any(foreign_code(config.model_dump(include={"model"}))):  # Of a model that code makes, nothing is looked at.
+        from zeromesh.trainer.models.build import check_model
 
-    check_model(config.model)
+        check_model(config.model)
     sys.stdout.writelines(f"# {printable(note)}\n" for note in config.notes)
     sys.stdout.write(config.to_yaml())
     return 0
