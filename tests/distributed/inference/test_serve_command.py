@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -83,6 +84,12 @@ def test_answers_and_a_clean_stop(tmp_path: Path, words: tuple[str, ...]) -> Non
             for seed in (1, 1, 2)
         ]
         assert drawn[0] == drawn[1] != drawn[2]
+        # A request joins the batch that runs: it has its answer while one that came before goes on.
+        long = client.completions.create(model="model", prompt="Once", max_tokens=450, temperature=0, stream=True)
+        next(iter(long))
+        assert client.completions.create(model="model", prompt="Hi", max_tokens=2, temperature=0).choices
+        assert httpx.get(str(client.base_url).replace("/v1/", "/health")).json()["open_requests"] == 1
+        long.close()
         with pytest.raises(openai.BadRequestError, match="the model has 512 positions"):
             client.completions.create(model="model", prompt="Once", max_tokens=600)
         stream = client.completions.create(model="model", prompt="Once", max_tokens=60, temperature=0, stream=True)
