@@ -221,9 +221,13 @@ class Generator:
         weights = self.stream_weights()
         return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
+    def check_fields(self, fields: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for fields of `GenerationConfig` that no prompt can be continued with."""
+        self._placed.checked_settings(fields, 1)
+
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
-        why = self._placed.why_unbatched(self._placed.settings(fields, 1))
+        why = self._placed.why_unbatched(self._placed.checked_settings(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
 
@@ -235,7 +239,7 @@ class Generator:
             DataError: for tokens that the model does not know, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
-        why = self._placed.why_unbatched(self._placed.settings(fields, len(tokens)))
+        why = self._placed.why_unbatched(self._placed.checked_settings(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
@@ -258,7 +262,7 @@ class Generator:
     def require_prompt(self, prompt: Mapping[str, Any]) -> None:
         """Raise `DataError` or `ConfigError` for a prompt, a mapping, that cannot be continued."""
         tokens, own, _ = self.request_of(prompt)
-        self._placed.settings(own, len(tokens))
+        self._placed.checked_settings(own, len(tokens))
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
@@ -313,7 +317,7 @@ class Generator:
     def _settings(self, request: Request, fields: Mapping[str, Any]) -> GenerationConfig:
         """Return the settings of a request. Raises `ConfigError` and `DataError` with its number."""
         try:
-            return self._placed.settings({**fields, **request.fields}, len(request.tokens))
+            return self._placed.checked_settings({**fields, **request.fields}, len(request.tokens))
         except DataError as error:
             raise DataError(f"prompt {request.number}: {error}") from error
 
