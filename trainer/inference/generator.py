@@ -227,9 +227,10 @@ class Generator:
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
-        why = self._placed.why_unbatched(self._placed.checked_settings(fields, 1))
+        why = self._placed.why_unbatched(self._placed.settings(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
+        self.check_fields(fields)
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
         """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.

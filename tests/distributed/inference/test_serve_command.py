@@ -123,7 +123,8 @@ def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers:
         assert not any("serving" in each["err"] for each in said.values())
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zeromesh.trainer.cli.main import main
     from zeromesh.errors import ConfigError
     from zeromesh.trainer.inference.requests import Inbox
     from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
@@ -133,4 +134,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     port = int(first.start().removesuffix("/v1").rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*in use"):
         HttpServer(Inbox(), served, "m", ServerOptions(port=port)).start()
+    # Nothing of the model is looked at before: that takes minutes.
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
     first.close()
