@@ -27,7 +27,7 @@ from zeromesh.trainer.inference.batching.loop import RequestLoop
 from zeromesh.trainer.inference.batching.row_cache import layers_of, numbers_kept
 from zeromesh.trainer.inference.batching.sampling import RowDraws, RowSampler
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.settings import any_looks_ahead, ends_of, settings_of, try_sampler, why_unbatched
+from zeromesh.trainer.inference.settings import OWN, any_looks_ahead, ends_of, settings_of, try_sampler, why_unbatched
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
@@ -40,8 +40,6 @@ from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 
-_TRIED = 1024
-"""Different fields that are remembered as good."""
 _PREFILL_TOKENS = 2048
 """Tokens of prompts in one forward."""
 
@@ -155,17 +153,13 @@ class PlacedModel:
     def checked_settings(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
         """Return the same, of fields that have just come from a person: they are tried once, so that no batch ends by them."""
         key = json.dumps(fields, sort_keys=True, default=repr)
-        try:
-            settings = self.settings(fields, prompt_tokens)
-            if key not in self.tried:
+        settings = self.settings(fields, prompt_tokens)
+        if key not in self.tried:
+            try:
                 try_sampler(self.module, settings, choose=not self.why_unbatched(settings))
-        except ConfigError as error:
-            if any(name in str(error) for name in fields):
-                raise
-            raise ConfigError(f"{error} (the model's generation_config.json says so)") from error
-        self.tried.add(key)
-        if len(self.tried) > _TRIED:
-            self.tried.pop()
+            except ConfigError as error:
+                raise ConfigError(f"{error}{'' if any(name in str(error) for name in fields) else OWN}") from error
+            self.tried.add(key)
         return settings
 
     def why_unbatched(self, settings: GenerationConfig) -> str:

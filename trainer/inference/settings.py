@@ -67,7 +67,7 @@ def settings_of(
     vocabulary = getattr(module.config.get_text_config(), "vocab_size", None) or sys.maxsize
     problems = [*_wrong_numbers(settings, defaults), *_wrong_ids(settings, fields, vocabulary)]
     if problems:
-        raise ConfigError([f"generate: {each}" for each in problems])
+        raise ConfigError([f"generate: {name} {text}{'' if name in fields else OWN}" for name, text in problems])
     settings.update(**{**defaults, "max_length": None}, defaults_only=True)
     if settings.pad_token_id is None:
         settings.pad_token_id = next(iter(ends_of(settings)), 0)
@@ -94,6 +94,7 @@ def settings_of(
     return settings
 
 
+OWN = " (the model's generation_config.json says so)"
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Numbers from 0 to 1."""
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
@@ -101,7 +102,7 @@ _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start
 """Those that small copies of models often have beyond their vocabulary, where they have no effect."""
 
 
-def _wrong_numbers(settings: GenerationConfig, defaults: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_numbers(settings: GenerationConfig, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what is no number of the library's kind. A whole number becomes a float where the library has one."""
     for name in (*defaults, *_SHARES, "max_new_tokens", "min_new_tokens"):
         value, default = getattr(settings, name, None), defaults.get(name, 1.0 if name in _SHARES else 1)
@@ -111,12 +112,12 @@ def _wrong_numbers(settings: GenerationConfig, defaults: Mapping[str, Any]) -> I
         low, high = (0 if type(default) is int or name in _SHARES else -math.inf), 1 if name in _SHARES else math.inf
         if type(value) not in kinds or not math.isfinite(value) or not low <= value <= high:
             least = f" from 0 to {high}" if name in _SHARES else " of at least 0" if low == 0 else ""
-            yield f"{name} is {value!r}; give a {'whole ' if kinds == (int,) else ''}number{least}"
+            yield name, f"is {value!r}; give a {'whole ' if kinds == (int,) else ''}number{least}"
         else:
             setattr(settings, name, type(default)(value))
 
 
-def _wrong_ids(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> Iterator[str]:
+def _wrong_ids(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> Iterator[tuple[str, str]]:
     """Yield what is no id of a token; ids of the model's own that say where texts begin and end may be beyond the vocabulary."""
     for name in (*_IDS, *_IDS_OF_MODELS):
         value = getattr(settings, name, None)
@@ -126,7 +127,7 @@ def _wrong_ids(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary
             type(each) is not int or (not (name in _IDS_OF_MODELS and each < 0) and not 0 <= each < size)
             for each in ids
         ):
-            yield f"{name} is {value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+            yield name, f"is {value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
 
 
 def try_sampler(module: Any, settings: GenerationConfig, *, choose: bool) -> None:
