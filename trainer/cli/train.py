@@ -32,7 +32,7 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
 PASSED = (
     "OMP_NUM_THREADS",
@@ -260,6 +260,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
         return path, (), None
     run = path.parent.parent if (path / "manifest.json").is_file() else path
     if (run / _RESOLVED).is_file():
+        _require_no_script(run)
         from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
         # The run may have begun from a checkpoint that is gone.
@@ -272,6 +273,21 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
         )
     tokenizer = (f"data.tokenizer={path}",) if (path / "tokenizer_config.json").is_file() else ()
     return None, (f"model.source={path}", *tokenizer, f"run.name={path.resolve().name}"), None
+
+
+_NOT_EVALUATED = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metrics"}
+
+
+def _require_no_script(run: Path) -> None:
+    """Raise `ConfigError` for a run to which a script has given what its configuration does not say."""
+    starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
+    given = [name for name in (starts or [{}])[-1].get("given") or () if name not in _NOT_EVALUATED]
+    if given:
+        raise ConfigError(
+            f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds; only that "
+            "script can evaluate it: call trainer.evaluate() there",
+            where=str(run),
+        )
 
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:

@@ -148,9 +148,14 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
         if key in wrong or value is None or value in words:
             continue
         for path in (value,) if isinstance(value, str) else value:
-            there = Path(path).expanduser()
+            try:
+                there = Path(path).expanduser()
+                exists = there.exists()
+            except (OSError, RuntimeError) as error:  # It has no home directory of such a person.
+                yield f"{key}: {path!r} cannot be reached: {getattr(error, 'strerror', None) or error}; {cure}"
+                continue
             if (
-                there.exists()
+                exists
                 or (_DATASET in cure and path.startswith("hub:"))
                 or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path))
             ):

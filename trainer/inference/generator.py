@@ -27,7 +27,7 @@ from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
 from zeromesh.trainer.inference.prompts import Prompt, deal, deal_alike, problem_of, split_prompt
@@ -231,6 +231,8 @@ class Generator:
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            self.tokenizer.try_template()
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
         """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.

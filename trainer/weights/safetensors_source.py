@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, Entry, parse_json, read_header
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, some, summary
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile
@@ -188,9 +188,10 @@ def _fits(name: str, patterns: Iterable[str] | None) -> bool:
 def read_class(directory: Path) -> tuple[Any, Any, str]:
     """Return the class of the model in a directory and its configuration; or None twice, and the reason why there is none."""
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (*INITIALISER_ERRORS, OSError) as error:
-        return None, None, f"config.json is of no model that transformers knows ({summary(error, lines=2)})"
+        with library_errors():
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ConfigError as error:
+        return None, None, f"config.json is of no model that transformers knows ({error})"
     name = next(iter(config.architectures or ()), "")
     cls = getattr(transformers, name, None) if name else None
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):

@@ -25,7 +25,7 @@ from zeromesh.environment import (
     setting,
     worker_environment,
 )
-from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
+from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 
 _CAUSE_SECONDS = 2.0
 """How long to wait for the rank that failed first, when others have ended because they noticed its failure."""
@@ -209,6 +209,8 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
     die_with_launcher()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError):
+            error = refused_path(error) or error
         if not isinstance(error, KeyboardInterrupt):
             text = "".join(traceback.format_exception(kind, error, trace))
             _record(error, text, exit_code_of(error))
