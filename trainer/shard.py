@@ -35,6 +35,7 @@ from zeromesh.options import OptimizerSettings
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.trainer.checkpoints.manager import content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.generation import check_arguments, generate
@@ -163,7 +164,7 @@ def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
     """The configuration of `shard`: the sections of `config`, changed by `options`, and the model's dtype unless they name one."""
-    given = load_config(config)
+    given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
     if unused:

@@ -23,6 +23,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
@@ -115,7 +116,9 @@ class Trainer:
                 "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
             )
         own_data = train_dataset is not None or eval_dataset is not None
-        self.config: TrainerConfig = load_config(config, unused=_DATA_KEYS if own_data else frozenset())
+        self.config: TrainerConfig = load_config(
+            config, unused=_DATA_KEYS if own_data else frozenset(), consent=Consent.GIVEN
+        )
         self.events = CallbackDispatcher(self, callbacks or ())
         self.inputs = UserInputs(
             model=model,

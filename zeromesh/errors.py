@@ -4,7 +4,12 @@ What a user gave and can change is a `ValueError`; an invariant that broke while
 says what was given, what is allowed, where, and what to do next.
 """
 
-from collections.abc import Collection, Sequence
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 
@@ -56,6 +61,37 @@ class ConfigError(ZeromeshError, ValueError):
         else:
             lines = "\n".join(f"  - {problem}" for problem in self.problems)
             super().__init__(f"{head}{len(self.problems)} problems\n{lines}")
+
+
+_OF_PATHS = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT})
+_OF_DISKS = frozenset({errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
+
+
+def refused_path(error: OSError) -> ZeromeshError | None:
+    """Return what a person is told where the system refuses a path or a disk fails; None for another error of the system."""
+    named = isinstance(error.filename, str | bytes)
+    if not named and error.errno not in _OF_DISKS:
+        return None
+    where = repr(os.fsdecode(error.filename)) if named else ""
+    reason = error.strerror or str(error)
+    return (
+        ConfigError(reason, where=where)
+        if error.errno in _OF_PATHS
+        else StorageError(f"{where}: {reason}".lstrip(": "))
+    )
+
+
+@contextmanager
+def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] | None = None) -> Iterator[None]:
+    """Raise whatever a library raises inside the block, which reads what a person has given, as a `ConfigError` of the key `where`
+    or as `kind`; its text follows `before`."""
+    try:
+        yield
+    except (ZeromeshError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # Panics of libraries in Rust are no `Exception`.
+        text = before + summary(error, lines=2)
+        raise (ConfigError(text, where=where) if kind is None else kind(text)) from error
 
 
 class DataError(ZeromeshError, ValueError):

@@ -148,6 +148,10 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     calls.append((what, path, time.monotonic()))
     try:
         yield
+    except OSError as error:
+        if error.filename is None:  # Calls that are given a descriptor know no name.
+            error.filename = os.fspath(path)
+        raise
     finally:
         calls.pop()
         if not calls:

@@ -70,9 +70,11 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         size: int = 0,
         sparse: bool = False,
         direct: bool = True,
+        constant: bool = False,
     ) -> None:
         """Open for reading, or for writing: the file is made where there is none, with `size` bytes, which are reserved unless it
-        is to be `sparse`. A link is not followed. Without `direct` all bytes go through the page cache.
+        is to be `sparse`. A link is not followed. Without `direct` all bytes go through the page cache. What is read of a
+        `constant` file is an error once anybody has written to it.
         """
         self.path = os.fspath(path)
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
@@ -89,6 +91,15 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             self.close()
             raise
         self._direct = _open_direct(self.path, flags) if direct else -1
+        self._identity = _identity(self._buffered) if constant else None
+
+    def _require_constant(self) -> None:
+        """Raise `StorageError` where a file that is to stay as it is has been written to since it was opened."""
+        if self._identity is not None and _identity(self._buffered) != self._identity:
+            raise StorageError(
+                f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs; "
+                "leave it alone (write a new file and rename it), and start again"
+            )
 
     @property
     def direct(self) -> bool:
@@ -124,6 +135,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
                 self._buffered_part(done_to, move, [view[: begin - offset]], offset, begin)
                 begin += self._direct_part(move, view[begin - offset :], begin)
             self._buffered_part(done_to, move, [view[begin - offset :]], begin, end)
+            self._require_constant()
 
     def _buffered_part(
         self, done_to: str, move: Callable[..., int], pieces: list[_Bytes], begin: int, end: int
@@ -176,6 +188,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         """Fill `pieces`, which have `nbytes` bytes in all, through the page cache."""
         with disk_call("read", self.path), refusals(self.path, f"read ({nbytes:,} bytes at {offset:,})"):
             self._buffered_part("read", os.preadv, pieces, offset, offset + nbytes)
+            self._require_constant()
 
     def write_rows(self, data: torch.Tensor, offset: int, *, rows: int, length: int, step: int, stride: int) -> None:
         """Write `rows` runs of `length` bytes, which begin every `step` bytes of `data`, 1-D uint8 on CPU, to every `stride` bytes
@@ -243,6 +256,12 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    """Return numbers of an open file of which one changes when it is written to."""
+    found = os.fstat(descriptor)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _open_direct(path: str, flags: int) -> int:

@@ -126,7 +126,7 @@ class FileTier:
         """All bytes of a file that is there already. Raises `StorageError` where it cannot be opened."""
         if path not in self._stored:
             with _named():
-                file = self._opened.enter_context(PositionalFile(path))
+                file = self._opened.enter_context(PositionalFile(path, constant=True))
             self._stored[path] = StoredSlot(self, file)
         return self._stored[path]
 

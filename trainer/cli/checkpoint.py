@@ -9,7 +9,7 @@ import torch
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.multi_host.parts import merge, open_parts
 from zeromesh.checkpoint.verify import find_damage
-from zeromesh.errors import CheckpointError, StorageError, some
+from zeromesh.errors import CheckpointError, some
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading
 from zeromesh.trainer.tools.checkpoint.diff import diff_checkpoints
@@ -29,10 +29,6 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
         return _ACTIONS[options.action](options)
-    except BrokenPipeError:  # `main` knows what to do.
-        raise
-    except OSError as error:
-        raise StorageError(f"{error.filename or options.action}: {error.strerror or error}") from error
     finally:
         torch.set_num_threads(threads)
 

@@ -136,6 +136,7 @@ def _generate(
         leads = generator.mesh.rank == 0
         if options.check:
             generator.check()
+        generator.check_fields(fields)
         if options.chat:
             if isinstance(sys.stdin, io.TextIOWrapper):
                 sys.stdin.reconfigure(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
-from zeromesh.errors import ZeromeshError, printable
+from zeromesh.errors import ZeromeshError, printable, refused_path
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import run_generate
 from zeromesh.trainer.cli.plan import run_plan
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.worker or not _reader_has_gone():
             raise
         return 1
-    except ZeromeshError as error:
-        if options.worker:
+    except (ZeromeshError, OSError) as error:
+        refused = refused_path(error) if isinstance(error, OSError) else error
+        if options.worker or refused is None:
             raise
-        train.say(f"{train.rank_prefix()}{error}")
-        return train.exit_code_of(error)
+        train.say(f"{train.rank_prefix()}{refused}")
+        return train.exit_code_of(refused)
 
 
 def _reader_has_gone() -> bool:

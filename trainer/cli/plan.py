@@ -13,6 +13,7 @@ from zeromesh.environment import available_cores, die_with_launcher, python_argu
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.auto import plan_config
     from zeromesh.trainer.planning.report import plan_json, plan_lines
 
-    config = load_config(options.config, options.overrides, ranks=options.ranks)
+    config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more, estimator = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )

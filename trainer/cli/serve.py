@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +17,10 @@ from zeromesh.trainer.inference.requests import Inbox
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
-    from zeromesh.trainer.inference.server.app import HttpServer
+    from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 
 TOKEN = "ZEROMESH_SERVE_TOKEN"
 """The variable with what clients have to send as their API key."""
-_STOPPED = {128 + int(signal.SIGINT), 128 + int(signal.SIGTERM)}
 _FAREWELL_SECONDS = 1.0
 """The time that clients have to read the error of a generator that has failed."""
 
@@ -42,6 +41,7 @@ def run_serve(options: argparse.Namespace) -> int:
     fields, keys = split_fields(options.overrides, None)
     if options.worker or processes == environment.world_size:
         return _serve(options, fields, keys)
+    from zeromesh.launch.rank_processes import STOP_SIGNALS
     from zeromesh.launch.rendezvous import launch_workers
 
     words = ["serve", "--worker", *(["--config", options.config_file] if options.config_file else [])]
@@ -49,35 +49,36 @@ def run_serve(options: argparse.Namespace) -> int:
     for name in ("host", "port", "batch", "queue", "grace"):
         words += [f"--{name}", str(getattr(options, name))]
     arguments = python_arguments("zeromesh", [*words, "--", options.config, *options.overrides])
-    ended = launch_workers(arguments, processes=processes, notify=train.say)
-    # To be stopped is how a server ends.
-    return 0 if ended in _STOPPED else train.report(ended)
+    # A second signal is for the ranks too, which then end open requests with an answer. To be stopped is how a server ends.
+    ended = launch_workers(arguments, processes=processes, notify=train.say, passes=2)
+    return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
     """The part of one rank."""
-    from zeromesh.launch.rank_processes import handled_signals
+    from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
     from zeromesh.trainer.inference.generator import Generator
 
     leads = read_environment().rank == 0
     inbox = Inbox(limit=options.queue) if leads else None
-    # Whatever rank a signal reaches, rank 0 decides when all end. One signal may reach a rank twice, from a terminal and from the
-    # launcher, which ends all at a second one; without a launcher that is done here.
+    # The address is taken before a model is loaded, which may take minutes.
+    address = _bind(options, fields) if leads else None
+    # Whatever rank a signal reaches, rank 0 decides when all end.
     requested, hurried = threading.Event(), threading.Event()
 
     def stop(*_: object) -> None:
-        if requested.is_set() and not options.worker:
+        if requested.is_set():
             hurried.set()
         requested.set()
 
     with (
-        handled_signals((signal.SIGTERM, signal.SIGINT), stop),
+        handled_signals(STOP_SIGNALS, stop),
         Generator(options.config, options.config_file, overrides=keys) as generator,
     ):
         generator.require_serving(fields)
         if generator.tokenizer is None:
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
-        server = _start(options, generator, inbox, fields) if inbox is not None else None
+        server = _start(options, generator, inbox, address) if inbox is not None and address is not None else None
         if server is not None:
             arguments = (requested, hurried, server, inbox, options.grace)
             threading.Thread(target=_stop_when, args=arguments, daemon=True).start()
@@ -94,10 +95,10 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
     return 0
 
 
-def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fields: Mapping[str, Any]) -> HttpServer:
-    """Begin to listen, and say where."""
+def _bind(options: argparse.Namespace, fields: Mapping[str, Any]) -> tuple[ServerOptions, socket.socket]:
+    """Take the address at which the server will listen."""
     try:
-        from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
+        from zeromesh.trainer.inference.server.app import NEW_TOKENS, ServerOptions, bind
     except ImportError as error:
         raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
     listening = ServerOptions(
@@ -107,8 +108,17 @@ def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fiel
         new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
         grace_seconds=options.grace,
     )
+    return listening, bind(listening)
+
+
+def _start(
+    options: argparse.Namespace, generator: Generator, inbox: Inbox, address: tuple[ServerOptions, socket.socket]
+) -> HttpServer:
+    """Begin to listen, and say where."""
+    from zeromesh.trainer.inference.server.app import HttpServer
+
     name = options.name or Path(options.config).resolve().name
-    server = HttpServer(inbox, generator, name, listening)
+    server = HttpServer(inbox, generator, name, *address)
     train.say(f"serving {name} at {server.start()} (Ctrl-C ends it)")
     return server
 

@@ -29,9 +29,10 @@ from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lin
 from zeromesh.launch.rank_processes import WorkersFailed, become_worker
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
 PASSED = (
     "OMP_NUM_THREADS",
@@ -50,7 +51,8 @@ def run_launch(options: argparse.Namespace) -> int:
         ConfigError: for a hostfile, a configuration or an option that cannot be used.
     """
     hosts = _hosts(options.hostfile)
-    config = load_config(options.config, options.overrides, ranks=sum(host.slots for host in hosts))
+    slots = sum(host.slots for host in hosts)
+    config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
     plan = _plan(options, config, hosts)
     if not options.dry_run:
         return report(supervise(plan, say))
@@ -145,7 +147,9 @@ def run_train(options: argparse.Namespace) -> int:
     processes = processes_of(options, environment)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
-    config = load_config(path, [*keys, *options.overrides], ranks=processes * options.nnodes[1])
+    ranks = processes * options.nnodes[1]
+    consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
+    config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent)
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
@@ -256,6 +260,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
         return path, (), None
     run = path.parent.parent if (path / "manifest.json").is_file() else path
     if (run / _RESOLVED).is_file():
+        _require_no_script(run)
         from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
         # The run may have begun from a checkpoint that is gone.
@@ -268,6 +273,21 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
         )
     tokenizer = (f"data.tokenizer={path}",) if (path / "tokenizer_config.json").is_file() else ()
     return None, (f"model.source={path}", *tokenizer, f"run.name={path.resolve().name}"), None
+
+
+_NOT_EVALUATED = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metrics"}
+
+
+def _require_no_script(run: Path) -> None:
+    """Raise `ConfigError` for a run to which a script has given what its configuration does not say."""
+    starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
+    given = [name for name in (starts or [{}])[-1].get("given") or () if name not in _NOT_EVALUATED]
+    if given:
+        raise ConfigError(
+            f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds; only that "
+            "script can evaluate it: call trainer.evaluate() there",
+            where=str(run),
+        )
 
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
@@ -300,10 +320,11 @@ def _evaluate(config: Any, checkpoint: Path | None) -> int:
 
 def print_config(options: argparse.Namespace) -> int:
     """Print every key, below lines that say how settings of another trainer became keys; returns the exit code."""
-    config = load_config(options.config, options.overrides, ranks=options.nproc)
-    from zeromesh.trainer.models.build import check_model
+    config = load_config(options.config, options.overrides, ranks=options.nproc, consent=Consent.GIVEN)
+    if not any(foreign_code(config.model_dump(include={"model"}))):  # Of a model that code makes, nothing is looked at.
+        from zeromesh.trainer.models.build import check_model
 
-    check_model(config.model)
+        check_model(config.model)
     sys.stdout.writelines(f"# {printable(note)}\n" for note in config.notes)
     sys.stdout.write(config.to_yaml())
     return 0

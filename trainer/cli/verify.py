@@ -8,6 +8,7 @@ from pathlib import Path
 from zeromesh.environment import die_with_launcher, python_arguments, read_environment
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.cli import train
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -27,7 +28,7 @@ def run_verify(options: argparse.Namespace) -> int:
         become_worker(train.exit_code_of)
     environment = read_environment()
     processes = train.processes_of(options, environment)
-    config = load_config(options.config, options.overrides, ranks=processes)
+    config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
     out = options.out or Path(config.run.output_dir).expanduser() / config.run.name / "certificate.json"
     if options.worker or processes == environment.world_size:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, nearest_path, section_of, shown
 from zeromesh.trainer.config.migration import deepspeed_table
 from zeromesh.trainer.config.migration.deepspeed import (
@@ -147,9 +148,14 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
         if key in wrong or value is None or value in words:
             continue
         for path in (value,) if isinstance(value, str) else value:
-            there = Path(path).expanduser()
+            try:
+                there = Path(path).expanduser()
+                exists = there.exists()
+            except (OSError, RuntimeError) as error:  # It has no home directory of such a person.
+                yield f"{key}: {path!r} cannot be reached: {getattr(error, 'strerror', None) or error}; {cure}"
+                continue
             if (
-                there.exists()
+                exists
                 or (_DATASET in cure and path.startswith("hub:"))
                 or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path))
             ):
@@ -247,6 +253,7 @@ def load_config(
     *,
     unused: frozenset[str] = frozenset(),
     ranks: int | None = None,
+    consent: Consent | None = None,
 ) -> TrainerConfig:
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
@@ -255,6 +262,7 @@ def load_config(
 
     Args:
         ranks: of the launch, for settings of other trainers that count with them; None: of the one that this process is part of.
+        consent: what counts as consent that other people's code runs; None: of a path the command line alone, else all of it.
 
     Raises:
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
@@ -269,6 +277,10 @@ def load_config(
     problems += translation.problems
     origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
     config, wrong = _validate(data, unused)
+    typed: dict[str, Any] = {}
+    _apply(typed, overrides)
+    consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
+    problems += refused_code(config.model_dump(mode="json"), consent, typed=typed)
     count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
     origins |= overridden_keys
     # A problem of a key that came from a setting of another trainer or an override names that too.

@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from zeromesh.environment import export
 from zeromesh.errors import DataError, summary
 from zeromesh.trainer.data.text_sources import Row, read_text
-from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
+from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer, require_bounded
 
 _ROWS_AT_ONCE = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -142,11 +142,13 @@ class Renderer:
         """The text of messages, and the characters that the template marks; `asking`: up to where the assistant is to answer."""
         more = row.values.get(self._column("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
+        template = self._template(row)
+        require_bounded(template, lambda: render_jinja_template([messages], chat_template=template, **keys))
         try:
             texts, answers = render_jinja_template(
                 [messages],
                 tools=self._tools(row),
-                chat_template=self._template(row),
+                chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=asking,
                 **keys,

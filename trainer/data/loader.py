@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeromesh.environment import available_cores
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, summary
+from zeromesh.launch.rank_processes import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import without_states
 from zeromesh.rng import data_randomness
@@ -426,7 +427,8 @@ class _Begin:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._parent:
             os._exit(1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in {*STOP_SIGNALS} - {signal.SIGTERM}:
+            signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=self._end_when_asked, name="end of the worker", daemon=True).start()
         for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
             file = getattr(sys, name)

@@ -1,7 +1,11 @@
 """Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a local directory. The Hub is never asked."""
 
 import hashlib
+import os
+import resource
+import signal
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,7 +16,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from zeromesh.errors import DataError, summary
+from zeromesh.errors import DataError, library_errors, summary
 
 BYTES = "bytes"
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
@@ -142,6 +146,7 @@ class PretrainedTokenizer:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
+        self.try_template()
         try:
             return list(
                 self.tokenizer.apply_chat_template(
@@ -150,6 +155,14 @@ class PretrainedTokenizer:
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
+
+    def try_template(self) -> None:
+        """Raise `DataError` for a chat template that comes to no end, or makes too much text."""
+        if getattr(self.tokenizer, "chat_template", None):
+            hello = [{"role": "user", "content": "Hi"}]
+            require_bounded(
+                str(self.tokenizer.chat_template), lambda: self.tokenizer.apply_chat_template(hello, tokenize=False)
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -199,6 +212,42 @@ class PretrainedTokenizer:
 
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
+_BOUNDED: set[str] = set()
+"""Chat templates that were rendered within the limits."""
+_TEMPLATE_SECONDS = 10.0
+_TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
+
+
+def require_bounded(template: str, render: Callable[[], object]) -> None:
+    """Render a chat template for the first time in a process of its own, which may take some time and memory and no more.
+
+    Raises:
+        DataError: for a template that comes to no end there, or makes too much text.
+    """
+    if template in _BOUNDED:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, none of which this process needs
+        child = os.fork()
+    if not child:
+        code = 0
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
+            most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            code = int(len(str(render())) > _TEMPLATE_CHARACTERS)
+        except MemoryError:
+            code = 1
+        finally:  # What else is wrong with it is said where it is used.
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if status:
+        what = (
+            "makes too much text" if os.WIFEXITED(status) else f"comes to no end within {_TEMPLATE_SECONDS:g} seconds"
+        )
+        raise DataError(f"the chat template {what}; give another one (chat_template.jinja beside the tokenizer)")
+    _BOUNDED.add(template)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -222,11 +271,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         )
     from transformers import AutoTokenizer
 
-    try:
+    with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise DataError(f"data.tokenizer {str(spec)!r} cannot be loaded: {error}") from error
-    return PretrainedTokenizer(tokenizer=tokenizer)
+        return PretrainedTokenizer(tokenizer=tokenizer)
 
 
 _UNFINISHED = "�"

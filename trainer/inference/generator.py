@@ -27,7 +27,7 @@ from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.inference.batching.lane import LaneWork
 from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
 from zeromesh.trainer.inference.prompts import Prompt, deal, deal_alike, problem_of, split_prompt
@@ -221,11 +221,18 @@ class Generator:
         weights = self.stream_weights()
         return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
+    def check_fields(self, fields: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for fields of `GenerationConfig` that no prompt can be continued with."""
+        self._placed.checked_settings(fields, 1)
+
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
         why = self._placed.why_unbatched(self._placed.settings(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
+        self.check_fields(fields)
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            self.tokenizer.try_template()
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
         """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.
@@ -235,7 +242,7 @@ class Generator:
             DataError: for tokens that the model does not know, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
-        why = self._placed.why_unbatched(self._placed.settings(fields, len(tokens)))
+        why = self._placed.why_unbatched(self._placed.checked_settings(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
@@ -258,7 +265,7 @@ class Generator:
     def require_prompt(self, prompt: Mapping[str, Any]) -> None:
         """Raise `DataError` or `ConfigError` for a prompt, a mapping, that cannot be continued."""
         tokens, own, _ = self.request_of(prompt)
-        self._placed.settings(own, len(tokens))
+        self._placed.checked_settings(own, len(tokens))
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
@@ -313,7 +320,7 @@ class Generator:
     def _settings(self, request: Request, fields: Mapping[str, Any]) -> GenerationConfig:
         """Return the settings of a request. Raises `ConfigError` and `DataError` with its number."""
         try:
-            return self._placed.settings({**fields, **request.fields}, len(request.tokens))
+            return self._placed.checked_settings({**fields, **request.fields}, len(request.tokens))
         except DataError as error:
             raise DataError(f"prompt {request.number}: {error}") from error
 

@@ -40,6 +40,10 @@ class ResultJournal:
             raise ConfigError(f"--out {str(out)!r} is no regular file; name one, or leave it out for standard output")
         self.out, self.count = out, count
         self.path = out.with_name(out.name + SUFFIX)
+        if out.exists() and out.stat().st_size and not self.path.exists():
+            raise ConfigError(
+                f"--out {str(out)!r} has content already, which is kept; name another file, or delete that one"
+            )
         self.rows: dict[int, dict[str, Any]] = {}
         """The results so far, by the number of the prompt."""
         head = {"generates": content, "prompts": count}

@@ -1,11 +1,12 @@
 """`PlacedModel`: a model on the ranks of a mesh with nothing but its parameters, and the generation of one batch by it."""
 
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.offload.memory.ledger import available_bytes
@@ -25,7 +27,7 @@ from zeromesh.trainer.inference.batching.loop import RequestLoop
 from zeromesh.trainer.inference.batching.row_cache import layers_of, numbers_kept
 from zeromesh.trainer.inference.batching.sampling import RowDraws, RowSampler
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.settings import any_looks_ahead, ends_of, settings_of, why_unbatched
+from zeromesh.trainer.inference.settings import OWN, any_looks_ahead, ends_of, settings_of, try_sampler, why_unbatched
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
@@ -90,6 +92,8 @@ class PlacedModel:
     divided: Divided
     engine: ZeroEngine
     tokenizer: Tokenizer | None
+    tried: set[str] = field(default_factory=set)
+    """Fields of `GenerationConfig`, as JSON, that a sampler was made of."""
 
     @classmethod
     def build(cls, config: TrainerConfig, mesh: Mesh) -> Self:
@@ -145,6 +149,18 @@ class PlacedModel:
         return settings_of(
             self.module, fields, prompt_tokens, staged=staged, shared=staged or self.mesh.tensor.size > 1
         )
+
+    def checked_settings(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
+        """Return the same, of fields that have just come from a person: they are tried once, so that no batch ends by them."""
+        key = json.dumps(fields, sort_keys=True, default=repr)
+        settings = self.settings(fields, prompt_tokens)
+        if key not in self.tried:
+            try:
+                try_sampler(self.module, settings, choose=not self.why_unbatched(settings))
+            except ConfigError as error:
+                raise ConfigError(f"{error}{'' if any(name in str(error) for name in fields) else OWN}") from error
+            self.tried.add(key)
+        return settings
 
     def why_unbatched(self, settings: GenerationConfig) -> str:
         """Return why requests with these settings cannot join and leave a running batch; empty if they can. Ranks say the same."""

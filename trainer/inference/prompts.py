@@ -97,8 +97,10 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
     if problem:
         raise DataError(f"{where}: {given[0]} {problem}, not {_shown(json.dumps(prompt[given[0]], default=str))}")
     seed = prompt.get("seed", 0)
-    if type(seed) is not int or seed < 0:
-        raise DataError(f"{where}: seed is a number of at least 0, not {_shown(json.dumps(seed, default=str))}")
+    if type(seed) is not int or not 0 <= seed < 1 << 63:
+        raise DataError(
+            f"{where}: seed is a whole number from 0 to 2**63 - 1, not {_shown(json.dumps(seed, default=str))}"
+        )
     return prompt[given[0]], {key: value for key, value in prompt.items() if key != given[0]}
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
-from zeromesh.errors import ConfigError, DataError
+from zeromesh.errors import ConfigError, DataError, summary
 from zeromesh.trainer.inference.batching.row_cache import layers_of
+from zeromesh.trainer.inference.batching.sampling import RowSampler
 from zeromesh.trainer.models.generation import check_arguments, decoder_positions, encoder_positions, rope_kinds
 
 NEW_TOKENS = 128
@@ -59,9 +63,16 @@ def settings_of(
     if refused:
         raise ConfigError([f"generate: {each}" for each in refused])
     # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
-    settings.update(**{**settings._get_default_generation_params(), "max_length": None}, defaults_only=True)
+    defaults = settings._get_default_generation_params()
+    vocabulary = getattr(module.config.get_text_config(), "vocab_size", None) or sys.maxsize
+    problems = [*_wrong_numbers(settings, defaults), *_wrong_ids(settings, fields, vocabulary)]
+    if problems:
+        raise ConfigError([f"generate: {name} {text}{'' if name in fields else OWN}" for name, text in problems])
+    settings.update(**{**defaults, "max_length": None}, defaults_only=True)
     if settings.pad_token_id is None:
         settings.pad_token_id = next(iter(ends_of(settings)), 0)
+    if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
+        settings.pad_token_id = 0  # Nobody looks at it, but models look it up.
     longest = 0 if module.config.is_encoder_decoder else prompt_tokens
     positions = decoder_positions(module)
     if settings.max_new_tokens is None and settings.max_length is None:
@@ -81,6 +92,59 @@ def settings_of(
         )
     check_arguments(module, {"generation_config": settings}, staged=staged, shared=shared)
     return settings
+
+
+OWN = " (the model's generation_config.json says so)"
+_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Numbers from 0 to 1."""
+_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+_IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+"""Those that small copies of models often have beyond their vocabulary, where they have no effect."""
+
+
+def _wrong_numbers(settings: GenerationConfig, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is no number of the library's kind. A whole number becomes a float where the library has one."""
+    for name in (*defaults, *_SHARES, "max_new_tokens", "min_new_tokens"):
+        value, default = getattr(settings, name, None), defaults.get(name, 1.0 if name in _SHARES else 1)
+        if value is None or type(default) not in (int, float):
+            continue
+        kinds = (int, float) if type(default) is float else (int,)
+        low, high = (0 if type(default) is int or name in _SHARES else -math.inf), 1 if name in _SHARES else math.inf
+        if type(value) not in kinds or not math.isfinite(value) or not low <= value <= high:
+            least = f" from 0 to {high}" if name in _SHARES else " of at least 0" if low == 0 else ""
+            yield name, f"is {value!r}; give a {'whole ' if kinds == (int,) else ''}number{least}"
+        else:
+            setattr(settings, name, type(default)(value))
+
+
+def _wrong_ids(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> Iterator[tuple[str, str]]:
+    """Yield what is no id of a token; ids of the model's own that say where texts begin and end may be beyond the vocabulary."""
+    for name in (*_IDS, *_IDS_OF_MODELS):
+        value = getattr(settings, name, None)
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        size = vocabulary if name in _IDS or name in fields else sys.maxsize
+        if any(
+            type(each) is not int or (not (name in _IDS_OF_MODELS and each < 0) and not 0 <= each < size)
+            for each in ids
+        ):
+            yield name, f"is {value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+
+
+def try_sampler(module: Any, settings: GenerationConfig, *, choose: bool) -> None:
+    """Make the library's processors for these settings, and have them `choose` one token, as a generation would.
+
+    Raises:
+        ConfigError: for values that the library refuses, or that it fails on, such as ids outside the vocabulary.
+    """
+    trial, prompt = copy.deepcopy(settings), [0]
+    if type(module)._get_logits_processor is not GenerationMixin._get_logits_processor:
+        return
+    try:
+        sampler = RowSampler.of(module, trial, prompt, 0, torch.device("cpu"))
+        if choose:
+            sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ConfigError(f"generate: {summary(error)}") from error
 
 
 def any_looks_ahead(module: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import ConfigError
 from zeromesh.options import Precision, ZeroOptions
+from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
@@ -61,7 +62,8 @@ def layout_of(
     Raises:
         ConfigError: with all problems at once.
     """
-    given = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
+    read = load_config(config, consent=Consent.GIVEN) if config is not None else None
+    given = read.model_dump(mode="json", exclude_unset=True) if read is not None else {}
     merged: dict[str, Any] = {**given, "run": {"name": "generate", **given.get("run", {})}}
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
@@ -74,7 +76,9 @@ def layout_of(
     merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
     if not merged["data"]:
         merged["data"] = _tokenizer_of_run(Path(directory))
-    found = load_config(merged, [*overrides, *_WIDE])
+    by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
+    consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
+    found = load_config(merged, [*overrides, *_WIDE], consent=consent)
     problems = [
         f"{key} is for {what}, and nothing is trained here; leave it out"
         for key, what in _FOR_TRAINING.items()

@@ -28,6 +28,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.offload.accelerator import found as accelerator_kind
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import copies_from
@@ -96,7 +97,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                     'zeromesh={"zero": {"stage": 3}} instead'
                 )
         super().__init__(*arguments, **named)
-        self._config = load_config(zeromesh)
+        self._config = load_config(zeromesh, consent=Consent.GIVEN)
         self._compute = _COMPUTE.get(self.mixed_precision)
         if "compute" in self._config.precision.model_fields_set:
             self._compute = self._config.precision.compute

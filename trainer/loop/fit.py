@@ -56,7 +56,8 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
         if not run.finished or progress.owes_evaluation:
             if not run.finished:
                 checkpoints.require_room()
-            facts = start_facts(mesh, run.model.parameters)
+            given = [name for name, how in run.inputs.names().items() if how == "given"]
+            facts = {**start_facts(mesh, run.model.parameters), "given": given}
             with (
                 checkpoints,
                 directory.open(config, progress.step, facts, mesh) as writer,

@@ -1,4 +1,6 @@
-"""Stopping in order: a first SIGTERM or SIGINT ends the run after the step that is going on, a second one at once.
+"""Stopping in order: a first signal to stop ends the run after the step that is going on, a second one at once.
+
+SIGHUP, of a terminal that is gone, and SIGUSR1, which schedulers send on request, are as SIGTERM.
 
 Processes that are forked meanwhile, such as workers of a dataset, have the handlers that were there before: a signal ends them.
 """
@@ -11,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
+
+from zeromesh.launch.rank_processes import STOP_SIGNALS
 
 _SAME_SECONDS = 1.0
 """A terminal and a launcher both pass the same Ctrl-C on; within this time it is one."""
@@ -28,7 +32,7 @@ class StopRequest:
         """Remember the first request; leave at the second."""
         now = time.monotonic()
         if not self.signal:
-            self.signal, self._at = number, now
+            self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
             name = signal.Signals(number).name
             self._show(f"{name}: stopping after this step; a second one stops at once")
         elif now - self._at > _SAME_SECONDS:
@@ -55,7 +59,7 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
     request = StopRequest(show)
     replaced = []
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
             if handler in (signal.SIG_DFL, signal.default_int_handler):
                 replaced.append(number)

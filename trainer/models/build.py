@@ -7,6 +7,7 @@ the Hub.
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
-from zeromesh.errors import ConfigError, summary
+from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY
@@ -33,7 +34,7 @@ from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
-from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, BuiltModel, build_deferred, canonical_names
+from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -154,7 +155,9 @@ _ALSO_KNOWN = {
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
 """The keys that every configuration accepts and that are no fields, or are older names of fields."""
-_CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
+_MANY = re.compile(r"layer|depth|block|expert|stage")
+_MOST = 10_000
+"""Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
 
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
@@ -204,15 +207,15 @@ def check_model(section: ModelSection) -> None:
 @contextmanager
 def _library_errors(where: str, before: str = "") -> Iterator[None]:
     """Raise what the library raises in the block as a `ConfigError` of the key `where`, whose text follows `before`."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except _CONFIG_ERRORS as error:
-        text = summary(error, lines=2)
-        if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-            text = str(error.__cause__)  # It holds what the field's own check found.
-        raise ConfigError(before + text, where=where) from error
+    with library_errors(where, before):
+        try:
+            yield
+        except StrictDataclassError as error:
+            if error.__cause__ is None:
+                raise
+            raise ConfigError(
+                before + str(error.__cause__), where=where
+            ) from error  # What the field's own check found.
 
 
 def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
@@ -334,6 +337,9 @@ def _check_values(made: Any) -> None:
     problems = [
         f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1
     ]
+    problems += [
+        f"{name} is {value}; at most {_MOST} are built" for name, value in _counts(made.to_dict()) if value > _MOST
+    ]
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if not problems and heads and groups and heads % groups:
         problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
@@ -344,6 +350,14 @@ def _check_values(made: Any) -> None:
             problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
     if problems:
         raise ConfigError(problems, where="model.config")
+
+
+def _counts(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the numbers of layers, experts and the like that a configuration names, those of its parts too."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if type(value) is int and _MANY.search(name):
+            yield f"{path}{name}", value
+        yield from _counts(value, f"{path}{name}.")
 
 
 def _nearest(name: str, known: list[str], cutoff: float) -> list[str]:

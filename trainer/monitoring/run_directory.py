@@ -1,6 +1,7 @@
 """The directory of a run: its resolved configuration, its metrics, when processes of it have begun, and where ranks are."""
 
 import contextlib
+import errno
 import io
 import os
 import platform
@@ -43,7 +44,8 @@ class RunDirectory:
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
         if not os.access(path, os.W_OK | os.X_OK):
-            raise self._unwritable("permission denied")
+            read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+            raise self._unwritable(os.strerror(errno.EROFS if read_only else errno.EACCES))
 
     def _unwritable(self, reason: str) -> StorageError:
         return StorageError(f"{str(self.path)!r} cannot be written ({reason}); change run.output_dir")

@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, Entry, parse_json, read_header
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, some, summary
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile
@@ -122,8 +122,10 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
     new = [name for name in missing if _fits(name, may_lack) or in_head(name, apart=has_base)]
     unused = [name for name in unexpected if _ignored(model, name) or in_head(name, apart=files_have_base)]
-    problems = [f"{name} is missing" for name in missing if name not in new]
-    problems += [f"{name} is not part of {type(model).__name__}" for name in unexpected if name not in unused]
+    # Files may have any number of further tensors: these are looked up, and not searched for.
+    allowed = {*new, *unused}
+    problems = [f"{name} is missing" for name in missing if name not in allowed]
+    problems += [f"{name} is not part of {type(model).__name__}" for name in unexpected if name not in allowed]
     for name, shape in shapes.items():
         if shape != tuple(state[name].shape):
             problems.append(f"{name} has shape {list(shape)}, the model has {list(state[name].shape)}")
@@ -186,9 +188,10 @@ def _fits(name: str, patterns: Iterable[str] | None) -> bool:
 def read_class(directory: Path) -> tuple[Any, Any, str]:
     """Return the class of the model in a directory and its configuration; or None twice, and the reason why there is none."""
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (*INITIALISER_ERRORS, OSError) as error:
-        return None, None, f"config.json is of no model that transformers knows ({summary(error, lines=2)})"
+        with library_errors():
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ConfigError as error:
+        return None, None, f"config.json is of no model that transformers knows ({error})"
     name = next(iter(config.architectures or ()), "")
     cls = getattr(transformers, name, None) if name else None
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
@@ -262,7 +265,7 @@ class TensorFiles:
     def _file(self, entry: Entry) -> PositionalFile:
         if entry.path not in self._files:
             # The cache of the Hub has links to its files, which are not followed otherwise.
-            self._files[entry.path] = PositionalFile(entry.path.resolve(), direct=False)
+            self._files[entry.path] = PositionalFile(entry.path.resolve(), direct=False, constant=True)
         return self._files[entry.path]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from zeromesh.environment import (
     setting,
     worker_environment,
 )
-from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
+from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 
 _CAUSE_SECONDS = 2.0
 """How long to wait for the rank that failed first, when others have ended because they noticed its failure."""
@@ -33,8 +33,10 @@ _STOP_SECONDS = 30.0
 """How long ranks may take to end when one has failed, before they are killed."""
 USERS_MISTAKE = 2
 """The exit code after an error that would come again, such as one in the configuration."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.SIGTERM)}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a process to end in order: also that of a terminal that is gone, and the one that Slurm's users often choose."""
+_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
+_STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +209,8 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
     die_with_launcher()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError):
+            error = refused_path(error) or error
         if not isinstance(error, KeyboardInterrupt):
             text = "".join(traceback.format_exception(kind, error, trace))
             _record(error, text, exit_code_of(error))
@@ -241,7 +245,7 @@ class StopSignals:
 
     def __init__(self, told: Sequence[int] = ()) -> None:
         self.first = 0
-        self.passed_on = False
+        self.passed_on = 0
         self.pending: list[int] = []
         self._told = tuple(told)
 
@@ -257,15 +261,15 @@ class StopSignals:
             self.pending.remove(told[0])
             send(told[0])
 
-    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
-        """Pass on what has come: the first signal lets the others end in order, a second one ends them at once."""
+    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None], most: int = 1) -> None:
+        """Pass on what has come: the first `most` signals let the others end in order, one more ends them at once."""
         while self.pending:
             number = self.pending.pop(0)
-            if self.passed_on:
-                kill()
-            else:
+            if self.passed_on < most:
                 send(number)
-            self.passed_on = True
+            else:
+                kill()
+            self.passed_on += 1
 
     def exit_code(self) -> int:
         """128 plus the number of the first signal, or 0."""
@@ -274,9 +278,13 @@ class StopSignals:
 
 @contextmanager
 def handled_signals(numbers: Sequence[int], handler: Callable[[int, object], object]) -> Iterator[None]:
-    """Inside the block these signals call `handler`; then the handlers are put back. Nothing but the main thread can do so."""
+    """Inside the block these signals call `handler`; then the handlers are put back. Nothing but the main thread can do so.
+
+    A process that `nohup` has started goes on to ignore the end of its terminal.
+    """
     changes = threading.current_thread() is threading.main_thread()
-    kept = {number: signal.signal(number, handler) for number in numbers} if changes else {}
+    handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    kept = {number: signal.signal(number, handler) for number in handled} if changes else {}
     try:
         yield
     finally:

@@ -445,12 +445,14 @@ def launch_workers(
     nodes: Nodes = ALONE,
     notify: Callable[[str], None] = _to_stderr,
     talks: bool = False,
+    passes: int = 1,
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
 
     `notify` gets a line for a person when all start again. With `talks` a person talks to the ranks, and Ctrl-C is nothing but
-    passed on to them. Returns 0 when all succeed, the failure when one does not, and 128 plus the signal's number when this
-    process got a signal to stop; the workers are gone then.
+    passed on to them. Of the signals to stop the first `passes` are passed on, and the next one kills. Returns 0 when all succeed,
+    the failure when one does not, and 128 plus the signal's number when this process got a signal to stop; the workers are gone
+    then.
 
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.
@@ -460,7 +462,7 @@ def launch_workers(
         try:
             found = others.first_start()
             while isinstance(found, RankRange) and not requests.first:
-                found = others.next_start(_run(arguments, found, others.poll, requests))
+                found = others.next_start(_run(arguments, found, others.poll, requests, passes))
         finally:
             others.close()
         return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
@@ -473,15 +475,23 @@ def run_ranks(arguments: Sequence[str], place: RankRange) -> Result:
         return requests.exit_code() or failure or 0
 
 
-def _run(arguments: Sequence[str], place: RankRange, poll: Stopped, requests: StopSignals) -> WorkersFailed | None:
+def _run(
+    arguments: Sequence[str], place: RankRange, poll: Stopped, requests: StopSignals, passes: int = 1
+) -> WorkersFailed | None:
     """Start ranks, pass signals on to them until all have ended, and return the failure that caused the others."""
     ranks = RankProcesses(arguments, place)
+
+    def hand_on(number: int) -> None:
+        ranks.stop(number, _REST_SECONDS)
+        if requests.passed_on:  # They stop already, and hurry then.
+            ranks.send(number)
+
     try:
         while not ranks.over():
             if poll():
                 ranks.stop(signal.SIGTERM, _REST_SECONDS)
             requests.tell(ranks.send)
-            requests.pass_on(lambda number: ranks.stop(number, _REST_SECONDS), lambda: ranks.send(signal.SIGKILL))
+            requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL), passes)
             time.sleep(_TICK_SECONDS)
         return ranks.failure()
     finally:

@@ -70,15 +70,16 @@ class MeshGroups:
         self.works: DeviceWorks | None = None
         """The collectives in flight on an accelerator and their supervision; None on CPUs, and for a single rank."""
 
-    def store(self) -> dist.distributed_c10d.Store:
-        """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's.
+    def store(self, seconds: float) -> dist.distributed_c10d.Store:
+        """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's. The first one is
+        waited for up to `seconds`.
 
         Raises:
             ConfigError: when the process is in a default group of another number of ranks than the launch.
         """
         prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
         if not dist.is_initialized():
-            return dist.distributed_c10d.PrefixStore(prefix, run_store(environment))
+            return dist.distributed_c10d.PrefixStore(prefix, run_store(environment, seconds))
         if dist.get_world_size() != environment.world_size:
             raise ConfigError(
                 f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"

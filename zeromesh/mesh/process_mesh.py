@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,8 @@ from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
 _LOGGER = logging.getLogger(__name__)
+_STARTS_AS_LONG = 5
+"""Times the timeout of a step that a start may take: processes import and read models at different speeds."""
 _NODES = Path("/sys/devices/system/node")
 
 _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {
@@ -114,7 +117,8 @@ class ProcessMesh:
         except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
             raise CollectiveError(
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
-                f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
+                f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
+                f"{_STARTS_AS_LONG * timeout_seconds:g} seconds, {_STARTS_AS_LONG} times timeout_seconds"
             ) from error
         self.watch.ring = self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
@@ -127,9 +131,15 @@ class ProcessMesh:
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
         process, joined_before = self.environment.rank, dist.is_initialized()
-        store = cast(Store, self._links.store())
+        patience = _STARTS_AS_LONG * timeout_seconds
+        store: Any = self._links.store(patience)
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
-        places = exchange_locations(store, process, self.world_size, self.device, asked)
+        usual = store.timeout
+        store.set_timeout(timedelta(seconds=patience))
+        try:
+            places = exchange_locations(store, process, self.world_size, self.device, asked)
+        finally:
+            store.set_timeout(usual)
         self.processes = rank_order(places, order)
         if joined_before:
             self.processes = self._order_of_group(store, process, order)

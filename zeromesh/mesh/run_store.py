@@ -18,7 +18,6 @@ import time
 import zlib
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -28,6 +27,8 @@ from zeromesh.mesh.network_interfaces import listen
 
 START_SECONDS = 300
 """Start-up may wait longer than a step: processes import and read models at different speeds."""
+_STORES: dict[LaunchEnvironment, Store] = {}
+_DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
 _RANK_SECONDS = 10.0  # for a rank to say which one it is, once it is connected
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
@@ -72,9 +73,9 @@ class LocalRowStore:
         return (self._first + int(key.rpartition("/")[2])) * _ROW_BYTES
 
 
-@cache
-def run_store(environment: LaunchEnvironment) -> Store:
-    """The store of the launch, kept for as long as the process lives. All ranks of a launch call this.
+def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> Store:
+    """The store of the launch, kept for as long as the process lives. All ranks of a launch call this; the first call waits up to
+    `seconds` for rank 0.
 
     Were it made anew for each group, a fast rank would join the group to come in the store of the one before, which is about to go.
 
@@ -82,11 +83,15 @@ def run_store(environment: LaunchEnvironment) -> Store:
         ConfigError: when the address of rank 0 leads to no address of its host at which others could reach it.
         CollectiveError: when the others cannot be reached.
     """
-    patience = timedelta(seconds=START_SECONDS)
+    if environment not in _STORES:
+        _STORES[environment] = _make_store(environment, timedelta(seconds=seconds))
+        _STORES[environment].set_timeout(timedelta(seconds=START_SECONDS))
+    return _STORES[environment]
+
+
+def _make_store(environment: LaunchEnvironment, patience: timedelta) -> Store:
     if _one_host(environment):
-        store = FileStore(f"/proc/self/fd/{_descriptors(environment)[0]}", -1)
-        store.set_timeout(patience)
-        return store
+        return FileStore(f"/proc/self/fd/{_descriptors(environment, patience.total_seconds())[0]}", -1)
     host, port, serves = environment.master_address, environment.master_port, environment.rank == 0
     descriptor = None
     if serves and not launcher_serves_store():
@@ -109,14 +114,19 @@ def _one_host(environment: LaunchEnvironment) -> bool:
     return environment.local_world_size == environment.world_size
 
 
-@cache
-def _descriptors(environment: LaunchEnvironment) -> tuple[int, int]:
+def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> tuple[int, int]:
     """Two files in memory that all ranks of the host have open: for the store, and for `LocalRowStore`."""
+    if environment not in _DESCRIPTORS:
+        _DESCRIPTORS[environment] = _share_descriptors(environment, seconds)
+    return _DESCRIPTORS[environment]
+
+
+def _share_descriptors(environment: LaunchEnvironment, seconds: float) -> tuple[int, int]:
     name = (
         b"\0zeromesh-" + hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest().encode()
     )
     if environment.rank:
-        return _receive(name, environment.rank)
+        return _receive(name, environment.rank, seconds)
     made = os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -145,8 +155,8 @@ def _hand_out(listener: socket.socket, descriptors: tuple[int, int], others: set
                     others.discard(rank)
 
 
-def _receive(name: bytes, rank: int) -> tuple[int, int]:
-    deadline = time.monotonic() + START_SECONDS
+def _receive(name: bytes, rank: int, seconds: float) -> tuple[int, int]:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionError):
             connection.connect(name)
@@ -160,7 +170,7 @@ def _receive(name: bytes, rank: int) -> tuple[int, int]:
                 return found[0], found[1]
         time.sleep(0.02)
     raise CollectiveError(
-        f"rank {rank} has not heard of rank 0 within {START_SECONDS} seconds; it has ended, or not started"
+        f"rank {rank} has not heard of rank 0 within {seconds:g} seconds; it has ended, or not started"
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -83,6 +84,12 @@ def test_answers_and_a_clean_stop(tmp_path: Path, words: tuple[str, ...]) -> Non
             for seed in (1, 1, 2)
         ]
         assert drawn[0] == drawn[1] != drawn[2]
+        # A request joins the batch that runs: it has its answer while one that came before goes on.
+        long = client.completions.create(model="model", prompt="Once", max_tokens=450, temperature=0, stream=True)
+        next(iter(long))
+        assert client.completions.create(model="model", prompt="Hi", max_tokens=2, temperature=0).choices
+        assert httpx.get(str(client.base_url).replace("/v1/", "/health")).json()["open_requests"] == 1
+        long.close()
         with pytest.raises(openai.BadRequestError, match="the model has 512 positions"):
             client.completions.create(model="model", prompt="Once", max_tokens=600)
         stream = client.completions.create(model="model", prompt="Once", max_tokens=60, temperature=0, stream=True)
@@ -116,8 +123,9 @@ def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers:
         assert not any("serving" in each["err"] for each in said.values())
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from zeromesh.errors import ConfigError
+    from zeromesh.trainer.cli.main import main
     from zeromesh.trainer.inference.requests import Inbox
     from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 
@@ -126,4 +134,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     port = int(first.start().removesuffix("/v1").rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*in use"):
         HttpServer(Inbox(), served, "m", ServerOptions(port=port)).start()
+    # Nothing of the model is looked at before: that takes minutes.
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
     first.close()

@@ -42,7 +42,7 @@ def test_all_bad_lines_are_named_at_once() -> None:
         (b'{"text": "a", "input_ids": [1]}', "line 2: a prompt is a mapping with one of .*; it has text and input_ids"),
         (b'{"id": 3}', "line 2: a prompt is a mapping with one of .*; it has none"),
         (b'{"text": "a", "id": [1]}', "line 2: id is text or a number, not .1."),
-        (b'{"text": "a", "seed": -1}', "line 2: seed is a number of at least 0, not -1"),
+        (b'{"text": "a", "seed": -1}', r"line 2: seed is a whole number from 0 to 2\*\*63 - 1, not -1"),
         (b'{"text": 3}', "line 2: text is text, not 3"),
         (b'{"text": ""}', 'line 2: text is text of at least one letter, not ""'),
         (b'{"input_ids": [1, -1]}', "line 2: input_ids is a list of token ids, .*, not .1, -1."),

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -408,3 +409,80 @@ def test_a_token_that_is_no_utf8() -> None:
             assert scene.http.get("/health", headers={b"Authorization": b"Bearer " + token}).status_code == status
     finally:
         scene.close()
+
+
+PLACES = {
+    "LOCALHOST": True,
+    "localhost:8000": True,
+    "127.0.0.1": True,
+    "127.9.9.9:80": True,
+    "[::1]": True,
+    "[::1]:8000": True,
+    "[::1]evil.example": False,
+    "[::1]:evil": False,
+    "evil.example[::1]": False,
+    "::1": False,
+    "[localhost]": False,
+    "[127.0.0.1]": False,
+    "localhost.evil.example": False,
+    "localhost:80:evil.example": False,
+    "localhost@evil.example": False,
+    "evil.example#localhost": False,
+    "localhost:123456": False,
+    "localhost ": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hosts_and_origins_are_parsed_strictly(scene: Scene, place: str) -> None:
+    if place == place.strip():
+        found = scene.http.get("/health", headers={"Host": place})
+        assert (found.status_code == 200) == PLACES[place], place
+        assert found.status_code in (200, 400, 403)
+    found = scene.http.get("/health", headers={"Origin": f"http://{place}".strip()})
+    assert (found.status_code == 200) == (PLACES[place] or place == "localhost "), place
+
+
+def test_headers_that_are_there_twice_are_refused(scene: Scene) -> None:
+    for name in ("Origin", "Authorization"):
+        for values in (("http://localhost", "http://evil.example"), ("http://evil.example", "http://localhost")):
+            found = scene.http.get("/health", headers=[(name, value) for value in values])
+            assert found.status_code == 400, (name, values)
+            assert "more than once" in found.json()["error"]["message"]
+    assert scene.http.get("/health", headers={"Origin": "data://localhost"}).status_code == 403
+    assert scene.http.get("/health", headers={"Origin": "null"}).status_code == 403
+
+
+def test_clients_beyond_the_descriptors_do_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_room", lambda: 3)
+    monkeypatch.setattr(app, "_REFUSED", 4)
+    scene = Scene()
+    host = ("127.0.0.1", int(scene.url.rpartition(":")[2].removesuffix("/v1")))
+    held = [socket.create_connection(host, timeout=5) for _ in range(12)]
+    try:
+        ended = 0
+        for each in held[7:]:
+            with suppress(ConnectionError):
+                ended += each.recv(1) == b""
+                continue
+            ended += 1
+        assert ended == 5, "those for which there is no room are closed at once"
+        held[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert held[0].recv(99).startswith(b"HTTP/1.1 200")
+        held[3].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert held[3].recv(99).startswith(b"HTTP/1.1 503")
+    finally:
+        for each in held:
+            each.close()
+        scene.close()
+
+
+def test_the_soft_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr(app.resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(app.resource, "setrlimit", lambda kind, values: limits.append(values))
+    assert 3000 < app._room() < 4096
+    assert limits == [(4096, 4096)]
+    monkeypatch.setattr(app.resource, "getrlimit", lambda kind: (1024, 1024))
+    assert 512 < app._room() < 1024

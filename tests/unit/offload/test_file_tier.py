@@ -277,6 +277,25 @@ def test_a_stored_file_is_read_with_a_buffer_only_where_its_blocks_are_no_blocks
         assert not (alike and used)
 
 
+def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path) -> None:
+    """Other weights than those that the model began with would answer, silently."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(3 * BLOCK))
+    with closing(FileTier([tmp_path], "test")) as tier:
+        slot, out = tier.stored(path), torch.empty(2 * BLOCK, dtype=torch.uint8)
+        slot.read(5, out).wait()
+        replaced = path.with_name("other")
+        replaced.write_bytes(bytes([1]) * 3 * BLOCK)
+        os.replace(path, tmp_path / "kept")
+        os.replace(replaced, path)
+        slot.read(5, out).wait()
+        assert not out.any(), "a file that takes its name is another file"
+        with (tmp_path / "kept").open("r+b") as file:
+            file.write(b"x")
+        with pytest.raises(StorageError, match=f"{path}' has changed since it was opened"):
+            slot.read(BLOCK, out).wait()
+
+
 def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_block_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,8 @@ class ParallelSection(Section):
     transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
     """How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     timeout_seconds: Seconds = 60.0
-    """Seconds without progress after which a wait ends with an error that names the late rank."""
+    """Seconds without progress after which a wait ends with an error that names the late rank. Ranks wait five times as long for
+    each other at the start."""
 
 
 class LossScaleSection(Section):

@@ -11,6 +11,7 @@ A pipeline has as many lanes as stages, so that none of them waits; other layout
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -157,7 +158,7 @@ class RequestLoop:
     def _deal(self) -> None:
         """Hand out the queue in its order, each request to the replica with the fewest open tokens. Where there are several, none
         gets many more than it can run, since how much the others are done with shows only later."""
-        most = len(self._queue) if len(self._shares) == 1 else self._rows + -(-self._rows // 4)
+        most = self._rows + -(-self._rows // 4) if len(self._shares) > 1 else sys.maxsize
         while self._queue:
             takers = [index for index, share in enumerate(self._shares) if len(share.open) < most]
             if not takers:

@@ -6,6 +6,9 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import os
+import re
+import resource
 import socket
 import threading
 import time
@@ -39,7 +42,10 @@ from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequ
 NEW_TOKENS = 1024
 """New tokens where neither a request nor the command says how many."""
 _CONNECTIONS = 1024
-"""Connections at a time; more are answered 503."""
+"""Connections at a time; more are answered 503, and those that come while `_REFUSED` wait for that are closed."""
+_REFUSED = 64
+_BACKLOG = 128
+_DESCRIPTORS = 1 << 16
 _Scope = Mapping[str, Any]
 _Receive = Callable[[], Awaitable[Any]]
 _Send = Callable[[Any], Awaitable[None]]
@@ -65,7 +71,43 @@ class ServerOptions:
         """True if only this host can reach the server."""
         with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
-        return self.host == "localhost"
+        return self.host.lower() == "localhost"
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """Take the address of a server, at which nothing listens yet: what is wrong with it is known before a model is loaded.
+
+    Raises:
+        ConfigError: for an address that others could reach without a token, or that cannot be had.
+    """
+    if not options.loopback and not options.token:
+        raise ConfigError(
+            f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
+            "API key, or leave --host out"
+        )
+    bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((options.host, options.port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        raise _no_address(options, error) from error
+    return bound
+
+
+def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"--host {options.host} --port {options.port}: {reason}; give another one")
+
+
+def _room() -> int:
+    """Let this process open as many files as the system allows, and return how many connections it may have of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if 0 <= hard < _DESCRIPTORS else _DESCRIPTORS
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return max(1, (soft if soft >= 0 else most) - len(os.listdir("/proc/self/fd")) - 2 * _BACKLOG - _REFUSED)
 
 
 class HttpServer:
@@ -73,17 +115,21 @@ class HttpServer:
 
     Args:
         name: of the model, as clients give it.
+        bound: what `bind` has returned for the options; None: it is called here.
 
     Raises:
         ConfigError: for an address that others could reach without a token, or that cannot be listened on.
     """
 
-    def __init__(self, inbox: Inbox, served: Served, name: str, options: ServerOptions) -> None:
-        if not options.loopback and not options.token:
-            raise ConfigError(
-                f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
-                "API key, or leave --host out"
-            )
+    def __init__(
+        self,
+        inbox: Inbox,
+        served: Served,
+        name: str,
+        options: ServerOptions,
+        bound: socket.socket | None = None,
+    ) -> None:
+        self._socket = bound or bind(options)
         self.failure: BaseException | None = None
         """The error that ended the generator, if it has failed."""
         self._inbox, self._served, self._name, self._options = inbox, served, name, options
@@ -91,7 +137,6 @@ class HttpServer:
         self._stopping = False
         self._since = int(time.time())
         self.app = self._make_app()
-        self._socket: socket.socket | None = None
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -99,13 +144,12 @@ class HttpServer:
         """Begin to listen; returns the address."""
         options = self._options
         try:
-            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-            self._socket = socket.create_server((options.host, options.port), family=family, backlog=128)
+            self._socket.listen(_BACKLOG)
         except OSError as error:
-            raise ConfigError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from error
+            raise _no_address(options, error) from error
         config = uvicorn.Config(
             self.app,
-            http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds}),
+            http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds, "most": _room()}),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -375,13 +419,15 @@ class _Connection(H11Protocol):
     """Is closed when the whole head of a request has not come in time: else who sends a byte now and then would stay for ever."""
 
     head_seconds: float
+    most: int = _CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > _CONNECTIONS:
-            error = RequestError(
-                503, f"{_CONNECTIONS} connections are open, as many as are allowed", code="connections"
-            )
+        most = min(_CONNECTIONS, self.most)
+        if len(self.connections) > most + _REFUSED:
+            transport.abort()
+        elif len(self.connections) > most:
+            error = RequestError(503, f"{most} connections are open, as many as are allowed", code="connections")
             self.app = _refusal(error)
             self.app.headers["Connection"] = "close"
         self._await_head(None)
@@ -455,28 +501,40 @@ class _Guard:
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "http":
-            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+            headers: dict[str, list[str]] = {}
+            for name, value in scope["headers"]:
+                headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
             problem = self._problem(headers)
             if problem is not None:
                 await _refusal(problem)(scope, receive, send)  # type: ignore[arg-type]
                 return
         await self._app(scope, receive, send)
 
-    def _problem(self, headers: Mapping[str, str]) -> RequestError | None:
+    def _problem(self, headers: Mapping[str, list[str]]) -> RequestError | None:
+        for name in ("host", "origin", "authorization"):
+            if len(headers.get(name, ())) > 1:
+                return RequestError(400, f"the header {name.title()} is there more than once", code="repeated_header")
+        found = {name: values[0] for name, values in headers.items()}
         token = self._options.token
         if token is not None:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
+            given = found.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
-        if not _is_own(headers.get("host", "")):
+        if not _is_own(found.get("host", "")):
             return RequestError(403, "the Host header names no address of this host", code="wrong_host")
-        if "origin" in headers and not _is_own(headers["origin"].partition("//")[2]):
+        scheme, _, place = found.get("origin", "http://localhost").partition("://")
+        if scheme.lower() not in ("http", "https") or not _is_own(place):
             return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
         return None
 
 
+_PLACE = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
+
+
 def _is_own(place: str) -> bool:
-    """Return True if only this host can reach `HOST:PORT`."""
-    name = place[: place.rindex("]") + 1].strip("[]") if "]" in place else place.partition(":")[0]
-    return ServerOptions(host=name or "none").loopback
+    """Return True if only this host can reach `HOST:PORT`; an address of version 6, and no name, stands in brackets."""
+    found = _PLACE.fullmatch(place)
+    if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):
+        return False
+    return ServerOptions(host=found[1] or found[2]).loopback
