@@ -106,6 +106,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     state = checkpoints.resume(run.settings)
     if state is None:
         return None
+    run.model.take_written(state.settings, state.written)
     section, progress = run.config.run, run.progress
     progress.step, progress.passed_over, progress.tracker = state.step, state.passed_over, state.tracker
     progress.reached = state.step + state.passed_over

@@ -70,6 +70,8 @@ class TrainingLoop:
             self._memory_step = progress.step + 2
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
+        if not self._over:
+            self.checkpoints.rehearse(self._state)
         run.console.start(total_steps=section.max_steps, first_step=progress.step, after=self._last_evaluation())
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
@@ -350,4 +352,5 @@ class TrainingLoop:
             tracker=self.tracking.identity(run.config.run.name),
             log_history=[strict(line) for line in progress.log] if run.events.of_transformers is not None else [],
             settings=run.settings,
+            written=run.written,
         )
