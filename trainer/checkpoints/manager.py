@@ -26,7 +26,7 @@ from zeromesh.trainer.checkpoints.trainer_state import (
     settings_of,
     state_of,
 )
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
@@ -355,7 +355,8 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         path = CheckpointStore(directory / FOLDER).path(steps[0])
         # A schedule over epochs is known once the data has been read.
         later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
-        now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
+        known = config if config.run.epochs is not None else with_length(config, config.run.max_steps)
+        now = {key: value for key, value in settings_of(known, model={}, data={}).items() if not key.startswith(later)}
         with suppress(CheckpointError):  # Perhaps an older one can be used.
             state = state_of(CheckpointReader(path, parts=True))
             then = {key: value for key, value in state.settings.items() if key in now} if state is not None else now

@@ -28,7 +28,7 @@ from zeromesh.trainer.config.migration.deepspeed import (
     read_deepspeed,
 )
 from zeromesh.trainer.config.redact import REDACTED, Redaction
-from zeromesh.trainer.config.sections.base import REPOSITORY
+from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import Column, MixturePart
@@ -56,7 +56,8 @@ def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int 
     if deepspeed is None:
         return Translation()
     sizes = parallel if isinstance(parallel, Mapping) else {}
-    axes = {name: sizes[name] for name in ("tensor", "pipeline") if type(sizes.get(name)) is int and sizes[name] > 0}
+    given = {name: whole(sizes.get(name)) for name in ("tensor", "pipeline")}
+    axes: dict[str, Any] = {name: size for name, size in given.items() if type(size) is int and size > 0}
     place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, **axes)
     return read_deepspeed(deepspeed, place)
 

@@ -120,7 +120,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
         change = f"{state.max_steps} then, {section.max_steps} now"
         run.console.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
     if run.finished:
-        evaluates = run.data.eval is not None and bool(section.eval_at_end or section.eval_every)
+        evaluates = run.data.eval is not None and (section.eval_at_end or section.evaluates_after(state.step))
         progress.owes_evaluation = evaluates and state.eval_loss is None
         owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
         length = "run.max_steps" if section.epochs is None else "run.epochs"
