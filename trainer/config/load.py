@@ -18,7 +18,15 @@ from pydantic import ValidationError
 
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, nearest_path, section_of, shown
+from zeromesh.trainer.config.messages import (
+    allowed,
+    known_paths,
+    nearest_choice,
+    nearest_path,
+    section_of,
+    shown,
+    takes_text,
+)
 from zeromesh.trainer.config.migration import deepspeed_table
 from zeromesh.trainer.config.migration.deepspeed import (
     LaunchFacts,
@@ -33,7 +41,7 @@ from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import Column, MixturePart
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value
+from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value, with_variables
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults.
@@ -81,6 +89,10 @@ def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         return where, {**data, "run": {"name": source.run.name, **data.get("run", {})}}, None  # A name may be the time.
     if isinstance(source, str | os.PathLike):
         data = _read_file(Path(source).expanduser(), where)
+        try:
+            data = with_variables(data, takes_text)
+        except ConfigError as error:
+            raise ConfigError(error.problems, where=where) from None
     elif source is None or isinstance(source, Mapping):
         data = plain_value(source or {}, where=where)
     elif _is_training_arguments(source):
@@ -309,7 +321,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             problems.append(f"{name}: {_override_hint(path, equals, text)}")
             continue
         try:
-            problem = _set(data, keys, parse_yaml(text.strip(), where=""))
+            problem = _set(data, keys, with_variables(parse_yaml(text.strip(), where=""), takes_text, path))
         except ConfigError as error:
             problem = str(error)
         if problem:

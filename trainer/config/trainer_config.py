@@ -113,6 +113,7 @@ class CoreDumper(yaml.SafeDumper):
     def represent_text(self, text: str) -> yaml.ScalarNode:
         # PyYAML folds some line breaks (U+0085) unless they are escaped, which it does in double quotes only.
         style = None if text.isprintable() and plain_scalar(text) == text else '"'
+        text = text.replace("${", "$${")  # It is read back as it is, and no variable.
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

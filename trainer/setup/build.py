@@ -43,7 +43,7 @@ from zeromesh.trainer.models.build import check_model, pin_sources, while_postin
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
-from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
@@ -151,6 +151,7 @@ def build_run(
         data_ranks=mesh.data.size,
         average=config.batch.average,
     )
+    require_directories(config.offload)
     options = engine_options(config, plan.accumulation)
     precision = options.precision.table(config.optimizer.name)
     console.note(*config.notes, *_layout_notes(config, mesh, plan), precision)

@@ -312,6 +312,30 @@ def test_the_default_warm_up_is_a_tenth_of_every_run() -> None:
     assert "schedule.warmup_steps" in problems_of({"schedule": {"warmup_steps": 20}, "run": {"max_steps": 10}})[0]
 
 
+def test_variables_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setenv("STEPS", "7")
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdefghijklmn")
+    lines = ("run: {max_steps: '${STEPS}'}", "data:", "  text_field: a${STEPS}b", "  train: ['${OUT:-.}']")
+    config = load_config(write(tmp_path, "\n".join(lines)), ["run.output_dir=${OUT:-runs}/x", "run.name=${STEPS}"])
+    assert (config.run.max_steps, config.run.output_dir, config.run.name) == (7, "runs/x", "7")
+    assert (config.data.text_field, config.data.train) == ("a7b", (".",))
+    escaped = load_config(None, ["run.output_dir=$${OUT}"])
+    assert escaped.run.output_dir == "${OUT}"
+    assert load_config(write(tmp_path, escaped.to_yaml())).run.output_dir == "${OUT}"
+    for text, said in (
+        ("${OUT}", "run.output_dir: the variable OUT is not set; set it, or give a default: ${OUT:-default}"),
+        ("${HF_TOKEN}", "${HF_TOKEN} names a secret"),
+        ("${OUT-x}", "is no variable"),
+    ):
+        for source, overrides in (
+            (None, (f"run.output_dir={text}",)),
+            (write(tmp_path, f"run: {{output_dir: '{text}'}}"), ()),
+        ):
+            assert said in str(problems_of(source, overrides))
+    assert "needs quotes" in str(problems_of(write(tmp_path, "run: {output_dir: ${OUT}}")))
+
+
 def test_max_steps_and_epochs() -> None:
     by_epochs = load_config(None, ["run.epochs=3"])
     assert by_epochs.run.most_steps is None
