@@ -288,8 +288,3 @@ def mount_of(directory: Path) -> tuple[str, str]:
         if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
             best, found = point, (device, name)
     return found
-
-
-def file_system_of(directory: Path) -> str:
-    """The kind of file system alone; see `mount_of`."""
-    return mount_of(directory)[1]

@@ -70,7 +70,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         mark, message = error.problem_mark or error.context_mark, f"{error.context or ''} {error.problem or ''}"
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         why = next((words for pattern, words in _MISTAKES if re.search(pattern, message)), str(error.problem))
-        if mark and "${" in text.splitlines()[mark.line]:
+        if mark and "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             why += "; a text with ${...} needs quotes between { } or [ ]"
         raise ConfigError(place + why, where=where) from None
 

@@ -522,6 +522,31 @@ def test_plain_yaml_without_surprises_reads_as_with_pyyaml() -> None:
     assert parse_yaml(text, where="x") == yaml.safe_load(text)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"run": {"steps": 3}}, "did you mean run.max_steps?"),
+        ({"model": {"class": "x"}}, "did you mean model.head?"),
+        ({"model": {"load_in_4bit": True}}, "no key, as weights are not quantized"),
+        ({"model": {"peft_config": {}}}, "did you mean model.lora?"),
+        ({"base_model": "x", "datasets": [], "micro_batch_size": 2}, "datasets: here data.train"),
+        ({"model_name_or_path": "x", "stage": "sft", "template": "llama3"}, "a configuration of LLaMA-Factory"),
+        ({"model_name_or_path": "x", "learning_rate": 1, "gradient_accumulation_steps": 2}, "transformers or TRL"),
+    ],
+)
+def test_words_of_other_trainers_are_known(source: dict[str, Any], said: str) -> None:
+    assert said in "\n".join(problems_of(source))
+
+
+def test_arguments_and_methods_of_other_trainers_are_known() -> None:
+    with pytest.raises(ConfigError, match="no argument tokenizer; it is the argument processing_class here"):
+        Trainer(None, tokenizer=object())
+    with pytest.raises(ConfigError, match=r"no argument peft_config; it is model.lora here"):
+        Trainer(None, peft_config=object())
+    with pytest.raises(AttributeError, match=r"has no train; it is trainer.fit\(\) here"):
+        Trainer(None).train()
+
+
 def test_suggestions_point_at_keys_that_exist() -> None:
     for foreign in (
         "learning_rate",
