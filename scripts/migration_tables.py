@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zeromesh.trainer.config.migration.deepspeed_table import SECTIONS, Fate, SettingRow
+from zeromesh.trainer.config.migration.foreign_names import NAMES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-deepspeed.md"
 
@@ -82,6 +83,11 @@ def _tables() -> Iterator[str]:
         yield f"## {title}\n\n| key | here | how, or why |\n|---|---|---|"
         yield from _lines(rows)
         yield ""
+    yield "## Names of other trainers\n\nThe words of transformers, TRL, axolotl, LLaMA-Factory and others.\n"
+    yield "| there | here |\n|---|---|"
+    for key, names in NAMES.items():
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {f'`{key}`' if ' ' not in key else key} |"
+    yield ""
 
 
 def _lines(rows: tuple[SettingRow, ...]) -> Iterator[str]:

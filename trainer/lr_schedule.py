@@ -20,7 +20,7 @@ class LRSchedule:
 
     | name | after the warm-up | options |
     |---|---|---|
-    | `constant` (also `constant_with_warmup`) | 1 | |
+    | `constant`, `constant_with_warmup` | 1 | |
     | `linear` | falls to 0 | |
     | `cosine` | `num_cycles` waves, 0.5 (one fall to 0) if not given | `num_cycles` |
     | `cosine_with_restarts` | `num_cycles` falls to 0, 1 if not given | `num_cycles` |
@@ -31,11 +31,10 @@ class LRSchedule:
 tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
     | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | `timescale`, which replaces the warmup steps |
 
-    `min_ratio` is a fraction of the base learning rate. `constant` here heeds `warmup_steps`, which
-    transformers' ignores. All warm-ups rise from `start_ratio` (0 if not given) in the form of `warmup_shape`,
-    linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps). The section `schedule` of the
-    configuration has checked each value by itself. Raises `ConfigError` for an option that the schedule does not
-    have, and for values that do not go together.
+    `min_ratio` is a fraction of the base learning rate. `constant` has no warm-up; all others rise from `start_ratio` (0
+    if not given) in the form of `warmup_shape`, linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps).
+    The section `schedule` of the configuration has checked each value by itself. Raises `ConfigError` for an option that
+    the schedule does not have, and for values that do not go together.
     """
 
     name: str
@@ -51,7 +50,7 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
     start_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        allowed = _OPTIONS[self.name] | _WARMUP_OPTIONS
+        allowed = _OPTIONS[self.name] | (_WARMUP_OPTIONS if self.name != "constant" else frozenset())
         problems = [
             f"schedule.{option.name} has no effect on {self.name}; remove it"
             for option in fields(self)[3:]
@@ -67,6 +66,11 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
             )
         if self.num_cycles is not None and self.decay_shape in ("linear", "1-sqrt"):
             problems.append(f"schedule.num_cycles has no effect on decay_shape {self.decay_shape}; remove it")
+        if self.name == "constant" and self.warmup_steps:
+            problems.append(
+                f"schedule.warmup_steps: {self.warmup_steps} has no effect on constant, here as in transformers; set "
+                "schedule.name: constant_with_warmup, or no warm-up (schedule.warmup_ratio neither)"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -116,7 +120,7 @@ def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
         case "inverse_sqrt":
             options["timescale"] = schedule.timescale or schedule.warmup_steps or 10_000
     scheduler = get_scheduler(
-        {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}.get(schedule.name, schedule.name),
+        {"wsd": "warmup_stable_decay"}.get(schedule.name, schedule.name),
         SGD([torch.zeros(1)], lr=1.0),
         num_warmup_steps=schedule.warmup_steps,
         num_training_steps=schedule.total_steps,

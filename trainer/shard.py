@@ -41,7 +41,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
-from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
+from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys, require_directories
 from zeromesh.trainer.setup.model import share_weights
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
@@ -191,6 +191,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     tiers = (resolved.offload.optimizer, resolved.offload.gradients, resolved.offload.parameters)
     if any(each.tier == "file" for each in tiers) and not resolved.offload.directory:
         raise ConfigError("offload: file needs a directory on the disk to use: offload={..., 'directory': '/nvme'}")
+    require_directories(resolved.offload)
     return resolved
 
 

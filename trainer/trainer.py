@@ -25,6 +25,7 @@ from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
+from zeromesh.trainer.config.migration.foreign_names import BY_NAME
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -106,9 +107,12 @@ class Trainer:
         args: Any = None,
         preprocess_logits_for_metrics: PreprocessLogits | None = None,
         lr_scheduler: MakeScheduler | None = None,
+        **unknown: Any,
     ) -> None:
         if args is not None:
             raise ConfigError(OF_TRANSFORMERS)
+        if unknown:
+            raise ConfigError([f"Trainer takes no argument {name}; {_meant(name)}" for name in unknown])
         hooks = [name for name in _HOOKS if hasattr(self, name)]
         if hooks:
             raise ConfigError(
@@ -139,6 +143,9 @@ class Trainer:
         self._mesh: Mesh | None = None
         self._run: RunContext | None = None
         self.events.call("on_init_end")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"Trainer has no {name}; {_meant(name)}", name=name, obj=self)
 
     # What a person calls
 
@@ -533,6 +540,11 @@ class Trainer:
             self._mesh = self._run = None
             mesh.refuse(error)
             raise
+
+
+def _meant(name: str) -> str:
+    """Say what a name of another trainer is here."""
+    return f"it is {BY_NAME[name]} here" if name in BY_NAME else "docs/api/trainer.md has what there is"
 
 
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:

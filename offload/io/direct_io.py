@@ -292,16 +292,18 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def file_system_of(directory: Path) -> str:
-    """The kind of file system that a directory lies on, or will, such as `ext4`; empty where the system does not tell."""
-    path, best, kind = os.path.realpath(nearest_directory(directory)), "", ""
+def mount_of(directory: Path) -> tuple[str, str]:
+    """The device that a directory lies on, or will, and the kind of its file system, such as `/dev/nvme0n1` and `ext4`; empty
+    where the system does not tell.
+    """
+    path, best, found = os.path.realpath(nearest_directory(directory)), "", ("", "")
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return ""
+        return found
     for line in lines:
-        _, point, name, *_ = line.split(" ")
+        device, point, name, *_ = line.split(" ")
         # Of several at one place the last one mounted is seen.
         if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
-            best, kind = point, name
-    return kind
+            best, found = point, (device, name)
+    return found

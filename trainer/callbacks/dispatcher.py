@@ -171,7 +171,7 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
         adam_epsilon=config.optimizer.eps,
         max_grad_norm=config.run.clip_norm,
         lr_scheduler_type=config.schedule.name if known else "cosine",
-        warmup_steps=config.schedule.warmup_steps,
+        warmup_steps=config.schedule.warmup_of(config.run.max_steps),
         logging_first_step=config.run.log_first_step,
         save_total_limit=config.checkpoint.keep_last,
         metric_for_best_model=config.run.metric,

@@ -4,11 +4,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from zeromesh import __version__
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
@@ -24,9 +26,9 @@ from zeromesh.trainer.checkpoints.trainer_state import (
     settings_of,
     state_of,
 )
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.units.unit import Bucket
 from zeromesh.zero.engine import EngineProgress, ZeroEngine
@@ -145,7 +147,7 @@ class RunCheckpoints:
                 f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
                 "give it the name that it had, or move it away"
             )
-        differ = differences(state.settings, settings)
+        differ = differences(state.settings, settings, state.written)
         if differ and strict:
             raise ConfigError(_of_another_run(path, differ))
         for line in differ:
@@ -161,6 +163,25 @@ class RunCheckpoints:
         """Raise `StorageError` where the run's first checkpoint would not fit."""
         if self._section.every_steps:
             self._saver.require_room(self._engine.checkpoint_state.tensors())
+
+    def rehearse(self, state: Callable[[], TrainerState]) -> None:
+        """Write the small files of a checkpoint into a folder that is removed, before work goes into what could not be kept.
+
+        Raises:
+            StorageError: on all ranks, with the first thing that cannot be written.
+        """
+        engine = self._engine
+
+        def write() -> None:
+            state().to_json()
+            with TemporaryDirectory() as folder:
+                model = pretrained_of(engine.model) or engine.model
+                save_configuration(model, engine.options.precision.compute, self._processing_class, Path(folder))
+
+        if self._section.every_steps:
+            together(
+                self._mesh.world, "trial of a checkpoint", write if self._mesh.rank == 0 else lambda: None, StorageError
+            )
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
         """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.
@@ -334,7 +355,8 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         path = CheckpointStore(directory / FOLDER).path(steps[0])
         # A schedule over epochs is known once the data has been read.
         later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
-        now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
+        known = config if config.run.epochs is not None else with_length(config, config.run.max_steps)
+        now = {key: value for key, value in settings_of(known, model={}, data={}).items() if not key.startswith(later)}
         with suppress(CheckpointError):  # Perhaps an older one can be used.
             state = state_of(CheckpointReader(path, parts=True))
             then = {key: value for key, value in state.settings.items() if key in now} if state is not None else now

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -18,7 +19,7 @@ from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import check_plain
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.errors import CheckpointError, ConfigError, StorageError
 from zeromesh.trainer.config.sections.training import default_warmup
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import description_of_adapters, is_adapted
@@ -79,14 +80,16 @@ class TrainerState:
     log_history: Sequence[Mapping[str, Any]] = ()
     """The logged lines, as transformers has them; empty where nothing of transformers is in the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model that it has changed itself while it ran, with their later values."""
 
     def to_json(self) -> bytes:
-        """Strict JSON; a loss that is not finite is null."""
+        """Strict JSON; a loss that is not finite is null. Raises `StorageError` for what JSON cannot hold, by its place."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
             values[name] = value if value is not None and value - value == 0 else None
-        return json.dumps({"schema": _SCHEMA, **values}, indent=1, allow_nan=False, default=dict).encode()
+        return json.dumps(_plain({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:
@@ -97,8 +100,40 @@ class TrainerState:
             raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
         check_plain(where, NAME, values)
         return _checked(
-            cls, values, f"{where}: {NAME} has other fields, or fields of other types than this version writes"
+            cls,
+            _restored(values),
+            f"{where}: {NAME} has other fields, or fields of other types than this version writes",
         )
+
+
+_FLOAT = "__float__"
+"""The one key of a mapping that stands for a number that is not finite, as in configurations of transformers."""
+
+
+def _plain(value: Any, place: str) -> Any:
+    """`value` in types of strict JSON, which `_restored` reads. NumPy's and PyTorch's numbers become lists and numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, int | str | None):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str | int | float | None) for key in value):
+        return {key: _plain(each, f"{place}.{key}" if place else str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, place) for each in value]
+    if callable(getattr(value, "tolist", None)):
+        return _plain(value.tolist(), place)
+    raise StorageError(
+        f"{place}: a {type(value).__name__}, which a checkpoint cannot hold; allowed are numbers, text, true, false, null, lists "
+        "and mappings"
+    )
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
+            return float(value[_FLOAT])
+        return {key: _restored(each) for key, each in value.items()}
+    return [_restored(each) for each in value] if isinstance(value, list) else value
 
 
 def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
@@ -130,7 +165,9 @@ def description_of(model: nn.Module) -> dict[str, Any]:
     described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_COMPARED}
     if is_adapted(model):
         described |= description_of_adapters(model)
-    return {"class": type(model).__name__, **json.loads(json.dumps(described, default=str))}
+    # An object of a person's own may be shown with its place in memory, which is another in each process.
+    shown = json.dumps(described, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))
+    return {"class": type(model).__name__, **json.loads(shown)}
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,15 +193,23 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
     }
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that differs, but for the length of the run, and for warm-ups that follow from it by default."""
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> list[str]:
+    """One line for each setting that differs, but for the length of the run, and for warm-ups that follow from it by default.
+
+    What the model has `written` later is no other setting than what was there before.
+    """
     passed = {LENGTH, _WARMUP} if _has_default_warmup(then) and _has_default_warmup(now) else {LENGTH}
     names = [name for name in (*then, *(name for name in now if name not in then)) if name not in passed]
     return [
         f"{name}: {_shown(then.get(name, _ABSENT))} then, {_shown(now.get(name, _ABSENT))} now"
         for name in names
-        if then.get(name, _ABSENT) != now.get(name, _ABSENT)
+        if not _same(now.get(name, _ABSENT), then.get(name, _ABSENT))
+        and not (written and name in written and _same(now.get(name, _ABSENT), written[name]))
     ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself.
 
 
 def _has_default_warmup(settings: Mapping[str, Any]) -> bool:

@@ -19,7 +19,15 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.consent import Consent, refused_code
-from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, nearest_path, section_of, shown
+from zeromesh.trainer.config.messages import (
+    allowed,
+    known_paths,
+    nearest_choice,
+    nearest_path,
+    section_of,
+    shown,
+    takes_text,
+)
 from zeromesh.trainer.config.migration import deepspeed_table
 from zeromesh.trainer.config.migration.deepspeed import (
     LaunchFacts,
@@ -28,13 +36,14 @@ from zeromesh.trainer.config.migration.deepspeed import (
     nested,
     read_deepspeed,
 )
+from zeromesh.trainer.config.migration.foreign_names import BY_NAME, NO_KEY, foreign_problems
 from zeromesh.trainer.config.redact import REDACTED, Redaction
-from zeromesh.trainer.config.sections.base import REPOSITORY
+from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import Column, MixturePart
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value
+from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value, with_variables
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults.
@@ -57,7 +66,8 @@ def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int 
     if deepspeed is None:
         return Translation()
     sizes = parallel if isinstance(parallel, Mapping) else {}
-    axes = {name: sizes[name] for name in ("tensor", "pipeline") if type(sizes.get(name)) is int and sizes[name] > 0}
+    given = {name: whole(sizes.get(name)) for name in ("tensor", "pipeline")}
+    axes: dict[str, Any] = {name: size for name, size in given.items() if type(size) is int and size > 0}
     place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, **axes)
     return read_deepspeed(deepspeed, place)
 
@@ -81,6 +91,10 @@ def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         return where, {**data, "run": {"name": source.run.name, **data.get("run", {})}}, None  # A name may be the time.
     if isinstance(source, str | os.PathLike):
         data = _read_file(Path(source).expanduser(), where)
+        try:
+            data = with_variables(data, takes_text)
+        except ConfigError as error:
+            raise ConfigError(error.problems, where=where) from None
     elif source is None or isinstance(source, Mapping):
         data = plain_value(source or {}, where=where)
     elif _is_training_arguments(source):
@@ -89,6 +103,8 @@ def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         raise ConfigError(
             f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
         )
+    if foreign := foreign_problems(data):
+        raise ConfigError(foreign, where=where)
     if not is_deepspeed(data):
         return where, data, None
     own = data.pop(OWN, {})
@@ -200,50 +216,17 @@ _REASONS = {
 }
 
 
-_FROM_ELSEWHERE = {
-    "optimizer.lr": "learning_rate",
-    "optimizer.betas": "adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.weight_decay": "weight_decay_rate",
-    "schedule.name": "lr_scheduler_type",
-    "schedule.warmup_steps": "num_warmup_steps",
-    "run.clip_norm": "grad_clip max_grad_norm",
-    "run.epochs": "num_train_epochs",
-    "run.log_every": "logging_steps",
-    "run.eval_every": "eval_steps",
-    "run.load_best": "load_best_model_at_end",
-    "run.metric": "metric_for_best_model",
-    "checkpoint.every_steps": "save_steps",
-    "checkpoint.keep_last": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "model.activation_checkpointing": "gradient_checkpointing",
-    "tracking.backends": "report_to",
-    "batch.micro_size": "per_device_train_batch_size",
-    "batch.eval_micro_size": "per_device_eval_batch_size",
-    "batch.global_size": "batch_size",
-    "batch.global_size (accumulation is derived from it)": "gradient_accumulation_steps",
-    "model.source": "model_name_or_path",
-    "data.sequence_length": "max_length max_seq_length seq_len block_size",
-    "precision.compute": "dtype bf16 fp16",
-    "zero.stage": "zero_stage zero_optimization",
-    "offload.optimizer": "offload_optimizer device",
-    "offload.parameters": "offload_param",
-    "parallel.shard": "world_size dp",
-    "parallel.tensor": "tp",
-    "parallel.pipeline": "pp",
-}
-"""Keys, and names that people bring for them besides those of the settings that are translated."""
-
-
 @cache
 def _foreign_names() -> dict[str, str]:
-    """Return keys by the names in lower case that other trainers have for them."""
-    found = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in deepspeed_table.TABLE if row.keys}
-    return found | {name: key for key, names in _FROM_ELSEWHERE.items() for name in names.split()}
+    """Return keys by DeepSpeed's names for them, in lower case."""
+    return {row.name.rpartition(".")[2].lower(): row.keys[0] for row in deepspeed_table.TABLE if row.keys}
 
 
 def suggestion(path: str) -> str | None:
-    """Return the key that an unknown path may mean: another trainer's name for one, or one of a similar name."""
+    """Return the key that an unknown path may mean, by another trainer's name or a similar one; or words for what is no key."""
+    meant = BY_NAME.get(path.rpartition(".")[2].lower(), "")
+    if meant.partition(" (")[0] in known_paths() or meant.startswith(NO_KEY):
+        return meant
     return nearest_path(path, known_paths(), _foreign_names())
 
 
@@ -320,7 +303,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             problems.append(f"{name}: {_override_hint(path, equals, text)}")
             continue
         try:
-            problem = _set(data, keys, parse_yaml(text.strip(), where=""))
+            problem = _set(data, keys, with_variables(parse_yaml(text.strip(), where=""), takes_text, path))
         except ConfigError as error:
             problem = str(error)
         if problem:
@@ -345,6 +328,8 @@ def _override_hint(path: str, equals: str, text: str) -> str:
     if field is not None:
         return f"it has no value; write {path}=VALUE"
     near = suggestion(path)
+    if near and near.startswith(NO_KEY):
+        return near
     return f"did you mean {near.partition(' ')[0]}={value}?" if near else "write section.key=value"
 
 
@@ -435,7 +420,13 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         near = suggestion(path)
         parent = known_paths().get(path.rpartition(".")[0])
         beside = (section_of(parent) if parent else None) or TrainerConfig
-        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(beside.model_fields)}"
+        hint = (
+            near
+            if near and near.startswith(NO_KEY)
+            else f"did you mean {near}?"
+            if near
+            else f"allowed are {', '.join(beside.model_fields)}"
+        )
         if "." in keys[-1]:
             hint = "a file nests keys: write the section, and the key inside it"
         got = "" if isinstance(value, dict) else f" (got {shown(path, value)})"

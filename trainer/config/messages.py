@@ -51,6 +51,16 @@ def choices(field: FieldInfo) -> list[str]:
     return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
+def takes_text(path: str) -> bool:
+    """Return True if the key at `path` takes any text, alone or in a list."""
+
+    def has_text(kind: Any) -> bool:
+        return kind is str or (get_origin(kind) is not Literal and any(map(has_text, get_args(kind))))
+
+    field = known_paths().get(path)
+    return field is not None and has_text(field.annotation)
+
+
 def nearest_choice(word: str, field: FieldInfo) -> str | None:
     """The choice of `field` that `word` may be a slip of; a word that another key allows is none."""
     if any(word in choices(other) for other in known_paths().values()):

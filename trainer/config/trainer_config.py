@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.sections.base import Section
+from zeromesh.trainer.config.sections.base import Section, whole
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.outputs import (
     CheckpointSection,
@@ -33,13 +33,11 @@ from zeromesh.trainer.config.sections.parallelism import (
     ZeroSection,
 )
 from zeromesh.trainer.config.sections.training import (
-    DEFAULT_WARMUP_STEPS,
     BatchSection,
     DataSection,
     EmaSection,
     OptimizerSection,
     ScheduleSection,
-    default_warmup,
 )
 from zeromesh.trainer.config.yaml_reader import plain_scalar
 from zeromesh.trainer.lr_schedule import LRSchedule
@@ -84,9 +82,10 @@ class TrainerConfig(Section):
             return data
         parallel = data.get("parallel", {})
         parallel = {"auto": ["parallel"]} if parallel == "auto" else parallel
-        if not isinstance(parallel, dict):
+        listed = (parallel.get("auto") or ()) if isinstance(parallel, dict) else None
+        if not isinstance(listed, list | tuple):
             return data
-        found, changed = list(parallel.get("auto") or ()), dict(data)
+        found, changed = list(listed), dict(data)
         for path in AUTOMATIC[1:]:
             section, _, key = path.partition(".")
             values = data.get(section)
@@ -94,20 +93,6 @@ class TrainerConfig(Section):
                 changed[section] = {name: value for name, value in values.items() if name != key}
                 found.append(path)
         return {**changed, "parallel": {**parallel, "auto": found}} if found else data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_warmup_fits_the_run(cls, data: Any) -> Any:
-        """A warm-up that nobody asked for must not outlast a short run."""
-        if not isinstance(data, dict):
-            return data
-        schedule, run = data.get("schedule", {}), data.get("run", {})
-        steps = run.get("max_steps") if isinstance(run, dict) else getattr(run, "max_steps", None)
-        if type(steps) is not int or not 1 <= steps < DEFAULT_WARMUP_STEPS:
-            return data
-        if not isinstance(schedule, dict) or "warmup_steps" in schedule:
-            return data
-        return {**data, "schedule": {**schedule, "warmup_steps": default_warmup(steps)}}
 
     @model_validator(mode="after")
     def _keys_agree(self, info: ValidationInfo) -> TrainerConfig:
@@ -128,6 +113,7 @@ class CoreDumper(yaml.SafeDumper):
     def represent_text(self, text: str) -> yaml.ScalarNode:
         # PyYAML folds some line breaks (U+0085) unless they are escaped, which it does in double quotes only.
         style = None if text.isprintable() and plain_scalar(text) == text else '"'
+        text = text.replace("${", "$${")  # It is read back as it is, and no variable.
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -136,7 +122,6 @@ CoreDumper.add_representer(str, CoreDumper.represent_text)
 
 _LONG = 1 << 50
 """Steps of a run whose length is not known yet: more than any warm-up or decay."""
-_CURVE_KEYS = tuple(key for key in ScheduleSection.model_fields if key != "warmup_ratio")
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
@@ -147,7 +132,7 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
         found = not wrong.intersection(_KEY.findall(text)) and broken(config)
         if found:
             problems.append(text.format(found, c=config))
-    if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in _CURVE_KEYS)]):
+    if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in ScheduleSection.model_fields)]):
         try:
             schedule_of(config)  # It knows its own options, and says what is wrong with them.
         except ConfigError as error:
@@ -158,7 +143,7 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
 def _positions(config: TrainerConfig) -> tuple[str, int] | None:
     """The model's limit of the length of sequences, with its name, where sequences are longer."""
     for key in ("max_position_embeddings", "n_positions"):
-        limit = (config.model.config or {}).get(key)
+        limit = whole((config.model.config or {}).get(key))
         if type(limit) is int and config.data.sequence_length > limit:
             return key, limit
     return None
@@ -268,9 +253,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "raise the other": lambda c: c.batch.micro_size > c.batch.global_size,
     "schedule.warmup_steps: {c.schedule.warmup_steps} is more than run.max_steps {c.run.max_steps}, so "
     "optimizer.lr would never be reached; lower the one, raise the other, or set schedule.warmup_ratio or "
-    "run.epochs": lambda c: (
-        c.schedule.warmup_steps > c.run.max_steps and c.run.epochs is None and c.schedule.warmup_ratio is None
-    ),
+    "run.epochs": lambda c: c.run.most_steps is not None and c.schedule.warmup_of(c.run.most_steps) > c.run.most_steps,
     "run.load_best judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch": lambda c: (
         c.run.load_best and not c.run.eval_every
     ),
@@ -290,9 +273,24 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
 key is wrong that its text names, so that it names all keys whose defaults would break it."""
 
 
+_POLYNOMIAL_END = 1e-7
+"""The rate at which transformers' polynomial ends."""
+
+
 def schedule_of(config: TrainerConfig) -> LRSchedule:
     """The learning-rate schedule that `config` names, of a long run where its steps follow from epochs. Raises `ConfigError`."""
-    schedule = config.schedule
-    steps = config.run.max_steps if config.run.epochs is None else _LONG
-    curve: dict[str, Any] = {key: getattr(schedule, key) for key in _CURVE_KEYS}
-    return LRSchedule(**(curve | {"warmup_steps": min(schedule.warmup_steps, steps), "total_steps": steps}))
+    section, lr = config.schedule, config.optimizer.lr
+    steps = config.run.most_steps or _LONG
+    curve: dict[str, Any] = section.model_dump(exclude={"warmup_ratio"})
+    if section.name == "polynomial" and section.min_ratio is None and lr > _POLYNOMIAL_END:
+        curve["min_ratio"] = _POLYNOMIAL_END / lr
+    return LRSchedule(**(curve | {"warmup_steps": min(section.warmup_of(steps), steps), "total_steps": steps}))
+
+
+def with_length(config: TrainerConfig, steps: int) -> TrainerConfig:
+    """The configuration of a run that has `steps` steps, whose warm-up is a number."""
+    sections = {
+        "run": config.run.model_copy(update={"max_steps": steps}),
+        "schedule": config.schedule.model_copy(update={"warmup_steps": config.schedule.warmup_of(steps)}),
+    }
+    return config.model_copy(update=sections)

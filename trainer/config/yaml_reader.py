@@ -6,12 +6,14 @@ Plain scalars follow the core schema of YAML 1.2, of which JSON is a part, and n
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import yaml
 
+from zeromesh.environment import setting
 from zeromesh.errors import ConfigError, printable
+from zeromesh.trainer.config.redact import is_secret
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
@@ -68,6 +70,8 @@ def parse_yaml(text: str, *, where: str) -> Any:
         mark, message = error.problem_mark or error.context_mark, f"{error.context or ''} {error.problem or ''}"
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         why = next((words for pattern, words in _MISTAKES if re.search(pattern, message)), str(error.problem))
+        if mark and "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
+            why += "; a text with ${...} needs quotes between { } or [ ]"
         raise ConfigError(place + why, where=where) from None
 
 
@@ -124,6 +128,47 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     if match := _SPECIAL.fullmatch(text):
         return float(f"{match[1] or ''}inf" if match[2] else "nan")
     return text
+
+
+_VARIABLE = re.compile(r"\$\$\{|\$\{(\w*)(:-)?([^{}]*)\}")
+
+
+def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = "") -> Any:
+    """Return `value` with variables of the environment in its texts: `${NAME}`, or `${NAME:-default}`; `$${` stands for `${`.
+
+    A text that is one variable and nothing else becomes what YAML makes of its value, unless `takes_text` of the key's dotted path.
+
+    Raises:
+        ConfigError: for a variable that is not set, and for one that holds a secret, which a configuration must not.
+    """
+
+    def found(match: re.Match[str]) -> str:
+        name, default, text = match.groups()
+        if name is None:
+            return "${"
+        if not name or (text and not default):
+            raise ConfigError(
+                f"{path}: {match[0]} is no variable; write ${{NAME}}, ${{NAME:-default}}, or $${{ for two characters"
+            )
+        if is_secret(name, "text"):
+            raise ConfigError(
+                f"{path}: ${{{name}}} names a secret, and configurations are written down; leave it in the environment"
+            )
+        present = setting(name)
+        if present is None and not default:
+            raise ConfigError(
+                f"{path}: the variable {name} is not set; set it, or give a default: ${{{name}:-default}}"
+            )
+        return text if present is None else present
+
+    if isinstance(value, dict):
+        return {key: with_variables(each, takes_text, f"{path}.{key}" if path else key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_variables(each, takes_text, path) for each in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    whole, text = _VARIABLE.fullmatch(value), _VARIABLE.sub(found, value)
+    return plain_scalar(text) if whole and whole[1] and not takes_text(path) else text
 
 
 class _Loader(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from zeromesh.trainer.models.build import directory_of, read_configuration
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
-from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
 _RESOLVED = "config.resolved.yaml"
@@ -136,6 +136,7 @@ def without_training(config: TrainerConfig) -> ZeroOptions:
 
     Parameters on files stay in the model's own, unless a directory is named for them or they are to have checksums.
     """
+    require_directories(config.offload)
     options = engine_options(config, 1)
     dtype, section = options.precision.compute, config.offload
     offload = replace(options.offload, in_place=section.directory is None and not section.checksums)

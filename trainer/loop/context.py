@@ -270,7 +270,13 @@ class RunContext:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that another process must have in common to resume this run."""
-        return settings_of(self.config, model=description_of(self.model.module), data=self.data_description)
+        return settings_of(self.config, model=self.model.described, data=self.data_description)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Settings of the model that it has changed since the run began, with their present values."""
+        now, before = description_of(self.model.module), self.model.described
+        return {f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]}
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
         """This rank's batches of a feed; see `BatchLoader`."""

@@ -107,6 +107,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     state = checkpoints.resume(run.settings)
     if state is None:
         return None
+    run.model.take_written(state.settings, state.written)
     section, progress = run.config.run, run.progress
     progress.step, progress.passed_over, progress.tracker = state.step, state.passed_over, state.tracker
     progress.reached = state.step + state.passed_over
@@ -120,7 +121,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
         change = f"{state.max_steps} then, {section.max_steps} now"
         run.console.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
     if run.finished:
-        evaluates = run.data.eval is not None and bool(section.eval_at_end or section.eval_every)
+        evaluates = run.data.eval is not None and (section.eval_at_end or section.evaluates_after(state.step))
         progress.owes_evaluation = evaluates and state.eval_loss is None
         owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
         length = "run.max_steps" if section.epochs is None else "run.epochs"

@@ -44,6 +44,8 @@ class TrainedModel:
     processing_class: Any
     """The tokenizer that is saved with the model."""
     module: nn.Module
+    described: Mapping[str, Any]
+    """Its class and configuration before its first forward, as `description_of` reads them: a model may write into the latter."""
     hub_form: HubForm
     loss: Loss
     divided: Divided
@@ -68,6 +70,12 @@ class TrainedModel:
         if self.engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
         return self.engine
+
+    def take_written(self, settings: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+        """Describe the model as in `settings`, those of the run's first process, where a model has `written` into its own since."""
+        kept = {name: value for name, value in self.described.items() if f"model.{name}" not in written}
+        first = {name.removeprefix("model."): settings[name] for name in written if name in settings}
+        self.described = kept | first
 
     # Errors
 

@@ -70,6 +70,8 @@ class TrainingLoop:
             self._memory_step = progress.step + 2
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
+        if not self._over:
+            self.checkpoints.rehearse(self._state)
         run.console.start(total_steps=section.max_steps, first_step=progress.step, after=self._last_evaluation())
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
@@ -178,7 +180,7 @@ class TrainingLoop:
         judged = every.eval_every != "epoch"  # Else the last checkpoint waits for the evaluation.
         return {
             "log": due(every.log_every) or (every.log_first_step and number == 1),
-            "evaluate": due(every.eval_every) or (last and judged and every.eval_at_end),
+            "evaluate": every.evaluates_after(number) or (last and judged and every.eval_at_end),
             "save": due(config.checkpoint.every_steps) and (judged or not last),
             "stop": last,
         }
@@ -247,13 +249,13 @@ class TrainingLoop:
     def _end_epoch(self, position: int) -> None:
         """End an epoch, or the last one of the run, after the data of step `position`; pass over what is left of it."""
         run, config = self.run, self.run.config
-        epoch = run.plan.epochs_after(position)
-        if not run.plan.ends_epoch(position) and not self._over:
+        epoch, whole = run.plan.epochs_after(position), run.plan.ends_epoch(position)
+        if not whole and not self._over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
         run.events.request(
             log=config.run.log_every == "epoch",
-            evaluate=config.run.eval_every == "epoch",
+            evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._over or whole),
             save=config.checkpoint.every_steps == "epoch",
         )
         run.events.call("on_epoch_end", epoch)
@@ -350,4 +352,5 @@ class TrainingLoop:
             tracker=self.tracking.identity(run.config.run.name),
             log_history=[strict(line) for line in progress.log] if run.events.of_transformers is not None else [],
             settings=run.settings,
+            written=run.written,
         )

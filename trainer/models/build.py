@@ -7,8 +7,9 @@ the Hub.
 
 import dataclasses
 import difflib
+import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
-from zeromesh.trainer.config.sections.base import REPOSITORY
+from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer
@@ -158,6 +159,8 @@ _ALSO_KNOWN = {
 _MANY = re.compile(r"layer|depth|block|expert|stage")
 _MOST = 10_000
 """Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
+_MOST_LABELS = 1_000_000
+"""A configuration holds a name for each label."""
 
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
@@ -303,7 +306,7 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
             f"model_type: {kind!r} differs from {stored.model_type!r} in {directory}; leave it out",
             where="model.config",
         )
-    _check_fields(type(stored), settings)
+    _check_fields(type(stored), settings, vars(stored))
     values = stored.to_dict()
     if "num_labels" in settings:  # The names of the stored labels would count for more.
         values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
@@ -311,21 +314,42 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         return type(stored).from_dict({**values, **settings})
 
 
-def _fields(cls: type) -> set[str]:
-    names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    return names | set(getattr(cls, "attribute_map", {})) | _ALSO_KNOWN
+def _fields(cls: type) -> dict[str, Any]:
+    """The types of a configuration's fields, as far as they are declared."""
+    declared = {each.name: each.type for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    return dict.fromkeys([*getattr(cls, "attribute_map", {}), *_ALSO_KNOWN]) | declared
 
 
-def _check_fields(cls: type, settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for settings that are no fields of a configuration's class."""
-    known = _fields(cls)
-    problems = []
-    for name in settings:
-        if name not in known:
+_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
+
+
+def _read_names(cls: type) -> set[str]:
+    """Names of attributes of a configuration that the code beside its class reads, whether the class declares them or not."""
+    folder = Path(inspect.getfile(cls)).parent
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.py")]
+    found = {one or other for text in texts for one, other in _READS.findall(text)}
+    return {name for name in found if not callable(getattr(cls, name, None))}
+
+
+def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
+    """Raise `ConfigError` for settings that neither a configuration's class nor its model's code, nor what is `stored`, knows.
+
+    A whole number that is written as a float becomes an integer where the class declares one.
+    """
+    declared, problems = _fields(cls), []
+    known = declared.keys() | _read_names(cls)
+    for name, value in settings.items():
+        if name not in known and name not in stored:
             near = _nearest(name, sorted(known), 0.6)
             problems.append(
                 f"{name} is not a field of {cls.__name__}" + (f"; nearest: {', '.join(near)}" if near else "")
             )
+        elif declared.get(name) in (int, int | None):
+            settings[name] = whole(value)
+    if (labels := settings.get("num_labels")) is not None:
+        settings["num_labels"] = number = whole(labels)
+        if type(number) is not int or not 1 <= number <= _MOST_LABELS:
+            problems.append(f"num_labels: got {labels!r:.40}; give a number from 1 to {_MOST_LABELS:,}")
     if problems:
         raise ConfigError(problems, where="model.config")
 
@@ -340,6 +364,8 @@ def _check_values(made: Any) -> None:
     problems += [
         f"{name} is {value}; at most {_MOST} are built" for name, value in _counts(made.to_dict()) if value > _MOST
     ]
+    if not getattr(made, "return_dict", True):
+        problems.append("return_dict is false, and outputs are read by their names; leave it out, or set it to true")
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if not problems and heads and groups and heads % groups:
         problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")

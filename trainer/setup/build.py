@@ -1,6 +1,5 @@
 """`build_run`: from a configuration and the user's inputs to a run that can train, evaluate and save."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
@@ -27,7 +26,8 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES
+from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData, require_same_data
@@ -43,7 +43,7 @@ from zeromesh.trainer.models.build import check_model, pin_sources, while_postin
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
-from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
@@ -151,6 +151,7 @@ def build_run(
         data_ranks=mesh.data.size,
         average=config.batch.average,
     )
+    require_directories(config.offload)
     options = engine_options(config, plan.accumulation)
     precision = options.precision.table(config.optimizer.name)
     console.note(*config.notes, *_layout_notes(config, mesh, plan), precision)
@@ -161,12 +162,9 @@ def build_run(
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *workers.notes(data.train))
-    config, plan = _over_data(config, plan, data.train)
-    schedule: LRSchedule | TorchSchedule
-    if inputs.lr_scheduler is not None:
-        schedule = TorchSchedule(inputs.lr_scheduler, config.optimizer)
-    else:
-        schedule = LRSchedule(total_steps=config.run.max_steps, **config.schedule.model_dump(exclude={"warmup_ratio"}))
+    config, plan = _over_data(config, plan, data.train, console)
+    made = inputs.lr_scheduler
+    schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
     data_description = data.description(shuffle=config.data.shuffle)
     mesh.meet("comparison of data")
     decided_by_data = {
@@ -249,7 +247,7 @@ def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[st
 
 
 def _over_data(
-    config: TrainerConfig, plan: BatchPlan, train: MapDataset | StreamedDataset | None
+    config: TrainerConfig, plan: BatchPlan, train: MapDataset | StreamedDataset | None, console: Console
 ) -> tuple[TrainerConfig, BatchPlan]:
     """The configuration with its steps, and the plan with its epochs, now that the length of the data is known.
 
@@ -260,23 +258,20 @@ def _over_data(
         return config, plan
     if not isinstance(train, StreamedDataset):
         plan = replace(plan, epoch_size=len(train), last=config.batch.last)
-    run, schedule = config.run, config.schedule
+    run = config.run
     steps = run.max_steps if run.epochs is None else plan.steps_of(run.epochs)
-    warmup = schedule.warmup_steps
-    if schedule.warmup_ratio is not None:
-        warmup = math.ceil(schedule.warmup_ratio * steps)
-    elif run.epochs is not None and "warmup_steps" not in schedule.model_fields_set:
-        warmup = min(warmup, steps // 10)
+    if run.epochs is not None and run.most_steps is not None:
+        shorter = "run.max_steps ends the run" if run.most_steps < steps else "run.epochs end the run"
+        console.note(f"run.epochs {run.epochs:g} are {steps} steps, and run.max_steps is {run.most_steps}: {shorter}")
+        steps = min(steps, run.most_steps)
+    made = with_length(config, steps)
+    warmup = made.schedule.warmup_of(steps)
     if warmup > steps:
         raise ConfigError(
             f"schedule.warmup_steps: {warmup} is more than the {steps} steps of {run.epochs} epochs, so optimizer.lr would "
             "never be reached; lower it, or set schedule.warmup_ratio"
         )
-    sections = {
-        "run": run.model_copy(update={"max_steps": steps}),
-        "schedule": schedule.model_copy(update={"warmup_steps": warmup}),
-    }
-    return config.model_copy(update=sections), plan
+    return made, plan
 
 
 def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:
@@ -295,7 +290,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         whole = {} if train is None or streams else {"train_dataset": train}
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
-        return _limited(data, config.data.eval_samples)
+        return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
     own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache_directory = config.data.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "tokens"
     cache = TokenCache(Path(cache_directory).expanduser(), console.note)
@@ -311,7 +306,8 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), config.data.eval_samples)
+    count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
+    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), count)
 
 
 def _limited(data: RunData, count: int | None) -> RunData:

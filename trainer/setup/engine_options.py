@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.options import AverageSettings, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 # As in `transformers.Trainer.get_decay_parameter_names`, which a test compares: searched for in names in lower case.
@@ -84,6 +85,18 @@ def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> Z
         return options
     names = tuple(biases_and_norms(model))
     return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+
+
+def require_directories(section: OffloadSection) -> None:
+    """Raise `ConfigError` where a directory of swap files is named and what it would lie in is not there: its disk may not be."""
+    tiers = (section.optimizer, section.gradients, section.parameters, section.activations)
+    named = (section.directory,) if isinstance(section.directory, str) else section.directory or ()
+    for path in [Path(each).expanduser().absolute() for each in named if any(tier.tier == "file" for tier in tiers)]:
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"{str(path)!r} would be made in {str(path.parent)!r}, which is no directory; mount its disk, or make it first",
+                where="offload.directory",
+            )
 
 
 def _offload(config: TrainerConfig) -> OffloadOptions:

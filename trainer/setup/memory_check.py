@@ -13,7 +13,7 @@ from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes, swap_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
-from zeromesh.offload.io.direct_io import IN_MEMORY, file_system_of, free_bytes, nearest_directory
+from zeromesh.offload.io.direct_io import IN_MEMORY, free_bytes, mount_of, nearest_directory
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import OffloadOptions, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -208,13 +208,14 @@ def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
             f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
             f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
         )
-    kinds = {str(directory): file_system_of(directory) for directory in directories}
+    mounts = {str(directory): mount_of(directory) for directory in directories}
+    devices = "".join(dict.fromkeys(f" ({device}, {kind})" for device, kind in mounts.values() if device))
     memory = human_bytes(needs.critical)
     return [
-        f"offload: {shown} of swap files ({terms}) in {where}, which has {room} free; {memory} of states in memory",
+        f"offload: {shown} of swap files ({terms}) in {where}{devices}, which has {room} free; {memory} of states in memory",
         *(
             f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
-            for path, kind in kinds.items()
+            for path, (_, kind) in mounts.items()
             if kind in IN_MEMORY
         ),
     ]

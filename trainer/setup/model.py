@@ -19,6 +19,7 @@ from zeromesh.offload import Tiers, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
+from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
@@ -83,6 +84,7 @@ def build_trained_model(
     if config.model.attention is not None:
         changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
     put_back = changes.close
+    described = description_of(model)
     tiers = open_tiers(mesh, options)
     try:
         console.note(*begin_alike(built, mesh, config.run.seed))
@@ -134,6 +136,7 @@ def build_trained_model(
         steps_made=lambda: progress.step,
         processing_class=data.processing_class if inputs.processing_class is None else inputs.processing_class,
         module=model,
+        described=described,
         hub_form=hub_form,
         loss=loss,
         divided=divided,

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.losses.trial import whole_passes_in_float64
@@ -114,8 +114,7 @@ class _Loop:
         if scheduler is not None:
             self.schedule = TorchSchedule(scheduler, config.optimizer)
         else:
-            settings = config.schedule.model_dump(exclude={"warmup_ratio"})
-            self.schedule = LRSchedule(total_steps=config.run.max_steps, **settings)
+            self.schedule = schedule_of(config)
         self.loss = partial(loss_sum, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
         scaled = config.precision.compute == "float16"
         self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
@@ -290,11 +289,9 @@ def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
     """The scheduler of transformers, by which a mistake in the run's own curve shows; None where the schedule has options."""
     section, steps = config.schedule, config.run.max_steps
     options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
-    # transformers' own `constant` has no warm-up.
-    name = {"constant": "constant_with_warmup"}.get(section.name, section.name)
-    if options or name not in ("constant_with_warmup", "linear", "cosine"):
+    if options or section.name not in ("constant", "constant_with_warmup", "linear", "cosine"):
         return None
-    return lambda optimizer: get_scheduler(name, optimizer, section.warmup_steps, steps)
+    return lambda optimizer: get_scheduler(section.name, optimizer, section.warmup_of(steps), steps)
 
 
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:

@@ -79,7 +79,7 @@ def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bo
     micro = min(config.batch.micro_size, _MICRO)
     round_size = micro * mesh.data.size
     values = config.model_dump(mode="json")
-    warmup, lora = config.schedule.warmup_steps, values["model"]["lora"]
+    warmup, lora = config.schedule.warmup_of(config.run.max_steps), values["model"]["lora"]
     changes: dict[str, dict[str, Any]] = {
         "model": {"source": None, "config": None, "revision": None, "trust_remote_code": False},
         "data": {"mixture": None, "train": "stdlib", "tokenizer": "bytes", "shuffle": False, "workers": 0},

@@ -20,7 +20,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config, suggestion
 from zeromesh.trainer.config.messages import allowed, choices, known_paths
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
-from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
+from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar
 from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
@@ -304,10 +304,69 @@ def test_a_source_replaces_the_default_model(tmp_path: Path) -> None:
     assert load_config(config) == config
 
 
-def test_the_default_warm_up_shrinks_with_a_short_run() -> None:
-    assert load_config(None, ["run.max_steps=10"]).schedule.warmup_steps == 1
-    assert load_config(None, ["run.max_steps=20"]).schedule.warmup_steps == 20
+def test_the_default_warm_up_is_a_tenth_of_every_run() -> None:
+    for steps in (9, 10, 20, 200, 1000):
+        config = load_config(None, [f"run.max_steps={steps}"])
+        assert with_length(config, steps).schedule.warmup_steps == steps // 10
+        assert schedule_of(config).warmup_steps == steps // 10
     assert "schedule.warmup_steps" in problems_of({"schedule": {"warmup_steps": 20}, "run": {"max_steps": 10}})[0]
+
+
+def test_variables_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setenv("STEPS", "7")
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdefghijklmn")
+    lines = ("run: {max_steps: '${STEPS}'}", "data:", "  text_field: a${STEPS}b", "  train: ['${OUT:-.}']")
+    config = load_config(write(tmp_path, "\n".join(lines)), ["run.output_dir=${OUT:-runs}/x", "run.name=${STEPS}"])
+    assert (config.run.max_steps, config.run.output_dir, config.run.name) == (7, "runs/x", "7")
+    assert (config.data.text_field, config.data.train) == ("a7b", (".",))
+    escaped = load_config(None, ["run.output_dir=$${OUT}"])
+    assert escaped.run.output_dir == "${OUT}"
+    assert load_config(write(tmp_path, escaped.to_yaml())).run.output_dir == "${OUT}"
+    for text, said in (
+        ("${OUT}", "run.output_dir: the variable OUT is not set; set it, or give a default: ${OUT:-default}"),
+        ("${HF_TOKEN}", "${HF_TOKEN} names a secret"),
+        ("${OUT-x}", "is no variable"),
+    ):
+        for source, overrides in (
+            (None, (f"run.output_dir={text}",)),
+            (write(tmp_path, f"run: {{output_dir: '{text}'}}"), ()),
+        ):
+            assert said in str(problems_of(source, overrides))
+    assert "needs quotes" in str(problems_of(write(tmp_path, "run: {output_dir: ${OUT}}")))
+
+
+def test_max_steps_and_epochs() -> None:
+    by_epochs = load_config(None, ["run.epochs=3"])
+    assert by_epochs.run.most_steps is None
+    assert "max_steps: null" in by_epochs.to_yaml()
+    for config in (by_epochs, load_config(None, ["run.epochs=3", "run.max_steps=2"])):
+        again = load_config(yaml.safe_load(config.to_yaml()))
+        assert (again, again.run.most_steps) == (config, config.run.most_steps)
+    assert config.run.most_steps == 2
+    assert load_config(None, ["run.max_steps=null"]).run.most_steps == 200
+
+
+@pytest.mark.parametrize("text", ["1e1", "10.0"])
+def test_a_whole_number_may_be_written_as_a_float(text: str) -> None:
+    assert load_config(None, [f"run.max_steps={text}"]).run.max_steps == 10
+    assert load_config({"train_micro_batch_size_per_gpu": 2, "zeromesh": {"parallel": {"tensor": 2.0}}}, ranks=4)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallel.auto=1", "run.epochs=1e308", "schedule.num_cycles=1e308", "batch.global_size=1000000000"],
+)
+def test_numbers_without_end_are_refused_by_their_key(override: str) -> None:
+    assert problems_of({}, (override,))[0].startswith(override.partition("=")[0])
+
+
+def test_names_of_schedules_mean_what_they_mean_in_transformers() -> None:
+    assert schedule_of(load_config(None, ["schedule.name=constant"])).factor(0) == 1.0
+    for more in ("schedule.warmup_steps=5", "schedule.warmup_ratio=0.1", "schedule.warmup_shape=log"):
+        assert "no effect on constant" in problems_of({}, ("schedule.name=constant", more))[0]
+    ends = schedule_of(load_config(None, ["schedule.name=polynomial", "optimizer.lr=1e-3"]))
+    assert 1e-3 * ends.factor(200) == pytest.approx(1e-7)
 
 
 def test_configurations_are_frozen_and_check_themselves() -> None:
@@ -461,6 +520,31 @@ def test_plain_scalars(text: str, value: object) -> None:
 def test_plain_yaml_without_surprises_reads_as_with_pyyaml() -> None:
     text = TrainerConfig().to_yaml()
     assert parse_yaml(text, where="x") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"run": {"steps": 3}}, "did you mean run.max_steps?"),
+        ({"model": {"class": "x"}}, "did you mean model.head?"),
+        ({"model": {"load_in_4bit": True}}, "no key, as weights are not quantized"),
+        ({"model": {"peft_config": {}}}, "did you mean model.lora?"),
+        ({"base_model": "x", "datasets": [], "micro_batch_size": 2}, "datasets: here data.train"),
+        ({"model_name_or_path": "x", "stage": "sft", "template": "llama3"}, "a configuration of LLaMA-Factory"),
+        ({"model_name_or_path": "x", "learning_rate": 1, "gradient_accumulation_steps": 2}, "transformers or TRL"),
+    ],
+)
+def test_words_of_other_trainers_are_known(source: dict[str, Any], said: str) -> None:
+    assert said in "\n".join(problems_of(source))
+
+
+def test_arguments_and_methods_of_other_trainers_are_known() -> None:
+    with pytest.raises(ConfigError, match="no argument tokenizer; it is the argument processing_class here"):
+        Trainer(None, tokenizer=object())
+    with pytest.raises(ConfigError, match=r"no argument peft_config; it is model.lora here"):
+        Trainer(None, peft_config=object())
+    with pytest.raises(AttributeError, match=r"has no train; it is trainer.fit\(\) here"):
+        Trainer(None).train()
 
 
 def test_suggestions_point_at_keys_that_exist() -> None:

@@ -185,7 +185,7 @@ def test_documented_configurations_load_and_every_key_is_accounted_for(
         ("zero2", {"zero.stage": 2, "zero.overlap": True, "offload.optimizer.tier": "host"}),
         ("zero3", {"zero.stage": 3, "offload.optimizer.tier": "host", "offload.parameters.tier": "host"}),
         ("nvme", {"offload.optimizer.tier": "file", "offload.parameters.tier": "file", "offload.directory": "/local_nvme"}),
-        ("zero2-whole", {"schedule.name": "constant", "schedule.warmup_shape": "log", "optimizer.lr": 3e-4}),
+        ("zero2-whole", {"schedule.name": "constant_with_warmup", "schedule.warmup_shape": "log", "optimizer.lr": 3e-4}),
         ("zero3-whole", {"schedule.name": "linear", "run.log_every": 2000, "precision.compute": "bfloat16"}),
         ("fp16", {"precision.compute": "float16", "precision.loss_scale.growth_interval": 1000, "batch.global_size": 8}),
         ("bf16", {"precision.compute": "bfloat16", "precision.reduce": "float32"}),

@@ -71,6 +71,9 @@ def test_a_model_that_meta_would_lose_is_built_on_cpu() -> None:
         ({}, "model_type is missing"),
         (None, "model_type is missing"),
         ({**LLAMA, "model_type": "lama"}, "'lama' is not known.*llama"),
+        ({**LLAMA, "num_labels": 10**9}, "num_labels: got 1000000000; give a number from 1 to 1,000,000"),
+        ({**LLAMA, "return_dict": False}, "return_dict is false"),
+        ({**LLAMA, "to_dict": 3}, "to_dict is not a field"),
         ({**LLAMA, "hidden_sise": 32}, "hidden_sise is not a field of LlamaConfig; nearest: hidden_size"),
         ({**LLAMA, "hidden_size": "a"}, "hidden_size.*expected int, got str"),
         ({**LLAMA, "num_attention_heads": 3}, "not a multiple"),
@@ -80,6 +83,13 @@ def test_a_model_that_meta_would_lose_is_built_on_cpu() -> None:
 def test_mistakes_are_named(config: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(config)
+
+
+def test_what_the_models_code_reads_can_be_given() -> None:
+    sizes = {"num_hidden_layers": 1, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
+    model = build({**LLAMA, **sizes, "model_type": "qwen3_moe", "head_dim": 12, "num_labels": 3e0}).model
+    assert model.get_parameter("model.layers.0.self_attn.q_norm.weight").shape == (12,)
+    assert model.config.num_labels == 3
 
 
 def test_two_unknown_fields_are_reported_together() -> None:

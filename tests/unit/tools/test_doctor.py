@@ -271,7 +271,7 @@ def test_directories(monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], f
     times = times._replace(**{name: value for name, value in present.items() if name in times._fields})
     status = SimpleNamespace(f_files=10**9, f_favail=present.get("inodes", 10**6))
     monkeypatch.setattr(hardware, "measure", lambda path: times)
-    monkeypatch.setattr(hardware, "file_system_of", lambda path: present.get("kind", "ext4"))
+    monkeypatch.setattr(hardware, "mount_of", lambda path: ("", present.get("kind", "ext4")))
     monkeypatch.setattr(hardware, "free_bytes", lambda path: present.get("free", 500 * GIB))
     monkeypatch.setattr(hardware.os, "statvfs", lambda path: status)
     assert levels(hardware.directory(Path("/"))) == found
@@ -279,7 +279,7 @@ def test_directories(monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], f
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     found = list(hardware.directory(tmp_path / "not" / "yet"))
-    kind = direct_io.file_system_of(tmp_path)
+    kind = direct_io.mount_of(tmp_path)[1]
     assert kind
     assert found[0].found == f"{kind} (not there yet; {tmp_path} is)"
     assert [each.what for each in found[1:]] == ["  room", "  speed", "  fsync"]

@@ -50,7 +50,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """DeepSpeed's optimizers: their names here, and the options that they have where a configuration does not say otherwise."""
 _CURVES = {
-    "WarmupLR": "constant",
+    "WarmupLR": "constant_with_warmup",
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine_warmup_with_min_lr",
     "OneCycle": "polynomial",
@@ -306,7 +306,7 @@ def _schedule(read: Reading) -> Pairs:
         highest = highest or read.number("optimizer.params.lr") or OptimizerSection().lr
         if lowest and highest:
             yield "schedule.start_ratio", lowest / highest
-    if name != "constant":
+    if name != "constant_with_warmup":
         yield from _length(read, read.count(f"{prefix}total_num_steps"))
 
 

@@ -128,8 +128,8 @@ max_grad_norm: refused unless 0: DeepSpeed does not take it either; set gradient
 optimizer.legacy_fusion: no effect: the update is always torch's fused one
 
 ## Scheduler
-scheduler.type -> schedule.name: WarmupLR: constant; WarmupDecayLR: linear; WarmupCosineLR: cosine_warmup_with_min_lr; OneCycle:
-    polynomial. LRRangeTest is refused. Without a scheduler the rate is constant
+scheduler.type -> schedule.name: WarmupLR: constant_with_warmup; WarmupDecayLR: linear; WarmupCosineLR: cosine_warmup_with_min_lr;
+    OneCycle: polynomial. LRRangeTest is refused. Without a scheduler the rate is constant
 [scheduler.params]
 warmup_min_lr -> schedule.start_ratio: as a part of warmup_max_lr
 warmup_max_lr -> optimizer.lr: as it is

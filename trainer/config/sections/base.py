@@ -37,7 +37,7 @@ def bytes_from_text(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
 
 
-def _whole(value: object) -> object:
+def whole(value: object) -> object:
     """JSON and YAML have one kind of number: 1e3 is the integer 1000 where only an integer is allowed."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
@@ -55,7 +55,7 @@ Positive = Annotated[Number, Field(gt=0.0)]
 NotNegative = Annotated[Number, Field(ge=0.0)]
 Ratio = Annotated[Number, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[Number, Field(gt=0.0, le=86400.0)]
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(whole)]
 Seed = Annotated[Whole, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")]
 Count = Annotated[Whole, Field(ge=1)]
 CountOrOff = Annotated[Whole, Field(ge=0)]

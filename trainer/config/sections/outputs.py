@@ -5,9 +5,16 @@ import sys
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import (
+    BeforeValidator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from zeromesh.environment import read_environment
 from zeromesh.trainer.config.sections.base import (
@@ -18,7 +25,7 @@ from zeromesh.trainer.config.sections.base import (
     Fraction,
     Names,
     NotNegative,
-    Positive,
+    Number,
     Seconds,
     Section,
     Seed,
@@ -116,9 +123,9 @@ class RunSection(Section):
     output_dir: Text = "runs"
     """Directory that runs are written to."""
     max_steps: Count = 200
-    """Optimizer steps."""
-    epochs: Positive | None = None
-    """Passes over the training data; they replace `max_steps`."""
+    """Optimizer steps; null: 200, or with `epochs` as many as those are."""
+    epochs: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
+    """Passes over the training data. With `max_steps` too, the run has the smaller number of steps."""
     clip_norm: NotNegative = 1.0
     """Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off."""
     seed: Seed = 0
@@ -157,6 +164,26 @@ class RunSection(Section):
     """Effect of a NaN or infinite gradient: all ranks skip the step, or the run ends."""
     max_nonfinite: CountOrOff = 20
     """Skipped steps in a row after which the run ends. 0 = never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, data: Any) -> Any:
+        null = isinstance(data, dict) and "max_steps" in data and data["max_steps"] is None
+        return {key: value for key, value in data.items() if key != "max_steps"} if null else data
+
+    @model_serializer(mode="wrap")
+    def _null_for_what_epochs_say(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = plain(self)
+        return values | {"max_steps": None} if self.most_steps is None and "max_steps" in values else values
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return True if `eval_every` asks for an evaluation after step `step`, counted from 1."""
+        return isinstance(self.eval_every, int) and self.eval_every > 0 and step % self.eval_every == 0
+
+    @property
+    def most_steps(self) -> int | None:
+        """The most steps that the run can have; None where the data alone decides."""
+        return self.max_steps if self.epochs is None or "max_steps" in self.model_fields_set else None
 
 
 class TrackingSection(Section):

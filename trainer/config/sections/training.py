@@ -1,5 +1,6 @@
 """The sections `data`, `batch`, `optimizer`, `schedule` and `ema`."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -11,6 +12,7 @@ from zeromesh.trainer.config.sections.base import (
     Fraction,
     Names,
     NotNegative,
+    Number,
     Positive,
     Ratio,
     Seconds,
@@ -26,7 +28,7 @@ from zeromesh.trainer.config.sections.base import (
 class BatchSection(Section):
     """Sequences in a step. Gradient accumulation follows from these and the number of data-parallel ranks."""
 
-    global_size: Count = 16
+    global_size: Annotated[Whole, Field(ge=1, le=1_000_000)] = 16
     """Sequences that make one optimizer step, over all ranks."""
     micro_size: Count = 2
     """Sequences in one forward and backward of one rank."""
@@ -53,6 +55,9 @@ class MixturePart(Section):
     format: DataFormat | None = None
     text_field: Text | None = None
     columns: Columns | None = None
+
+
+AUTO_EVAL_SAMPLES = 256
 
 
 class DataSection(Section):
@@ -84,8 +89,9 @@ class DataSection(Section):
     """The same for evaluation; null holds `eval_fraction` of the training documents out."""
     eval_fraction: Fraction = 0.05
     """Part of the training documents that is held out when `eval` is null. 0 holds none out."""
-    eval_samples: Count | None = None
-    """Samples of each evaluation set that are evaluated, spread evenly over it; null: all."""
+    eval_samples: Literal["auto"] | Count | None = "auto"
+    """Samples of each evaluation set that are evaluated, spread evenly over it. auto: at most 256 of what the configuration names,
+    and all of a dataset that is given to `Trainer`; null: all."""
     text_field: Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
     tokenizer: Text = "bytes"
@@ -152,12 +158,9 @@ class OptimizerSection(Section):
     float16."""
 
 
-DEFAULT_WARMUP_STEPS = 20
-
-
 def default_warmup(steps: int) -> int:
     """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
-    return DEFAULT_WARMUP_STEPS if steps >= DEFAULT_WARMUP_STEPS else steps // 10
+    return steps // 10
 
 
 class ScheduleSection(Section):
@@ -177,13 +180,14 @@ class ScheduleSection(Section):
         "inverse_sqrt",
     ] = "cosine"
     """The curve after the warm-up. wsd is short for warmup_stable_decay."""
-    warmup_steps: CountOrOff = DEFAULT_WARMUP_STEPS
-    """Steps over which the rate rises from 0. The default shrinks to a tenth of a run that is shorter."""
+    warmup_steps: CountOrOff | None = None
+    """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
     warmup_ratio: Fraction | None = None
     """The same as a part of the run's steps; it replaces `warmup_steps`."""
     min_ratio: Ratio | None = None
-    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd."""
-    num_cycles: Positive | None = None
+    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
+    1e-7."""
+    num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Waves of the cosine curves; null: one fall to the lowest rate."""
     power: Positive | None = None
     """Exponent of polynomial; null: 1."""
@@ -197,6 +201,14 @@ class ScheduleSection(Section):
     """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
     start_ratio: Ratio | None = None
     """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
+
+    def warmup_of(self, steps: int) -> int:
+        """The steps of the warm-up in a run of `steps` steps."""
+        if self.warmup_ratio is not None:
+            return math.ceil(self.warmup_ratio * steps)
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return 0 if self.name == "constant" else default_warmup(steps)
 
 
 class EmaSection(Section):

@@ -17,7 +17,7 @@ from zeromesh.environment import available_cores
 from zeromesh.errors import StorageError, summary
 from zeromesh.files import try_lock
 from zeromesh.offload import accelerator
-from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, file_system_of, free_bytes, nearest_directory
+from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, free_bytes, mount_of, nearest_directory
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes, swap_bytes
 from zeromesh.trainer.formatting import human_bytes
@@ -223,7 +223,7 @@ def directory(path: Path) -> Iterator[Finding]:
     finally:
         with contextlib.suppress(OSError):
             file.unlink()
-    kind = file_system_of(used)
+    kind = mount_of(used)[1]
     memory = kind in IN_MEMORY
     local = "Set offload.directory to a local disk, if parameters or states rest on files."
     yield warning(
