@@ -31,10 +31,17 @@ from zeromesh.trainer.data.packing import (
 )
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
-from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, TokenArray, Tokenizer, load_tokenizer
+from zeromesh.trainer.data.tokenizer import (
+    BYTES,
+    ByteTokenizer,
+    PretrainedTokenizer,
+    TokenArray,
+    Tokenizer,
+    load_tokenizer,
+)
 from zeromesh.trainer.formatting import human_bytes
 
-_VERSION = 2
+_VERSION = 3
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
 
 _LARGE = 16 << 20
@@ -77,13 +84,14 @@ def load_datasets(
         ConfigError: for weights of a mixture that are too fine.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(section.tokenizer)
-        template = read_template(section.chat_template)
-        if template is not None and "{" in template and isinstance(tokenizer, PretrainedTokenizer):
-            tokenizer.tokenizer.chat_template = template  # It is saved with the model, which has learnt it.
+        tokenizer = load_tokenizer(section.tokenizer or BYTES)
+    template = read_template(section.chat_template)
+    if template is not None and isinstance(tokenizer, PretrainedTokenizer):
+        tokenizer, template = tokenizer.with_template(template), None
     loader = _DatasetLoader(
         tokenizer=tokenizer,
         digest=tokenizer.digest(),
+        template=template,
         separate=section.separates,
         cache=cache or TokenCache(None),
         tell=tell,
@@ -136,6 +144,8 @@ class _DatasetLoader:
     tokenizer: Tokenizer
     digest: str | None
     """None where the tokenizer cannot be recognised."""
+    template: str | None
+    """The chat template of a tokenizer that has none itself."""
     separate: bool
     cache: TokenCache
     tell: Callable[[str], None]
@@ -186,10 +196,9 @@ class _DatasetLoader:
         values: list[Any] = [_VERSION, self.digest, fraction, source.description()]
         renderer = None
         if section.format != "text":
-            template, answers = read_template(section.chat_template), section.loss_on == "answers"
-            columns = {str(name): own for name, own in section.columns.items()}
-            renderer = Renderer(self.tokenizer, section.format, columns, template, answers)
-            values += [section.format, columns, template, answers, section.sequence_length]
+            answers, columns = section.loss_on == "answers", {str(name): own for name, own in section.columns.items()}
+            renderer = Renderer(self.tokenizer, section.format, columns, self.template, answers)
+            values += [section.format, columns, self.template, answers, section.sequence_length]
         key = None
         if self.digest is not None:
             described = json.dumps(values).encode(errors="surrogateescape")
@@ -220,9 +229,11 @@ class _DatasetLoader:
         return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=renderer is not None)
 
     def _documents(self, source: TextSource, skipped: list[str]) -> Iterator[_Document]:
+        beginning, end = self.tokenizer.beginning, self.tokenizer.end_of_text
         for document, tokens in encode_documents(source.documents(skipped), self.tokenizer):
             text_bytes = len(document.text.encode("utf-8", errors="replace"))
-            yield _Document(document.key, text_bytes, np.append(tokens, self.tokenizer.end_of_text), None)
+            ids = np.concatenate([np.asarray(beginning, tokens.dtype), tokens, [end]])
+            yield _Document(document.key, text_bytes, ids, None)
 
     def _conversations(
         self, source: TextSource, renderer: Renderer, limit: int, skipped: list[str], counts: Counter[str]

@@ -56,7 +56,7 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
+        """The Hugging Face tokenizer that has made the text into tokens, to be saved with the model; None: none has."""
         tokenizer = self.tokenizer
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
 

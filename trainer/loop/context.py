@@ -52,6 +52,11 @@ class UserInputs:
     lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
 
+    @property
+    def reads_text(self) -> bool:
+        """True if the configuration names text, and its tokenizer."""
+        return self.train_dataset is None and self.eval_dataset is None and self.processing_class is None
+
     def names(self) -> dict[str, str]:
         """Which inputs were passed, and which were not: ranks can compare that much of them."""
         return {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}

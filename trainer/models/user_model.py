@@ -49,6 +49,13 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     return inside, compile_
 
 
+def source_of(model: Any) -> str | None:
+    """The directory or repository that a model of transformers, or its configuration, was loaded from; None: none is known."""
+    inside = pretrained_of(unwrap(model)[0]) if isinstance(model, nn.Module) else None
+    name = getattr(getattr(inside, "config", None), "name_or_path", None)
+    return str(name) if name else None
+
+
 def _is_compiled(model: Any) -> bool:
     # By the name of its class: importing the class takes a second.
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)

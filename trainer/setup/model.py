@@ -24,7 +24,7 @@ from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
-from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
@@ -36,7 +36,7 @@ from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
-from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, unwrap
+from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
@@ -74,6 +74,12 @@ def build_trained_model(
 
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
+    name = source_of(built.model)
+    if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
+        raise ConfigError(
+            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
+            where="data.tokenizer",
+        )
     if config.model.lora is not None:
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
@@ -132,7 +138,7 @@ def build_trained_model(
         mesh=mesh,
         console=console,
         steps_made=lambda: progress.step,
-        processing_class=data.processing_class if inputs.processing_class is None else inputs.processing_class,
+        processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
         hub_form=hub_form,
         loss=loss,

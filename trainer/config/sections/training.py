@@ -88,8 +88,9 @@ class DataSection(Section):
     """Samples of each evaluation set that are evaluated, spread evenly over it; null: all."""
     text_field: Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
-    tokenizer: Text = "bytes"
-    """bytes, a local directory that save_pretrained wrote, or a name on the Hub."""
+    tokenizer: Text | None = None
+    """bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's directory, and bytes for a
+    model that is built from a configuration."""
     cache: Text | None = None
     """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
     sequence_length: Annotated[Whole, Field(ge=2)] = 256
