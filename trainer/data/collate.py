@@ -7,7 +7,7 @@ goes to its device, so that no check waits for one.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -125,6 +125,27 @@ def _field_list(sample: Mapping[str, Any]) -> str:
     return ", ".join(f"{field!r} ({type(value).__name__})" for field, value in sample.items()) or "no field"
 
 
+def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
+    """A batch of text, fields `[batch, sequence]`, without the columns at its end that are padding in all of its rows.
+
+    Padding is where `attention_mask` is 0, or the last document of a row by its `position_ids` where that has no target. A model
+    that balances experts, for example, counts all tokens that it is given. The length stays a `multiple`, and a mask of ones goes.
+    """
+    length = batch["labels"].shape[1]
+    places = torch.arange(length)
+    if "attention_mask" in batch:
+        ends = batch["attention_mask"].sum(dim=1)
+    else:
+        last = ((batch["position_ids"] == 0) * places).amax(dim=1)
+        learnt = ((batch["labels"] != IGNORED_LABEL) & (places >= last[:, None])).any(dim=1)
+        ends = torch.where(learnt, length, last)
+    end = min(-(-int(ends.max()) // multiple) * multiple, length)
+    found = {name: value[:, :end].contiguous() for name, value in batch.items()}
+    if "attention_mask" in found and bool(found["attention_mask"].all()):
+        found.pop("attention_mask")
+    return found
+
+
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
     """Count the terms that the loss of a batch is the mean of.
 
@@ -188,6 +209,8 @@ class BatchRules:
     """Fields of a batch that the model's forward accepts; None: any."""
     sample_fields: frozenset[str] | None = None
     """Fields of a sample that the data collator sees; None: all."""
+    cut_to: int | None = None
+    """The batches are text, and cut to a multiple of so many tokens; None: they stay as they are."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Read, collate and check the samples of these dataset indices; the batch has all fields.
@@ -208,7 +231,7 @@ class BatchRules:
                 "mapping of the model's argument names to tensors"
             )
         check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices)
-        return dict(batch)
+        return dict(batch) if self.cut_to is None else without_padding(batch, self.cut_to)
 
     def _reduced(self, sample: Any, index: int) -> Any:
         """A sample without the fields that the collator does not see. Raises `DataError` where no field is left."""
@@ -223,15 +246,6 @@ class BatchRules:
                 "data.remove_unused: false (remove_unused_columns)"
             )
         return found
-
-
-def require_targets(targets: int, *, indices: Iterable[int]) -> None:
-    """Raise `DataError` where a global batch (`indices`: its dataset indices) has 0 targets."""
-    if targets == 0:
-        raise DataError(
-            f"every label of the global batch is {IGNORED_LABEL} (samples {some(list(indices), 8)}): its loss "
-            "is the mean of nothing; check how the dataset or the data_collator masks labels"
-        )
 
 
 @contextmanager

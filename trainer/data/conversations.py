@@ -177,7 +177,7 @@ def read_template(given: str | None) -> str | None:
         return given
     path = Path(given).expanduser()
     if path.is_file():
-        return read_text(path)
+        return read_text(path, cure="save it as UTF-8")
     if "/" in given or path.suffix:
         raise DataError(f"data.chat_template: no file {given!r}; give a file, or the template itself")
     return given

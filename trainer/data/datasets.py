@@ -93,6 +93,7 @@ def load_datasets(
         digest=tokenizer.digest(),
         template=template,
         separate=section.separates,
+        masked=not section.separates and any(part.format != "text" for part in section.parts().values()),
         cache=cache or TokenCache(None),
         tell=tell,
     )
@@ -147,13 +148,15 @@ class _DatasetLoader:
     template: str | None
     """The chat template of a tokenizer that has none itself."""
     separate: bool
+    masked: bool
+    """Samples have an `attention_mask`: those of rows do that are not packed."""
     cache: TokenCache
     tell: Callable[[str], None]
 
     def load(self, section: DataSection, where: str) -> tuple[Sequences, Sequences | None, list[str], float | None]:
         """Return the sequences to be trained on, those of `data.eval` or held out, notes, and the byte-pair entropy."""
         fraction = section.eval_fraction
-        source = find_text(section.train, text_field=section.text_field, where=where)
+        source = find_text(section.train, text_field=section.text_field, where=where, encoding=section.encoding)
         where = f"{where} {source.name!r}"
         eval_source = self.eval_source(section)
         text = self._read(section, source, fraction if eval_source is None else 0.0)
@@ -173,7 +176,7 @@ class _DatasetLoader:
             train, evaluation = train.split_tail(fraction)
             few = f"the last {len(evaluation)} sequences are held out"
             eval_note = f"{where}: too few documents to hold out whole ones; {few}"
-        notes = [each for each in (note, eval_note) if each]
+        notes = [*source.notes, *(each for each in (note, eval_note) if each)]
         skipped = text.remarks["skipped"]
         if skipped:
             kind = "text" if section.format == "text" else "rows"
@@ -184,7 +187,7 @@ class _DatasetLoader:
         """Find what `data.eval` names; None where it names nothing."""
         if section.eval is None:
             return None
-        return find_text(section.eval, text_field=section.text_field, where="data.eval")
+        return find_text(section.eval, text_field=section.text_field, where="data.eval", encoding=section.encoding)
 
     def evaluation(self, section: DataSection, source: TextSource) -> tuple[Sequences, str]:
         """Return the sequences of `data.eval`, and a note."""
@@ -274,7 +277,12 @@ class _DatasetLoader:
             note += f"; the last {dropped} tokens are no whole sequence and are dropped"
         separator = self.tokenizer.end_of_text if self.separate else None
         return PackedDataset(
-            text=text, first=first, sequences=sequences, sequence_length=length, separator=separator
+            text=text,
+            first=first,
+            sequences=sequences,
+            sequence_length=length,
+            masked=self.masked,
+            separator=separator,
         ), note
 
     def _pack_conversations(

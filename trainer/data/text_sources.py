@@ -1,19 +1,26 @@
 """The sources of text: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
 
 A source is found first (`find_text`), in an order that depends on names alone, and read after, one document
-(`TextSource.documents`) or row (`TextSource.rows`) at a time.
+(`TextSource.documents`) or row (`TextSource.rows`) at a time. Files may be compressed, and are in the encoding that their byte
+order mark says, or else in `data.encoding`; bytes that are not in it are an error.
 """
 
+import bz2
+import codecs
 import csv
 import glob
+import gzip
+import io
 import json
+import lzma
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from zeromesh.errors import DataError, summary
 
@@ -32,6 +39,31 @@ _STDLIB_SKIPPED = frozenset(
 Form = Literal["text", "json", "parquet", "csv", "tsv", "arrow"]
 _ROW_FORMATS: dict[str, Form] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
 _ROW_FORMATS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow"}
+_BOMS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, with which it begins
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def _open_zstd(path: Path) -> Any:
+    import pyarrow
+
+    return pyarrow.input_stream(str(path), compression="zstd")
+
+
+_UNPACKED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".lzma": lzma.open,
+    ".zst": _open_zstd,
+}
+"""By a name's last suffix, what opens a compressed file, of which one file is made."""
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
 """Characters of a field of CSV; the default of 131,072 is less than some documents have."""
@@ -61,6 +93,7 @@ class SourceFile:
     path: Path
     key: str
     form: Form
+    encoding: str = "utf-8"
     named: bool = False
     """True if its own path was given, and not that of a directory above it."""
 
@@ -72,6 +105,8 @@ class TextSource:
     name: str
     files: tuple[SourceFile, ...]
     text_field: str
+    notes: tuple[str, ...] = ()
+    """Lines that say how many files patterns have found."""
 
     def documents(self, skipped: list[str] | None = None) -> Iterator[Document]:
         """Yield every document, file by file; names of files that are not text are added to `skipped`.
@@ -80,7 +115,7 @@ class TextSource:
         """
         read = 0
         for file in self.files:
-            if file.form == "text" and not _is_text(file.path):
+            if file.form == "text" and not _is_text(file):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} is not text (its start holds NUL bytes)")
                 if skipped is not None:
@@ -88,7 +123,7 @@ class TextSource:
                 continue
             read += 1
             if file.form == "text":
-                yield Document(key=file.key, text=read_text(file.path))
+                yield Document(key=file.key, text=read_text(file.path, file.encoding))
                 continue
             for row in _rows(file, [self.text_field], cure="set data.text_field"):
                 text = row.values[self.text_field]
@@ -123,15 +158,22 @@ class TextSource:
         stats = [(file, file.path.stat()) for file in self.files]
         return [
             self.text_field,
-            [[os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats],
+            [
+                [os.path.abspath(file.path), file.key, file.encoding, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
+                for file, s in stats
+            ],
         ]
 
 
-def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where: str) -> TextSource:
-    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path or dataset of the Hub, or a list of those.
+def find_text(
+    spec: str | Path | Sequence[str | Path], *, text_field: str, where: str, encoding: str = "utf-8"
+) -> TextSource:
+    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, a pattern, a dataset of the Hub, or a list
+    of those, in an `encoding`.
 
-    A directory is searched for all files that are text, hidden ones left out. A dataset that is not in the cache of datasets is
-    downloaded. Raises `DataError` for a path that does not exist, a file that is not text, and a source without files.
+    A directory is searched for all files that are text, hidden ones left out, and a pattern (`data/*.jsonl`) is the paths that fit
+    it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
+    file that is not text, and a source without files.
     """
     if spec == STDLIB:
         return stdlib_source()
@@ -139,7 +181,8 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
-    for path in (Path(each).expanduser() for each in paths):
+    expanded, notes = expand_patterns(paths, where)
+    for path, key in expanded:
         if str(path).startswith(HUB):
             files += _hub_files(str(path), where)
             continue
@@ -147,9 +190,11 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
         if saved:
             files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
         elif path.is_dir():
-            files += [SourceFile(path=path / key, key=key, form=_form(key)) for key in _files_below(path)]
+            keys = _files_below(path)
+            files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
         elif path.is_file():
-            files.append(SourceFile(path=path, key=path.name, form=_form(path.name), named=True))
+            key = key or path.name
+            files.append(SourceFile(path=path, key=key, form=_form(key), encoding=encoding, named=True))
         else:
             raise DataError(
                 f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
@@ -157,7 +202,26 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
     name = ", ".join(str(path) for path in paths)
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")
-    return TextSource(name=name, files=tuple(files), text_field=text_field)
+    return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
+
+
+def expand_patterns(paths: Sequence[str | Path], where: str) -> tuple[list[tuple[Path, str]], list[str]]:
+    """The paths, each with the part of it that a pattern stands for, or "", and a line for each pattern.
+
+    Raises `DataError` for a pattern that no path fits.
+    """
+    found, notes = [], []
+    for path in (Path(each).expanduser() for each in paths):
+        if path.exists() or str(path).startswith(HUB) or not glob.has_magic(str(path)):
+            found.append((path, ""))
+            continue
+        fitting = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not fitting:
+            raise DataError(f"{where}: no file fits the pattern {str(path)!r}")
+        fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
+        found += [(each, Path(*each.parts[fixed:]).as_posix()) for each in fitting]
+        notes.append(f"{where} {str(path)!r}: {len(fitting):,} file{'s' if len(fitting) > 1 else ''}")
+    return found, notes
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
@@ -174,16 +238,59 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     return TextSource(name=STDLIB, files=files, text_field="")
 
 
-def read_text(path: Path) -> str:
-    """Read the text of a file: UTF-8, or Latin-1, which any bytes are, where it is not. Raises `DataError`."""
+def read_text(path: Path, encoding: str = "utf-8", *, cure: str = "") -> str:
+    """Read the text of a file, which may be compressed. Raises `DataError`, as `open_text` does and for other encodings."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
+        with open_text(path, encoding) as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise wrong_bytes(path, encoding, error, cure) from error
+    except _READ_ERRORS as error:
+        raise DataError(
+            f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or summary(error)}"
+        ) from error
+
+
+def open_text(path: Path, encoding: str) -> TextIO:
+    """Open a file as text, unpacked, in the encoding that its byte order mark says, or else in `encoding`; line ends stay as they
+    are. Reading raises `UnicodeDecodeError` for bytes that are not in it."""
+    with _open(path) as file:
+        encoding = _encoding_of(file.read(4), encoding)
+    return io.TextIOWrapper(_open(path), encoding=encoding, newline="")
+
+
+def wrong_bytes(path: Path, encoding: str, error: UnicodeDecodeError, cure: str = "") -> DataError:
+    """The error about the first bytes of a file that are not in its encoding."""
+    place, size = 0, 1 << 20
+    with _open(path) as file:
+        head = file.read(size)
+        encoding = _encoding_of(head, encoding)
+        decoder = codecs.getincrementaldecoder(encoding)()
+        try:
+            while head:
+                kept = len(decoder.getstate()[0])
+                decoder.decode(head)
+                place, head = place + len(head), file.read(size)
+            kept = len(decoder.getstate()[0])
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as found:
+            error, place = found, place - kept + found.start
+    unpacked = " of what it unpacks to" if path.suffix.lower() in _UNPACKED else ""
+    shown = error.object[error.start : error.end][:4].hex(" ")
+    return DataError(
+        f"{str(path)!r} is not {encoding}: byte {place:,}{unpacked} ({shown}): {error.reason}; "
+        + (cure or "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8")
+    )
+
+
+def _open(path: Path) -> Any:
+    """Open a file to read its bytes, or those that it unpacks to."""
+    opener = _UNPACKED.get(path.suffix.lower())
+    return path.open("rb") if opener is None else opener(path)
+
+
+def _encoding_of(head: bytes, encoding: str) -> str:
+    return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
 def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
@@ -207,17 +314,21 @@ def _is_portable_source(key: str) -> bool:
     return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
 
 
-def _is_text(path: Path) -> bool:
-    """Return True if a file holds text: NUL bytes at the start are what tells other files apart."""
+def _is_text(file: SourceFile) -> bool:
+    """Return True if a file holds text: NUL characters at the start are what tells other files apart."""
     try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(_PROBE_BYTES)
-    except OSError as error:
-        raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+        with _open(file.path) as opened:
+            head = opened.read(_PROBE_BYTES)
+    except _READ_ERRORS as error:
+        raise DataError(
+            f"{str(file.path)!r} cannot be read: {getattr(error, 'strerror', None) or summary(error)}"
+        ) from error
+    return "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
 
 
 def _form(name: str) -> Form:
-    return _ROW_FORMATS.get(Path(name).suffix.lower(), "text")
+    inside = name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in _UNPACKED else name
+    return _ROW_FORMATS.get(Path(inside).suffix.lower(), "text")
 
 
 def names_of_hub(specs: Sequence[str | Sequence[str] | None]) -> list[str]:
@@ -260,17 +371,16 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
         return
     import datasets
 
-    path = glob.escape(str(file.path))  # The library reads it as a pattern.
     # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
     number = 0
     try:
         if file.form == "arrow":
             batches = datasets.Dataset.from_file(str(file.path)).iter(_ROWS_AT_ONCE)
-        elif file.form in ("csv", "tsv"):
-            batches = _csv_rows(file)
+        elif file.form == "parquet":
+            path = glob.escape(str(file.path))  # The library reads it as a pattern.
+            batches = datasets.IterableDataset.from_parquet(path).iter(_ROWS_AT_ONCE)
         else:
-            library = datasets.IterableDataset
-            batches = (library.from_json if file.form == "json" else library.from_parquet)(path).iter(_ROWS_AT_ONCE)
+            batches = _json_rows(file) if file.form == "json" else _csv_rows(file)
         for batch in batches:
             where = f"{str(file.path)!r} row {number}"
             missing = [name for name in wanted if name not in batch]
@@ -285,7 +395,12 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
                 number += 1
     except DataError:
         raise
-    except (ValueError, TypeError, KeyError, OSError, csv.Error, datasets.exceptions.DatasetsError) as error:
+    except UnicodeDecodeError as error:
+        raise wrong_bytes(file.path, file.encoding, error) from error
+    except (
+        *(ValueError, TypeError, KeyError, RecursionError, csv.Error, datasets.exceptions.DatasetsError),
+        *_READ_ERRORS,
+    ) as error:
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
@@ -300,6 +415,28 @@ def _cure(columns: Collection[str], cure: str) -> str:
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
-    with file.path.open(encoding="utf-8-sig", newline="") as lines:
+    with open_text(file.path, file.encoding) as lines:
         for row in csv.DictReader(lines, delimiter="," if file.form == "csv" else "\t", strict=True):
             yield {str(name): [value] for name, value in row.items()}
+
+
+def _json_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
+    """Yield each row of JSON lines, or of one list. Halves of characters, which have no bytes, become '?'."""
+    with open_text(file.path, file.encoding) as lines:
+        for number, line in enumerate(lines, 1):
+            text = line + lines.read() if line.lstrip().startswith("[") else line
+            if text.isspace():
+                continue
+            where = f"{str(file.path)!r} line {number}"
+            try:
+                found = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{where} is no JSON: {error}; give one object in each line, or one list of them"
+                ) from error
+            if _HALF_CHARACTER.search(text):
+                found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+            for row in found if isinstance(found, list) else [found]:
+                if not isinstance(row, dict):
+                    raise DataError(f"{where}: {str(row)[:40]!r} is no object; a row is a mapping of columns to values")
+                yield {name: [value] for name, value in row.items()}

@@ -122,6 +122,7 @@ def build_trained_model(
                 causal=loss.causal,
                 fields=forward.fields,
                 sample_fields=forward.named if config.data.remove_unused else None,
+                cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,
             ),
         )
         console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
@@ -392,6 +393,13 @@ def _check_settings(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
                 "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             )
+
+
+def _cut_to(config: TrainerConfig) -> int | None:
+    """The number of tokens of which a microbatch of rows has a multiple, once its padding is cut off; None where there is none."""
+    if all(part.format == "text" for part in config.data.parts().values()):
+        return None
+    return config.parallel.tensor if config.parallel.sequence else 1
 
 
 def _check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:

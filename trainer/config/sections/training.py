@@ -1,8 +1,9 @@
 """The sections `data`, `batch`, `optimizer`, `schedule` and `ema`."""
 
+import codecs
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
@@ -45,6 +46,19 @@ Column = Literal["messages", "prompt", "completion", "tools", "chat_template_kwa
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
+def _encoding(value: str) -> str:
+    try:
+        codecs.getincrementaldecoder(value)().decode("".encode(value))
+    except (LookupError, UnicodeError) as error:
+        raise ValueError(f"{value!r} is no encoding of text") from error
+    return value
+
+
+Encoding = Annotated[
+    Text, AfterValidator(_encoding), Allowed("an encoding of text that Python knows, such as utf-8, cp1252 or koi8-r")
+]
+
+
 class MixturePart(Section):
     """One of several data that are mixed: what is null is as in `data`."""
 
@@ -52,6 +66,7 @@ class MixturePart(Section):
     weight: Positive = 1.0
     format: DataFormat | None = None
     text_field: Text | None = None
+    encoding: Encoding | None = None
     columns: Columns | None = None
 
 
@@ -59,16 +74,18 @@ class DataSection(Section):
     """The data to train on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
 
     train: Text | Texts = "stdlib"
-    """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, directories of those, or
-    directories that `save_to_disk` of datasets wrote; or a dataset of the Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with
-    :SPLIT (train)."""
+    """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, or patterns and directories of
+    those, compressed or not (.gz, .bz2, .xz, .lzma, .zst); directories that `save_to_disk` of datasets wrote; or a dataset of the
+    Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with :SPLIT (train)."""
+    encoding: Encoding = "utf-8"
+    """Encoding of text, .jsonl, .csv and .tsv files, by Python's names. A byte order mark counts for more."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
         Allowed("a mapping of names to mappings with train and weight, or null"),
     ] = None
     """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
-    sequences; 1), and may have `format`, `text_field` and `columns`. Each begins anew when all its sequences were read."""
+    sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
     format: DataFormat = "text"
     """Contents of rows: text, the messages of a conversation (chat), or prompt and completion (pairs)."""
     columns: Columns = Field(default_factory=dict)
@@ -89,8 +106,8 @@ class DataSection(Section):
     text_field: Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
     tokenizer: Text | None = None
-    """bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's directory, and bytes for a
-    model that is built from a configuration."""
+    """bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's directory, and bytes for
+    a model that is built from a configuration."""
     cache: Text | None = None
     """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
     sequence_length: Annotated[Whole, Field(ge=2)] = 256
