@@ -9,9 +9,11 @@ one with the turn, are beginnings of the whole. A template for which they are no
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +30,8 @@ from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
 
 _ROWS_AT_ONCE = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NEARLY = 0.9
+"""Part of all answers that a token has to end."""
 _OPTIONAL = ("tools", "chat_template_kwargs")
 
 Messages = list[dict[str, Any]]
@@ -83,17 +87,39 @@ class Renderer:
         if all(isinstance(value, str) for value in values) and self.form == "pairs":
             prompt, completion = values
             return self._rendered(row, prompt + completion, [(len(prompt), len(prompt + completion))], plain=True)
-        turns = [self._messages(row, name, value) for name, value in zip(self.wanted, values, strict=True)]
-        whole = [message for part in turns for message in part]
+        # What is neither text nor a list is wrong by itself, and is looked at before text that is wrong only beside a list.
+        names = sorted(self.wanted, key=lambda name: isinstance(row.values[name], str))
+        turns = {name: self._messages(row, name, row.values[name]) for name in names}
+        whole = [message for name in self.wanted for message in turns[name]]
         if self.form == "pairs":
             text, _ = self._apply(row, whole)
-            return self._rendered(row, text, [self._added(row, text, whole, len(turns[0]), len(whole))])
+            return self._rendered(row, text, [self._added(row, text, whole, len(turns[self.wanted[0]]), len(whole))])
         marked = self.answers and _GENERATION.search(self._template(row)) is not None
         text, answers = self._apply(row, whole, marked=marked)
         if self.answers and not marked:
             said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
             answers = [self._added(row, text, whole, number, number + 1) for number in said]
         return self._rendered(row, text, answers)
+
+    def ending(self, rows: Iterable[Row]) -> int | None:
+        """The token that ends nearly all answers of some rows, such as <|im_end|>; None where there is none."""
+        found: Counter[int] = Counter()
+        count = 0
+        for row in rows:
+            rendered = replace(self, answers=True).render(row)
+            if rendered.plain:
+                return self.tokenizer.end_of_text
+            turns = [each for name in self.wanted for each in row.values[name] if each.get("role") == "assistant"]
+            for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
+                content = str(turn.get("content")).strip()
+                # The template's own, without white space, is one token; else the turn itself may end with a special one.
+                behind = rendered.text[begin:end].rpartition(content)[2]
+                own, said = self.tokenizer.encode([behind.strip(), content])
+                special = [each for each in said[-1:] if each in self.tokenizer.special_ids]
+                found.update(own.tolist() if len(own) == 1 else [] if behind.strip() else special)
+                count += 1
+        token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
+        return token if times > _NEARLY * count else None
 
     def _rendered(self, row: Row, text: str, answers: Sequence[tuple[int, int]], *, plain: bool = False) -> RenderedRow:
         return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)

@@ -12,8 +12,10 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +49,8 @@ _VERSION = 3
 _LARGE = 16 << 20
 """Bytes of files above which several processes make conversations into tokens."""
 _MOST_PROCESSES = 32
+_ASKED = 64
+"""Rows that are looked at for what ends an answer."""
 
 Sequences = PackedDataset | ConversationDataset
 
@@ -63,6 +67,8 @@ class LoadedData:
     """Nats per token of the training text; it is there for text and the byte tokenizer alone."""
     notes: tuple[str, ...]
     """Lines for the person who runs it."""
+    endings: tuple[int, ...] = ()
+    """The tokens that end answers, where there are any."""
 
 
 def load_datasets(
@@ -97,12 +103,18 @@ def load_datasets(
         cache=cache or TokenCache(None),
         tell=tell,
     )
+    rows = [part for part in section.parts().values() if part.format != "text"]
     if section.mixture is None:
         train, evaluation, notes, entropy = loader.load(section, "data.train")
         if entropy is not None:
             notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
         return LoadedData(
-            train=train, eval=evaluation, tokenizer=tokenizer, byte_pair_entropy=entropy, notes=tuple(notes)
+            train=train,
+            eval=evaluation,
+            tokenizer=tokenizer,
+            byte_pair_entropy=entropy,
+            notes=tuple(notes),
+            endings=loader.endings(rows),
         )
     sets: dict[str, Sequences] = {}
     held: dict[str, Sequences] = {}
@@ -120,7 +132,14 @@ def load_datasets(
     if eval_source is not None:
         chosen, note = loader.evaluation(section, eval_source)
         lines.append(note)
-    return LoadedData(train=mixed, eval=chosen, tokenizer=tokenizer, byte_pair_entropy=None, notes=tuple(lines))
+    return LoadedData(
+        train=mixed,
+        eval=chosen,
+        tokenizer=tokenizer,
+        byte_pair_entropy=None,
+        notes=tuple(lines),
+        endings=loader.endings(rows),
+    )
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -183,6 +202,20 @@ class _DatasetLoader:
             notes.append(f"{where}: left out {len(skipped)} files that are not {kind}, such as {skipped[0]!r}")
         return train, evaluation, notes, entropy
 
+    def _renderer(self, section: DataSection) -> Renderer:
+        columns = {str(name): own for name, own in section.columns.items()}
+        return Renderer(self.tokenizer, section.format, columns, self.template, section.loss_on == "answers")
+
+    def endings(self, sections: Sequence[DataSection]) -> tuple[int, ...]:
+        """The tokens that end nearly all answers in the first rows of some sections."""
+        found: list[int | None] = []
+        for section in sections:
+            renderer = self._renderer(section)
+            source = find_text(section.train, text_field="", where="data.train", encoding=section.encoding)
+            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
+                found.append(renderer.ending(islice(source.rows(renderer.wanted, renderer.optional, []), _ASKED)))
+        return tuple({token for token in found if token is not None})
+
     def eval_source(self, section: DataSection) -> TextSource | None:
         """Find what `data.eval` names; None where it names nothing."""
         if section.eval is None:
@@ -199,9 +232,8 @@ class _DatasetLoader:
         values: list[Any] = [_VERSION, self.digest, fraction, source.description()]
         renderer = None
         if section.format != "text":
-            answers, columns = section.loss_on == "answers", {str(name): own for name, own in section.columns.items()}
-            renderer = Renderer(self.tokenizer, section.format, columns, self.template, answers)
-            values += [section.format, columns, self.template, answers, section.sequence_length]
+            renderer = self._renderer(section)
+            values += [section.format, renderer.columns, self.template, renderer.answers, section.sequence_length]
         key = None
         if self.digest is not None:
             described = json.dumps(values).encode(errors="surrogateescape")

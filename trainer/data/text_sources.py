@@ -10,7 +10,6 @@ import codecs
 import csv
 import glob
 import gzip
-import io
 import json
 import lzma
 import os
@@ -18,9 +17,10 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from zeromesh.errors import DataError, summary
 
@@ -48,21 +48,17 @@ _BOMS = {
 }
 
 
-def _open_zstd(path: Path) -> Any:
+def _open_zstd(path: Path, _: str) -> Any:
     import pyarrow
 
     return pyarrow.input_stream(str(path), compression="zstd")
 
 
-_UNPACKED: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".lzma": lzma.open,
-    ".zst": _open_zstd,
-}
+_UNPACKED: dict[str, Callable[[Path, Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zstd}
+_UNPACKED |= {".xz": lzma.open, ".lzma": lzma.open}
 """By a name's last suffix, what opens a compressed file, of which one file is made."""
-_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_PIECE_BYTES = 1 << 20
+_CURE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
 _HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
@@ -158,10 +154,8 @@ class TextSource:
         stats = [(file, file.path.stat()) for file in self.files]
         return [
             self.text_field,
-            [
-                [os.path.abspath(file.path), file.key, file.encoding, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
-                for file, s in stats
-            ],
+            [[os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats],
+            [file.encoding for file in self.files],
         ]
 
 
@@ -181,8 +175,17 @@ def find_text(
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
-    expanded, notes = expand_patterns(paths, where)
-    for path, key in expanded:
+    expanded: list[tuple[Path, str]] = []
+    notes = []
+    for path in (Path(each).expanduser() for each in paths):
+        if path.exists() or not glob.has_magic(str(path)):
+            expanded.append((path, path.name))
+            continue
+        every = "**" in path.parts  # Else a folder would be found beside its own files.
+        fitting = sorted(each for each in glob.glob(str(path), recursive=True) if not every or Path(each).is_file())
+        expanded += [(Path(each), each) for each in fitting]
+        notes.append(f"{where} {str(path)!r}: {len(fitting):,} file{'s' if len(fitting) > 1 else ''}")
+    for path, name in expanded:
         if str(path).startswith(HUB):
             files += _hub_files(str(path), where)
             continue
@@ -193,8 +196,7 @@ def find_text(
             keys = _files_below(path)
             files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
         elif path.is_file():
-            key = key or path.name
-            files.append(SourceFile(path=path, key=key, form=_form(key), encoding=encoding, named=True))
+            files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
         else:
             raise DataError(
                 f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
@@ -203,25 +205,6 @@ def find_text(
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")
     return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
-
-
-def expand_patterns(paths: Sequence[str | Path], where: str) -> tuple[list[tuple[Path, str]], list[str]]:
-    """The paths, each with the part of it that a pattern stands for, or "", and a line for each pattern.
-
-    Raises `DataError` for a pattern that no path fits.
-    """
-    found, notes = [], []
-    for path in (Path(each).expanduser() for each in paths):
-        if path.exists() or str(path).startswith(HUB) or not glob.has_magic(str(path)):
-            found.append((path, ""))
-            continue
-        fitting = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        if not fitting:
-            raise DataError(f"{where}: no file fits the pattern {str(path)!r}")
-        fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
-        found += [(each, Path(*each.parts[fixed:]).as_posix()) for each in fitting]
-        notes.append(f"{where} {str(path)!r}: {len(fitting):,} file{'s' if len(fitting) > 1 else ''}")
-    return found, notes
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
@@ -238,55 +221,54 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     return TextSource(name=STDLIB, files=files, text_field="")
 
 
-def read_text(path: Path, encoding: str = "utf-8", *, cure: str = "") -> str:
-    """Read the text of a file, which may be compressed. Raises `DataError`, as `open_text` does and for other encodings."""
-    try:
-        with open_text(path, encoding) as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise wrong_bytes(path, encoding, error, cure) from error
-    except _READ_ERRORS as error:
-        raise DataError(
-            f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or summary(error)}"
-        ) from error
+def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _CURE) -> str:
+    """Read the text of a file. Raises `DataError` where it cannot be read, or is in another encoding; `cure` is what to do then."""
+    return "".join(_pieces(path, encoding, cure))
 
 
-def open_text(path: Path, encoding: str) -> TextIO:
-    """Open a file as text, unpacked, in the encoding that its byte order mark says, or else in `encoding`; line ends stay as they
-    are. Reading raises `UnicodeDecodeError` for bytes that are not in it."""
-    with _open(path) as file:
-        encoding = _encoding_of(file.read(4), encoding)
-    return io.TextIOWrapper(_open(path), encoding=encoding, newline="")
-
-
-def wrong_bytes(path: Path, encoding: str, error: UnicodeDecodeError, cure: str = "") -> DataError:
-    """The error about the first bytes of a file that are not in its encoding."""
-    place, size = 0, 1 << 20
-    with _open(path) as file:
-        head = file.read(size)
-        encoding = _encoding_of(head, encoding)
+def _pieces(path: Path, encoding: str, cure: str = _CURE) -> Iterator[str]:
+    """Yield the text of a file, unpacked, in the encoding that its byte order mark says, or else in `encoding`."""
+    place = kept = 0
+    with _opened(path) as file:
+        piece = file.read(_PIECE_BYTES)
+        encoding = _encoding_of(piece, encoding)
         decoder = codecs.getincrementaldecoder(encoding)()
         try:
-            while head:
+            while piece:
                 kept = len(decoder.getstate()[0])
-                decoder.decode(head)
-                place, head = place + len(head), file.read(size)
+                yield decoder.decode(piece)
+                place, piece = place + len(piece), file.read(_PIECE_BYTES)
             kept = len(decoder.getstate()[0])
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as found:
-            error, place = found, place - kept + found.start
-    unpacked = " of what it unpacks to" if path.suffix.lower() in _UNPACKED else ""
-    shown = error.object[error.start : error.end][:4].hex(" ")
-    return DataError(
-        f"{str(path)!r} is not {encoding}: byte {place:,}{unpacked} ({shown}): {error.reason}; "
-        + (cure or "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8")
-    )
+            yield decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            wrong = error.object[error.start : error.end][:4].hex(" ")
+            raise DataError(
+                f"{str(path)!r} is not {encoding}: byte {place - kept + error.start:,} of its text is {wrong} "
+                f"({error.reason}); {cure}"
+            ) from error
 
 
-def _open(path: Path) -> Any:
-    """Open a file to read its bytes, or those that it unpacks to."""
-    opener = _UNPACKED.get(path.suffix.lower())
-    return path.open("rb") if opener is None else opener(path)
+def _lines(file: SourceFile) -> Iterator[str]:
+    rest: list[str] = []
+    for piece in _pieces(file.path, file.encoding):
+        *whole, last = piece.split("\n")
+        if whole:
+            yield "".join(rest) + whole[0] + "\n"
+            yield from (f"{line}\n" for line in whole[1:])
+            rest = []
+        rest.append(last)
+    yield "".join(rest)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file to read its bytes, or those that it unpacks to. Raises `DataError`."""
+    try:
+        with _UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or summary(error)
+        raise DataError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
 def _encoding_of(head: bytes, encoding: str) -> str:
@@ -316,13 +298,8 @@ def _is_portable_source(key: str) -> bool:
 
 def _is_text(file: SourceFile) -> bool:
     """Return True if a file holds text: NUL characters at the start are what tells other files apart."""
-    try:
-        with _open(file.path) as opened:
-            head = opened.read(_PROBE_BYTES)
-    except _READ_ERRORS as error:
-        raise DataError(
-            f"{str(file.path)!r} cannot be read: {getattr(error, 'strerror', None) or summary(error)}"
-        ) from error
+    with _opened(file.path) as opened:
+        head = opened.read(_PROBE_BYTES)
     return "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
 
 
@@ -395,11 +372,9 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
                 number += 1
     except DataError:
         raise
-    except UnicodeDecodeError as error:
-        raise wrong_bytes(file.path, file.encoding, error) from error
     except (
-        *(ValueError, TypeError, KeyError, RecursionError, csv.Error, datasets.exceptions.DatasetsError),
-        *_READ_ERRORS,
+        *(ValueError, TypeError, KeyError, OSError, RecursionError, csv.Error),
+        datasets.exceptions.DatasetsError,
     ) as error:
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
@@ -415,28 +390,26 @@ def _cure(columns: Collection[str], cure: str) -> str:
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
-    with open_text(file.path, file.encoding) as lines:
-        for row in csv.DictReader(lines, delimiter="," if file.form == "csv" else "\t", strict=True):
-            yield {str(name): [value] for name, value in row.items()}
+    for row in csv.DictReader(_lines(file), delimiter="," if file.form == "csv" else "\t", strict=True):
+        yield {str(name): [value] for name, value in row.items()}
 
 
 def _json_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     """Yield each row of JSON lines, or of one list. Halves of characters, which have no bytes, become '?'."""
-    with open_text(file.path, file.encoding) as lines:
-        for number, line in enumerate(lines, 1):
-            text = line + lines.read() if line.lstrip().startswith("[") else line
-            if text.isspace():
-                continue
-            where = f"{str(file.path)!r} line {number}"
-            try:
-                found = json.loads(text)
-            except json.JSONDecodeError as error:
+    lines = _lines(file)
+    for number, line in enumerate(lines, 1):
+        text = line + "".join(lines) if line.lstrip().startswith("[") else line
+        if not text or text.isspace():
+            continue
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{str(file.path)!r} line {number} cannot be read as json: {error}") from error
+        if _HALF_CHARACTER.search(text):
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+        for row in found if isinstance(found, list) else [found]:
+            if not isinstance(row, dict):
                 raise DataError(
-                    f"{where} is no JSON: {error}; give one object in each line, or one list of them"
-                ) from error
-            if _HALF_CHARACTER.search(text):
-                found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
-            for row in found if isinstance(found, list) else [found]:
-                if not isinstance(row, dict):
-                    raise DataError(f"{where}: {str(row)[:40]!r} is no object; a row is a mapping of columns to values")
-                yield {name: [value] for name, value in row.items()}
+                    f"{str(file.path)!r} line {number} is a {type(row).__name__}; rows are objects of columns"
+                )
+            yield {name: [value] for name, value in row.items()}

@@ -67,6 +67,11 @@ class ByteTokenizer:
         return {}
 
     @property
+    def special_ids(self) -> list[int]:
+        """The ids that stand for no text."""
+        return [self.end_of_text]
+
+    @property
     def beginning(self) -> list[int]:
         """The ids that a text begins with."""
         return []
@@ -175,6 +180,11 @@ class PretrainedTokenizer:
     def special_tokens(self) -> dict[str, str]:
         """The names that templates know beside messages and tools: `bos_token`, `eos_token` and others."""
         return dict(self.tokenizer.special_tokens_map)
+
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids that stand for no text."""
+        return list(self.tokenizer.all_special_ids)
 
     @property
     def beginning(self) -> list[int]:

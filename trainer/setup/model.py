@@ -34,6 +34,7 @@ from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
+from zeromesh.trainer.models.generation import end_also_at
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
@@ -84,6 +85,8 @@ def build_trained_model(
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
+    if data.loaded is not None:
+        console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
     changes = ExitStack()
     changes.callback(keep_attributes(model))
     if config.model.attention is not None:
