@@ -61,6 +61,11 @@ def collator_of(collate: Collate | None, processing_class: Any, *, datasets: boo
     return collate
 
 
+def is_library(collate: Collate | None) -> bool:
+    """True for collators of transformers, and for the one that is used where there is none: they make tensors of all fields."""
+    return collate is None or str(getattr(collate, "__module__", "")).startswith("transformers.")
+
+
 def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:
     """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`.
 
@@ -207,8 +212,8 @@ class BatchRules:
     causal: bool = False
     fields: frozenset[str] | None = None
     """Fields of a batch that the model's forward accepts; None: any."""
-    sample_fields: frozenset[str] | None = None
-    """Fields of a sample that the data collator sees; None: all."""
+    reduced: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Leaves out of a sample the fields that the data collator does not see."""
     cut_to: int | None = None
     """The batches are text, and cut to a multiple of so many tokens; None: they stay as they are."""
 
@@ -235,13 +240,12 @@ class BatchRules:
 
     def _reduced(self, sample: Any, index: int) -> Any:
         """A sample without the fields that the collator does not see. Raises `DataError` where no field is left."""
-        allowed = self.sample_fields
-        if allowed is None or not isinstance(sample, Mapping):
+        if not isinstance(sample, Mapping):
             return sample
-        found = {name: value for name, value in sample.items() if name in allowed}
-        if not found:
+        found = self.reduced(sample)
+        if not found and sample:
             raise DataError(
-                f"sample {index} has no field that the model's forward takes ({', '.join(sorted(allowed))}): "
+                f"sample {index} has no field that the model's forward takes: "
                 f"{_field_list(sample)}. Name its fields after them, or, if the data_collator makes them, set "
                 "data.remove_unused: false (remove_unused_columns)"
             )

@@ -111,12 +111,14 @@ class Renderer:
                 return self.tokenizer.end_of_text
             turns = [each for name in self.wanted for each in row.values[name] if each.get("role") == "assistant"]
             for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
-                content = str(turn.get("content")).strip()
-                # The template's own, without white space, is one token; else the turn itself may end with a special one.
-                behind = rendered.text[begin:end].rpartition(content)[2]
-                own, said = self.tokenizer.encode([behind.strip(), content])
-                special = [each for each in said[-1:] if each in self.tokenizer.special_ids]
-                found.update(own.tolist() if len(own) == 1 else [] if behind.strip() else special)
+                content = str(turn.get("content") or "").strip()
+                if not content:
+                    continue
+                # What the template writes behind it is one token but for white space, or else the turn ends with a special one.
+                behind = rendered.text[begin:end].rpartition(content)[2].strip()
+                ends = not behind and content.endswith(tuple(map(str, self.tokenizer.special_tokens.values())))
+                own, said = self.tokenizer.encode([behind, content])
+                found.update(own.tolist() if len(own) == 1 else said[-1:].tolist() if ends else [])
                 count += 1
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
         return token if times > _NEARLY * count else None

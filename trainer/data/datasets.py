@@ -12,9 +12,9 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -103,7 +103,6 @@ def load_datasets(
         cache=cache or TokenCache(None),
         tell=tell,
     )
-    rows = [part for part in section.parts().values() if part.format != "text"]
     if section.mixture is None:
         train, evaluation, notes, entropy = loader.load(section, "data.train")
         if entropy is not None:
@@ -114,7 +113,7 @@ def load_datasets(
             tokenizer=tokenizer,
             byte_pair_entropy=entropy,
             notes=tuple(notes),
-            endings=loader.endings(rows),
+            endings=tuple(loader.endings),
         )
     sets: dict[str, Sequences] = {}
     held: dict[str, Sequences] = {}
@@ -138,7 +137,7 @@ def load_datasets(
         tokenizer=tokenizer,
         byte_pair_entropy=None,
         notes=tuple(lines),
-        endings=loader.endings(rows),
+        endings=tuple(loader.endings),
     )
 
 
@@ -171,6 +170,8 @@ class _DatasetLoader:
     """Samples have an `attention_mask`: those of rows do that are not packed."""
     cache: TokenCache
     tell: Callable[[str], None]
+    endings: set[int] = field(default_factory=set)
+    """The tokens that end nearly all answers of what was loaded."""
 
     def load(self, section: DataSection, where: str) -> tuple[Sequences, Sequences | None, list[str], float | None]:
         """Return the sequences to be trained on, those of `data.eval` or held out, notes, and the byte-pair entropy."""
@@ -180,6 +181,11 @@ class _DatasetLoader:
         eval_source = self.eval_source(section)
         text = self._read(section, source, fraction if eval_source is None else 0.0)
         kept, held = text.kept, text.held
+        if section.format != "text":
+            renderer = self._renderer(section)
+            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
+                ending = renderer.ending(islice(source.rows(renderer.wanted, renderer.optional, []), _ASKED))
+                self.endings.update([ending] if ending is not None else [])
         entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
         if eval_source is not None:
             evaluation, eval_note = self.evaluation(section, eval_source)
@@ -204,17 +210,8 @@ class _DatasetLoader:
 
     def _renderer(self, section: DataSection) -> Renderer:
         columns = {str(name): own for name, own in section.columns.items()}
-        return Renderer(self.tokenizer, section.format, columns, self.template, section.loss_on == "answers")
-
-    def endings(self, sections: Sequence[DataSection]) -> tuple[int, ...]:
-        """The tokens that end nearly all answers in the first rows of some sections."""
-        found: list[int | None] = []
-        for section in sections:
-            renderer = self._renderer(section)
-            source = find_text(section.train, text_field="", where="data.train", encoding=section.encoding)
-            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
-                found.append(renderer.ending(islice(source.rows(renderer.wanted, renderer.optional, []), _ASKED)))
-        return tuple({token for token in found if token is not None})
+        form: Any = section.format
+        return Renderer(self.tokenizer, form, columns, self.template, section.loss_on == "answers")
 
     def eval_source(self, section: DataSection) -> TextSource | None:
         """Find what `data.eval` names; None where it names nothing."""

@@ -171,6 +171,12 @@ def find_text(
     """
     if spec == STDLIB:
         return stdlib_source()
+    try:
+        "".encode(encoding)
+    except (LookupError, UnicodeError) as error:
+        raise DataError(
+            f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
+        ) from error
     paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")

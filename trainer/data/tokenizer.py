@@ -67,11 +67,6 @@ class ByteTokenizer:
         return {}
 
     @property
-    def special_ids(self) -> list[int]:
-        """The ids that stand for no text."""
-        return [self.end_of_text]
-
-    @property
     def beginning(self) -> list[int]:
         """The ids that a text begins with."""
         return []
@@ -182,11 +177,6 @@ class PretrainedTokenizer:
         return dict(self.tokenizer.special_tokens_map)
 
     @property
-    def special_ids(self) -> list[int]:
-        """The ids that stand for no text."""
-        return list(self.tokenizer.all_special_ids)
-
-    @property
     def beginning(self) -> list[int]:
         """The ids that a text begins with, such as that of `bos_token`, where the tokenizer adds any."""
         plain, whole = (list(self.tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
@@ -201,9 +191,8 @@ class PretrainedTokenizer:
         """A copy whose chat template is the one that is `given`, which may be a name; models are saved with the one they learnt."""
         own, named = copy.deepcopy(self.tokenizer), getattr(self.tokenizer, "chat_template", None)
         if "{" not in given and not (isinstance(named, Mapping) and given in named):
-            known = ", ".join(named) if isinstance(named, Mapping) else "no names"
             raise DataError(
-                f"data.chat_template: {given!r} is neither a template nor a file, and the tokenizer has templates of {known}"
+                f"data.chat_template: {given!r} is no template, no file and no name of the tokenizer's templates"
             )
         own.chat_template = self.template(given, None)
         return PretrainedTokenizer(tokenizer=own)

@@ -47,7 +47,7 @@ def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequenc
 
     `name` gives the text of tokens.
     """
-    settings = getattr(pretrained_of(model), "generation_config", None)
+    settings: Any = getattr(pretrained_of(model), "generation_config", None)
     notes = []
     for token in tokens if settings is not None else ():
         ends = settings.eos_token_id

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -20,7 +21,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules
+from zeromesh.trainer.data.collate import BatchRules, is_library
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -124,7 +125,7 @@ def build_trained_model(
                 vocab_size=forward.vocab_size,
                 causal=loss.causal,
                 fields=forward.fields,
-                sample_fields=forward.named if config.data.remove_unused else None,
+                reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
                 cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,
             ),
         )
@@ -363,6 +364,15 @@ def _check_first_batches(
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
         batch = feed.first_batch()
+        sample = feed.dataset[feed.order.dataset_index(0)]
+        unseen = (
+            [field for field in sample if field not in feed.rules.reduced(sample)]
+            if isinstance(sample, Mapping)
+            else ()
+        )
+        if unseen:
+            away = f"which {forward.model}.forward does not take (data.remove_unused: false keeps them)"
+            notes.append(f"{name}: left out before the data_collator {', '.join(unseen)}, {away}")
         forward.check(batch)
         _check_sequence_shards(config, batch)
         loss.count(batch)

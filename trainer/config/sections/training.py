@@ -1,9 +1,8 @@
 """The sections `data`, `batch`, `optimizer`, `schedule` and `ema`."""
 
-import codecs
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
@@ -46,19 +45,6 @@ Column = Literal["messages", "prompt", "completion", "tools", "chat_template_kwa
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
-def _encoding(value: str) -> str:
-    try:
-        codecs.getincrementaldecoder(value)().decode("".encode(value))
-    except (LookupError, UnicodeError) as error:
-        raise ValueError(f"{value!r} is no encoding of text") from error
-    return value
-
-
-Encoding = Annotated[
-    Text, AfterValidator(_encoding), Allowed("an encoding of text that Python knows, such as utf-8, cp1252 or koi8-r")
-]
-
-
 class MixturePart(Section):
     """One of several data that are mixed: what is null is as in `data`."""
 
@@ -66,7 +52,7 @@ class MixturePart(Section):
     weight: Positive = 1.0
     format: DataFormat | None = None
     text_field: Text | None = None
-    encoding: Encoding | None = None
+    encoding: Text | None = None
     columns: Columns | None = None
 
 
@@ -77,8 +63,8 @@ class DataSection(Section):
     """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, or patterns and directories of
     those, compressed or not (.gz, .bz2, .xz, .lzma, .zst); directories that `save_to_disk` of datasets wrote; or a dataset of the
     Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with :SPLIT (train)."""
-    encoding: Encoding = "utf-8"
-    """Encoding of text, .jsonl, .csv and .tsv files, by Python's names. A byte order mark counts for more."""
+    encoding: Text = "utf-8"
+    """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark counts for more."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
@@ -119,8 +105,9 @@ class DataSection(Section):
     separate_documents: bool | None = None
     """Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that takes
     position_ids. null: where conversations or pairs are packed."""
-    remove_unused: bool = False
-    """Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: after it."""
+    remove_unused: bool | None = None
+    """Leave out what the model does not take before a data_collator sees a sample, as transformers does (true), or after it
+    (false). null: before it for text beside tokens, and for all fields where the collator is one of transformers."""
     seed: Seed | None = None
     """Seed of the order of the data; null: that of the run."""
     workers: Literal["auto"] | CountOrOff = "auto"
