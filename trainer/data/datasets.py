@@ -210,8 +210,7 @@ class _DatasetLoader:
 
     def _renderer(self, section: DataSection) -> Renderer:
         columns = {str(name): own for name, own in section.columns.items()}
-        form: Any = section.format
-        return Renderer(self.tokenizer, form, columns, self.template, section.loss_on == "answers")
+        return Renderer(self.tokenizer, section.format, columns, self.template, section.loss_on == "answers")
 
     def eval_source(self, section: DataSection) -> TextSource | None:
         """Find what `data.eval` names; None where it names nothing."""

@@ -387,7 +387,8 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
 
 def _cure(columns: Collection[str], cure: str) -> str:
     """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
-    for form, names in {"chat": {"messages"}, "pairs": {"prompt", "completion"}}.items():
+    known = {"chat": {"messages"}, "pairs": {"prompt", "completion"}, "alpaca": {"instruction", "output"}}
+    for form, names in {**known, "sharegpt": {"conversations"}}.items():
         if names <= set(columns):
             return f"set data.format: {form}"
     return cure

@@ -40,8 +40,11 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs"]
-Column = Literal["messages", "prompt", "completion", "tools", "chat_template_kwargs"]
+DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt"]
+Column = Literal[
+    "messages", "prompt", "completion", "tools", "chat_template_kwargs",
+    "instruction", "input", "output", "conversations", "system",
+]  # fmt: skip
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
@@ -73,10 +76,11 @@ class DataSection(Section):
     """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
     sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
     format: DataFormat = "text"
-    """Contents of rows: text, the messages of a conversation (chat), or prompt and completion (pairs)."""
+    """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
+    (alpaca), or conversations of from and value (sharegpt), which become messages."""
     columns: Columns = Field(default_factory=dict)
-    """Names in the files of the columns messages, prompt, completion, tools and chat_template_kwargs, where they have others:
-    `{messages: conversations}`."""
+    """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
+    instruction, input, output, conversations, system), where they have others: `{messages: turns}`."""
     chat_template: Text | None = None
     """The Jinja template of conversations, or a file that holds it; null: the tokenizer's own."""
     loss_on: Literal["answers", "all"] = "answers"
