@@ -271,8 +271,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
             "directory that save_pretrained wrote",
             where=source,
         )
-    tokenizer = (f"data.tokenizer={path}",) if (path / "tokenizer_config.json").is_file() else ()
-    return None, (f"model.source={path}", *tokenizer, f"run.name={path.resolve().name}"), None
+    return None, (f"model.source={path}", f"run.name={path.resolve().name}"), None
 
 
 _NOT_EVALUATED = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metrics"}

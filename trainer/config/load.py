@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from glob import glob
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -172,7 +173,7 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
                 continue
             if (
                 exists
-                or (_DATASET in cure and path.startswith("hub:"))
+                or (_DATASET in cure and (path.startswith("hub:") or glob(str(there), recursive=True)))
                 or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path))
             ):
                 continue

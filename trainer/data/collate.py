@@ -7,7 +7,7 @@ goes to its device, so that no check waits for one.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -59,6 +59,11 @@ def collator_of(collate: Collate | None, processing_class: Any, *, datasets: boo
     if collate is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))
     return collate
+
+
+def is_library(collate: Collate | None) -> bool:
+    """True for collators of transformers, and for the one that is used where there is none: they make tensors of all fields."""
+    return collate is None or str(getattr(collate, "__module__", "")).startswith("transformers.")
 
 
 def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:
@@ -125,6 +130,27 @@ def _field_list(sample: Mapping[str, Any]) -> str:
     return ", ".join(f"{field!r} ({type(value).__name__})" for field, value in sample.items()) or "no field"
 
 
+def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
+    """A batch of text, fields `[batch, sequence]`, without the columns at its end that are padding in all of its rows.
+
+    Padding is where `attention_mask` is 0, or the last document of a row by its `position_ids` where that has no target. A model
+    that balances experts, for example, counts all tokens that it is given. The length stays a `multiple`, and a mask of ones goes.
+    """
+    length = batch["labels"].shape[1]
+    places = torch.arange(length)
+    if "attention_mask" in batch:
+        ends = batch["attention_mask"].sum(dim=1)
+    else:
+        last = ((batch["position_ids"] == 0) * places).amax(dim=1)
+        learnt = ((batch["labels"] != IGNORED_LABEL) & (places >= last[:, None])).any(dim=1)
+        ends = torch.where(learnt, length, last)
+    end = min(-(-int(ends.max()) // multiple) * multiple, length)
+    found = {name: value[:, :end].contiguous() for name, value in batch.items()}
+    if "attention_mask" in found and bool(found["attention_mask"].all()):
+        found.pop("attention_mask")
+    return found
+
+
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
     """Count the terms that the loss of a batch is the mean of.
 
@@ -186,8 +212,10 @@ class BatchRules:
     causal: bool = False
     fields: frozenset[str] | None = None
     """Fields of a batch that the model's forward accepts; None: any."""
-    sample_fields: frozenset[str] | None = None
-    """Fields of a sample that the data collator sees; None: all."""
+    reduced: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Leaves out of a sample the fields that the data collator does not see."""
+    cut_to: int | None = None
+    """The batches are text, and cut to a multiple of so many tokens; None: they stay as they are."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Read, collate and check the samples of these dataset indices; the batch has all fields.
@@ -208,30 +236,20 @@ class BatchRules:
                 "mapping of the model's argument names to tensors"
             )
         check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices)
-        return dict(batch)
+        return dict(batch) if self.cut_to is None else without_padding(batch, self.cut_to)
 
     def _reduced(self, sample: Any, index: int) -> Any:
         """A sample without the fields that the collator does not see. Raises `DataError` where no field is left."""
-        allowed = self.sample_fields
-        if allowed is None or not isinstance(sample, Mapping):
+        if not isinstance(sample, Mapping):
             return sample
-        found = {name: value for name, value in sample.items() if name in allowed}
-        if not found:
+        found = self.reduced(sample)
+        if not found and sample:
             raise DataError(
-                f"sample {index} has no field that the model's forward takes ({', '.join(sorted(allowed))}): "
+                f"sample {index} has no field that the model's forward takes: "
                 f"{_field_list(sample)}. Name its fields after them, or, if the data_collator makes them, set "
                 "data.remove_unused: false (remove_unused_columns)"
             )
         return found
-
-
-def require_targets(targets: int, *, indices: Iterable[int]) -> None:
-    """Raise `DataError` where a global batch (`indices`: its dataset indices) has 0 targets."""
-    if targets == 0:
-        raise DataError(
-            f"every label of the global batch is {IGNORED_LABEL} (samples {some(list(indices), 8)}): its loss "
-            "is the mean of nothing; check how the dataset or the data_collator masks labels"
-        )
 
 
 @contextmanager

@@ -9,11 +9,13 @@ one with the turn, are beginnings of the whole. A template for which they are no
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -28,9 +30,52 @@ from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer, require_bound
 
 _ROWS_AT_ONCE = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NEARLY = 0.9
+"""Part of all answers that a token has to end."""
 _OPTIONAL = ("tools", "chat_template_kwargs")
 
 Messages = list[dict[str, Any]]
+
+
+_ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
+"""By the names of ShareGPT."""
+
+
+def _alpaca(row: Mapping[str, Any]) -> Messages:
+    """An instruction, which may have an input, and its output."""
+    asked = [*_said("user", row["instruction"], needed=True), *_said("user", row["input"])]
+    question = _said("user", "\n\n".join(each["content"] for each in asked))
+    return [*_said("system", row["system"]), *question, *_said("assistant", row["output"], needed=True)]
+
+
+def _sharegpt(row: Mapping[str, Any]) -> Messages:
+    """Turns with `from` and `value`."""
+    turns = [_said(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
+    return [*_said("system", row["system"]), *chain(*turns)]
+
+
+def _said(role: str, text: Any, *, needed: bool = False) -> Messages:
+    """A message; none where there is no text. Raises `TypeError` for what is no text, and for none where it is `needed`."""
+    if not isinstance(text, str if needed else str | None):
+        raise TypeError(f"what the {role} says is {type(text).__name__}, not text")
+    return [{"role": role, "content": text}] if text or needed else []
+
+
+class RowFormat(NamedTuple):
+    """The columns of rows of a `data.format`, and what makes messages of them; None: they are messages, or text."""
+
+    wanted: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    messages: Callable[[Mapping[str, Any]], Messages] | None = None
+
+
+FORMATS = {
+    "chat": RowFormat(("messages",)),
+    "pairs": RowFormat(("prompt", "completion")),
+    "alpaca": RowFormat(("instruction", "output"), ("input", "system"), _alpaca),
+    "sharegpt": RowFormat(("conversations",), ("system",), _sharegpt),
+}
 
 
 class RenderedRow(NamedTuple):
@@ -62,7 +107,7 @@ class Renderer:
     """
 
     tokenizer: Tokenizer
-    form: Literal["chat", "pairs"]
+    form: str
     columns: Mapping[str, str]
     template: str | None
     answers: bool
@@ -70,30 +115,66 @@ class Renderer:
     @property
     def wanted(self) -> list[str]:
         """The columns that each row must have."""
-        return [self._column(name) for name in (("messages",) if self.form == "chat" else ("prompt", "completion"))]
+        return [self._column(name) for name in FORMATS[self.form].wanted]
 
     @property
     def optional(self) -> list[str]:
         """The columns that a row may have."""
-        return [self._column(name) for name in _OPTIONAL]
+        return [self._column(name) for name in (*FORMATS[self.form].optional, *_OPTIONAL)]
+
+    def _turns(self, row: Row) -> dict[str, Any]:
+        """The messages of a row, or its prompt and completion, by their columns."""
+        made = FORMATS[self.form].messages
+        if made is None:
+            return {name: row.values[name] for name in self.wanted}
+        names = (*FORMATS[self.form].wanted, *FORMATS[self.form].optional)
+        try:
+            return {"messages": made({name: row.values.get(self._column(name)) for name in names})}
+        except (TypeError, AttributeError, KeyError) as error:
+            raise DataError(f"{row.where} is no row of data.format {self.form}: {summary(error)}") from error
 
     def render(self, row: Row) -> RenderedRow:
         """Return the text of a row. Raises `DataError` for one that is not as its format asks, and for templates, as above."""
-        values = [row.values[name] for name in self.wanted]
+        given = self._turns(row)
+        values = list(given.values())
         if all(isinstance(value, str) for value in values) and self.form == "pairs":
             prompt, completion = values
             return self._rendered(row, prompt + completion, [(len(prompt), len(prompt + completion))], plain=True)
-        turns = [self._messages(row, name, value) for name, value in zip(self.wanted, values, strict=True)]
-        whole = [message for part in turns for message in part]
+        # What is neither text nor a list is wrong by itself, and is looked at before text that is wrong only beside a list.
+        names = sorted(given, key=lambda name: isinstance(given[name], str))
+        turns = {name: self._messages(row, name, given[name]) for name in names}
+        whole = [message for name in given for message in turns[name]]
         if self.form == "pairs":
             text, _ = self._apply(row, whole)
-            return self._rendered(row, text, [self._added(row, text, whole, len(turns[0]), len(whole))])
+            return self._rendered(row, text, [self._added(row, text, whole, len(turns[self.wanted[0]]), len(whole))])
         marked = self.answers and _GENERATION.search(self._template(row)) is not None
         text, answers = self._apply(row, whole, marked=marked)
         if self.answers and not marked:
             said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
             answers = [self._added(row, text, whole, number, number + 1) for number in said]
         return self._rendered(row, text, answers)
+
+    def ending(self, rows: Iterable[Row]) -> int | None:
+        """The token that ends nearly all answers of some rows, such as <|im_end|>; None where there is none."""
+        found: Counter[int] = Counter()
+        count = 0
+        for row in rows:
+            rendered = replace(self, answers=True).render(row)
+            if rendered.plain:
+                return self.tokenizer.end_of_text
+            turns = [each for value in self._turns(row).values() for each in value if each.get("role") == "assistant"]
+            for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
+                content = str(turn.get("content") or "").strip()
+                if not content:
+                    continue
+                # What the template writes behind it is one token but for white space, or else the turn ends with a special one.
+                behind = rendered.text[begin:end].rpartition(content)[2].strip()
+                ends = not behind and content.endswith(tuple(map(str, self.tokenizer.special_tokens.values())))
+                own, said = self.tokenizer.encode([behind, content])
+                found.update(own.tolist() if len(own) == 1 else said[-1:].tolist() if ends else [])
+                count += 1
+        token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
+        return token if times > _NEARLY * count else None
 
     def _rendered(self, row: Row, text: str, answers: Sequence[tuple[int, int]], *, plain: bool = False) -> RenderedRow:
         return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
@@ -105,7 +186,7 @@ class Renderer:
         """The messages of a column, without the keys that only other rows have: files of columns hold null for them."""
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             kinds = (
-                "a list of messages" if self.form == "chat" else "text, or a list of messages, as the other column is"
+                "a list of messages" if self.form != "pairs" else "text, or a list of messages, as the other column is"
             )
             given = "an empty list" if value == [] else type(value).__name__
             raise DataError(
@@ -179,7 +260,7 @@ def read_template(given: str | None) -> str | None:
         return given
     path = Path(given).expanduser()
     if path.is_file():
-        return read_text(path)
+        return read_text(path, cure="save it as UTF-8")
     if "/" in given or path.suffix:
         raise DataError(f"data.chat_template: no file {given!r}; give a file, or the template itself")
     return given

@@ -13,7 +13,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,15 +33,24 @@ from zeromesh.trainer.data.packing import (
 )
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
-from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, TokenArray, Tokenizer, load_tokenizer
+from zeromesh.trainer.data.tokenizer import (
+    BYTES,
+    ByteTokenizer,
+    PretrainedTokenizer,
+    TokenArray,
+    Tokenizer,
+    load_tokenizer,
+)
 from zeromesh.trainer.formatting import human_bytes
 
-_VERSION = 2
+_VERSION = 3
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
 
 _LARGE = 16 << 20
 """Bytes of files above which several processes make conversations into tokens."""
 _MOST_PROCESSES = 32
+_ASKED = 64
+"""Rows that are looked at for what ends an answer."""
 
 Sequences = PackedDataset | ConversationDataset
 
@@ -56,6 +67,8 @@ class LoadedData:
     """Nats per token of the training text; it is there for text and the byte tokenizer alone."""
     notes: tuple[str, ...]
     """Lines for the person who runs it."""
+    endings: tuple[int, ...] = ()
+    """The tokens that end answers, where there are any."""
 
 
 def load_datasets(
@@ -77,14 +90,16 @@ def load_datasets(
         ConfigError: for weights of a mixture that are too fine.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(section.tokenizer)
-        template = read_template(section.chat_template)
-        if template is not None and "{" in template and isinstance(tokenizer, PretrainedTokenizer):
-            tokenizer.tokenizer.chat_template = template  # It is saved with the model, which has learnt it.
+        tokenizer = load_tokenizer(section.tokenizer or BYTES)
+    template = read_template(section.chat_template)
+    if template is not None and isinstance(tokenizer, PretrainedTokenizer):
+        tokenizer, template = tokenizer.with_template(template), None
     loader = _DatasetLoader(
         tokenizer=tokenizer,
         digest=tokenizer.digest(),
+        template=template,
         separate=section.separates,
+        masked=not section.separates and any(part.format != "text" for part in section.parts().values()),
         cache=cache or TokenCache(None),
         tell=tell,
     )
@@ -93,7 +108,12 @@ def load_datasets(
         if entropy is not None:
             notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
         return LoadedData(
-            train=train, eval=evaluation, tokenizer=tokenizer, byte_pair_entropy=entropy, notes=tuple(notes)
+            train=train,
+            eval=evaluation,
+            tokenizer=tokenizer,
+            byte_pair_entropy=entropy,
+            notes=tuple(notes),
+            endings=tuple(loader.endings),
         )
     sets: dict[str, Sequences] = {}
     held: dict[str, Sequences] = {}
@@ -111,7 +131,14 @@ def load_datasets(
     if eval_source is not None:
         chosen, note = loader.evaluation(section, eval_source)
         lines.append(note)
-    return LoadedData(train=mixed, eval=chosen, tokenizer=tokenizer, byte_pair_entropy=None, notes=tuple(lines))
+    return LoadedData(
+        train=mixed,
+        eval=chosen,
+        tokenizer=tokenizer,
+        byte_pair_entropy=None,
+        notes=tuple(lines),
+        endings=tuple(loader.endings),
+    )
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -136,18 +163,29 @@ class _DatasetLoader:
     tokenizer: Tokenizer
     digest: str | None
     """None where the tokenizer cannot be recognised."""
+    template: str | None
+    """The chat template of a tokenizer that has none itself."""
     separate: bool
+    masked: bool
+    """Samples have an `attention_mask`: those of rows do that are not packed."""
     cache: TokenCache
     tell: Callable[[str], None]
+    endings: set[int] = field(default_factory=set)
+    """The tokens that end nearly all answers of what was loaded."""
 
     def load(self, section: DataSection, where: str) -> tuple[Sequences, Sequences | None, list[str], float | None]:
         """Return the sequences to be trained on, those of `data.eval` or held out, notes, and the byte-pair entropy."""
         fraction = section.eval_fraction
-        source = find_text(section.train, text_field=section.text_field, where=where)
+        source = find_text(section.train, text_field=section.text_field, where=where, encoding=section.encoding)
         where = f"{where} {source.name!r}"
         eval_source = self.eval_source(section)
         text = self._read(section, source, fraction if eval_source is None else 0.0)
         kept, held = text.kept, text.held
+        if section.format != "text":
+            renderer = self._renderer(section)
+            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
+                ending = renderer.ending(islice(source.rows(renderer.wanted, renderer.optional, []), _ASKED))
+                self.endings.update([ending] if ending is not None else [])
         entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
         if eval_source is not None:
             evaluation, eval_note = self.evaluation(section, eval_source)
@@ -163,18 +201,22 @@ class _DatasetLoader:
             train, evaluation = train.split_tail(fraction)
             few = f"the last {len(evaluation)} sequences are held out"
             eval_note = f"{where}: too few documents to hold out whole ones; {few}"
-        notes = [each for each in (note, eval_note) if each]
+        notes = [*source.notes, *(each for each in (note, eval_note) if each)]
         skipped = text.remarks["skipped"]
         if skipped:
             kind = "text" if section.format == "text" else "rows"
             notes.append(f"{where}: left out {len(skipped)} files that are not {kind}, such as {skipped[0]!r}")
         return train, evaluation, notes, entropy
 
+    def _renderer(self, section: DataSection) -> Renderer:
+        columns = {str(name): own for name, own in section.columns.items()}
+        return Renderer(self.tokenizer, section.format, columns, self.template, section.loss_on == "answers")
+
     def eval_source(self, section: DataSection) -> TextSource | None:
         """Find what `data.eval` names; None where it names nothing."""
         if section.eval is None:
             return None
-        return find_text(section.eval, text_field=section.text_field, where="data.eval")
+        return find_text(section.eval, text_field=section.text_field, where="data.eval", encoding=section.encoding)
 
     def evaluation(self, section: DataSection, source: TextSource) -> tuple[Sequences, str]:
         """Return the sequences of `data.eval`, and a note."""
@@ -186,10 +228,8 @@ class _DatasetLoader:
         values: list[Any] = [_VERSION, self.digest, fraction, source.description()]
         renderer = None
         if section.format != "text":
-            template, answers = read_template(section.chat_template), section.loss_on == "answers"
-            columns = {str(name): own for name, own in section.columns.items()}
-            renderer = Renderer(self.tokenizer, section.format, columns, template, answers)
-            values += [section.format, columns, template, answers, section.sequence_length]
+            renderer = self._renderer(section)
+            values += [section.format, renderer.columns, self.template, renderer.answers, section.sequence_length]
         key = None
         if self.digest is not None:
             described = json.dumps(values).encode(errors="surrogateescape")
@@ -220,9 +260,11 @@ class _DatasetLoader:
         return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=renderer is not None)
 
     def _documents(self, source: TextSource, skipped: list[str]) -> Iterator[_Document]:
+        beginning, end = self.tokenizer.beginning, self.tokenizer.end_of_text
         for document, tokens in encode_documents(source.documents(skipped), self.tokenizer):
             text_bytes = len(document.text.encode("utf-8", errors="replace"))
-            yield _Document(document.key, text_bytes, np.append(tokens, self.tokenizer.end_of_text), None)
+            ids = np.concatenate([np.asarray(beginning, tokens.dtype), tokens, [end]])
+            yield _Document(document.key, text_bytes, ids, None)
 
     def _conversations(
         self, source: TextSource, renderer: Renderer, limit: int, skipped: list[str], counts: Counter[str]
@@ -263,7 +305,12 @@ class _DatasetLoader:
             note += f"; the last {dropped} tokens are no whole sequence and are dropped"
         separator = self.tokenizer.end_of_text if self.separate else None
         return PackedDataset(
-            text=text, first=first, sequences=sequences, sequence_length=length, separator=separator
+            text=text,
+            first=first,
+            sequences=sequences,
+            sequence_length=length,
+            masked=self.masked,
+            separator=separator,
         ), note
 
     def _pack_conversations(

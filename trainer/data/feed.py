@@ -1,5 +1,6 @@
 """The data of a run: its datasets, and the feeds that make checked batches of them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from zeromesh.errors import DataError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import data_randomness
-from zeromesh.trainer.data.collate import BatchRules, MapDataset, count_targets, require_targets
+from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
@@ -20,6 +21,8 @@ from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _COMPARED = 65536
 """Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
+_TRIED = 100
+"""Global batches that are looked through for a target before a run begins. Later ones without any are passed over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,7 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
+        """The Hugging Face tokenizer that has made the text into tokens, to be saved with the model; None: none has."""
         tokenizer = self.tokenizer
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
 
@@ -89,22 +92,26 @@ class Feed:
         return {name: value for name, value in batch.items() if fields is None or name in fields}
 
     def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target, with all its fields. Raises `DataError` where the first global batch has none.
+        """Return the first batch with a target, with all its fields. Raises `DataError` where the first global batches have none.
 
         Every rank reads the same microbatches, up to the first with a target, so that all of them raise or none. A batch without
         `labels` passes: the loss may be made of something else.
         """
         plan = replace(self.plan, data_ranks=1)
-        batch: dict[str, Any] = {}
+        steps = _TRIED if isinstance(self.dataset, StreamedDataset) else 1
+        if plan.epoch_size is not None:
+            steps = min(_TRIED, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
-            for turn in range(plan.accumulation):
-                indices = self.order.dataset_indices(plan.microbatch(0, 0, turn))
+            for step, turn in itertools.product(range(steps), range(plan.accumulation)):
+                indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
                 batch = self.rules.make_batch(self.dataset, list(indices))
                 labels = batch.get("labels")
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
                     return batch
-        require_targets(0, indices=map(self.order.dataset_index, plan.samples_of(0)))
-        return batch
+        raise DataError(
+            f"every label of the first {plan.samples_of(steps - 1).stop} samples is {IGNORED_LABEL}: their loss is the mean of "
+            "nothing; check how the dataset or the data_collator masks labels"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,8 @@ class PackedDataset(TokenDataset):
 
     first: int
     sequences: int
+    masked: bool = False
+    """Samples have an `attention_mask`, of ones, as those of conversations that are mixed with them."""
     separator: int | None = None
     """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
     knows documents, and what comes first in a document is no target."""
@@ -70,7 +72,8 @@ class PackedDataset(TokenDataset):
         self.text.check(start, end)
         ids = torch.from_numpy(self.text.tokens[start:end].astype(np.int64))
         if self.separator is None:
-            return {"input_ids": ids, "labels": ids.clone()}
+            mask = {"attention_mask": torch.ones_like(ids)} if self.masked else {}
+            return {"input_ids": ids, "labels": ids.clone(), **mask}
         begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
         labels = ids.masked_fill(begins, IGNORED_LABEL)
         return {"input_ids": ids, "labels": labels, "position_ids": _positions(begins)}
@@ -119,14 +122,20 @@ class ConversationDataset(TokenDataset):
         order = np.argsort(sequence_of, kind="stable")
         cuts = np.searchsorted(sequence_of[order], np.arange(sequence_of.max(initial=-1) + 2))
         return cls(
-            text=text, sequence_length=sequence_length, begins=begins[order], ends=ends[order], cuts=cuts, **keys
+            text=text,
+            sequence_length=sequence_length,
+            begins=begins[order],
+            ends=ends[order],
+            cuts=cuts,
+            **keys,
         )
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `labels` and, for separate documents, `position_ids`, int64 `[sequence]`."""
+        """Return `input_ids`, `labels` and, for separate documents, `position_ids`, else `attention_mask`, which is 0 for padding:
+        int64 `[sequence]`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         documents = slice(self.cuts[index], self.cuts[index + 1])
@@ -143,7 +152,9 @@ class ConversationDataset(TokenDataset):
         ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
         labels = ids.masked_fill(((tokens & TARGET) == 0) | begins, IGNORED_LABEL)
         found = {"input_ids": ids, "labels": labels}
-        return {**found, "position_ids": _positions(begins)} if self.separate else found
+        if self.separate:
+            return {**found, "position_ids": _positions(begins)}
+        return {**found, "attention_mask": (torch.arange(len(ids)) < size).long()}
 
     def split_tail(self, fraction: float) -> tuple[ConversationDataset, ConversationDataset]:
         """Return all but the last `fraction` of the sequences, and those; at least one on each side."""

@@ -1,16 +1,23 @@
 """The sources of text: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
 
 A source is found first (`find_text`), in an order that depends on names alone, and read after, one document
-(`TextSource.documents`) or row (`TextSource.rows`) at a time.
+(`TextSource.documents`) or row (`TextSource.rows`) at a time. Files may be compressed, and are in the encoding that their byte
+order mark says, or else in `data.encoding`; bytes that are not in it are an error.
 """
 
+import bz2
+import codecs
 import csv
 import glob
+import gzip
 import json
+import lzma
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +39,27 @@ _STDLIB_SKIPPED = frozenset(
 Form = Literal["text", "json", "parquet", "csv", "tsv", "arrow"]
 _ROW_FORMATS: dict[str, Form] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
 _ROW_FORMATS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow"}
+_BOMS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, with which it begins
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def _open_zstd(path: Path, _: str) -> Any:
+    import pyarrow
+
+    return pyarrow.input_stream(str(path), compression="zstd")
+
+
+_UNPACKED: dict[str, Callable[[Path, Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zstd}
+_UNPACKED |= {".xz": lzma.open, ".lzma": lzma.open}
+"""By a name's last suffix, what opens a compressed file, of which one file is made."""
+_PIECE_BYTES = 1 << 20
+_CURE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
+_HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
 """Characters of a field of CSV; the default of 131,072 is less than some documents have."""
@@ -61,6 +89,7 @@ class SourceFile:
     path: Path
     key: str
     form: Form
+    encoding: str = "utf-8"
     named: bool = False
     """True if its own path was given, and not that of a directory above it."""
 
@@ -72,6 +101,8 @@ class TextSource:
     name: str
     files: tuple[SourceFile, ...]
     text_field: str
+    notes: tuple[str, ...] = ()
+    """Lines that say how many files patterns have found."""
 
     def documents(self, skipped: list[str] | None = None) -> Iterator[Document]:
         """Yield every document, file by file; names of files that are not text are added to `skipped`.
@@ -80,7 +111,7 @@ class TextSource:
         """
         read = 0
         for file in self.files:
-            if file.form == "text" and not _is_text(file.path):
+            if file.form == "text" and not _is_text(file):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} is not text (its start holds NUL bytes)")
                 if skipped is not None:
@@ -88,7 +119,7 @@ class TextSource:
                 continue
             read += 1
             if file.form == "text":
-                yield Document(key=file.key, text=read_text(file.path))
+                yield Document(key=file.key, text=read_text(file.path, file.encoding))
                 continue
             for row in _rows(file, [self.text_field], cure="set data.text_field"):
                 text = row.values[self.text_field]
@@ -124,22 +155,43 @@ class TextSource:
         return [
             self.text_field,
             [[os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats],
+            [file.encoding for file in self.files],
         ]
 
 
-def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where: str) -> TextSource:
-    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path or dataset of the Hub, or a list of those.
+def find_text(
+    spec: str | Path | Sequence[str | Path], *, text_field: str, where: str, encoding: str = "utf-8"
+) -> TextSource:
+    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, a pattern, a dataset of the Hub, or a list
+    of those, in an `encoding`.
 
-    A directory is searched for all files that are text, hidden ones left out. A dataset that is not in the cache of datasets is
-    downloaded. Raises `DataError` for a path that does not exist, a file that is not text, and a source without files.
+    A directory is searched for all files that are text, hidden ones left out, and a pattern (`data/*.jsonl`) is the paths that fit
+    it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
+    file that is not text, and a source without files.
     """
     if spec == STDLIB:
         return stdlib_source()
+    try:
+        "".encode(encoding)
+    except (LookupError, UnicodeError) as error:
+        raise DataError(
+            f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
+        ) from error
     paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
+    expanded: list[tuple[Path, str]] = []
+    notes = []
     for path in (Path(each).expanduser() for each in paths):
+        if path.exists() or not glob.has_magic(str(path)):
+            expanded.append((path, path.name))
+            continue
+        every = "**" in path.parts  # Else a folder would be found beside its own files.
+        fitting = sorted(each for each in glob.glob(str(path), recursive=True) if not every or Path(each).is_file())
+        expanded += [(Path(each), each) for each in fitting]
+        notes.append(f"{where} {str(path)!r}: {len(fitting):,} file{'s' if len(fitting) > 1 else ''}")
+    for path, name in expanded:
         if str(path).startswith(HUB):
             files += _hub_files(str(path), where)
             continue
@@ -147,9 +199,10 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
         if saved:
             files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
         elif path.is_dir():
-            files += [SourceFile(path=path / key, key=key, form=_form(key)) for key in _files_below(path)]
+            keys = _files_below(path)
+            files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
         elif path.is_file():
-            files.append(SourceFile(path=path, key=path.name, form=_form(path.name), named=True))
+            files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
         else:
             raise DataError(
                 f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
@@ -157,7 +210,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
     name = ", ".join(str(path) for path in paths)
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")
-    return TextSource(name=name, files=tuple(files), text_field=text_field)
+    return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
@@ -174,16 +227,58 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     return TextSource(name=STDLIB, files=files, text_field="")
 
 
-def read_text(path: Path) -> str:
-    """Read the text of a file: UTF-8, or Latin-1, which any bytes are, where it is not. Raises `DataError`."""
+def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _CURE) -> str:
+    """Read the text of a file. Raises `DataError` where it cannot be read, or is in another encoding; `cure` is what to do then."""
+    return "".join(_pieces(path, encoding, cure))
+
+
+def _pieces(path: Path, encoding: str, cure: str = _CURE) -> Iterator[str]:
+    """Yield the text of a file, unpacked, in the encoding that its byte order mark says, or else in `encoding`."""
+    place = kept = 0
+    with _opened(path) as file:
+        piece = file.read(_PIECE_BYTES)
+        encoding = _encoding_of(piece, encoding)
+        decoder = codecs.getincrementaldecoder(encoding)()
+        try:
+            while piece:
+                kept = len(decoder.getstate()[0])
+                yield decoder.decode(piece)
+                place, piece = place + len(piece), file.read(_PIECE_BYTES)
+            kept = len(decoder.getstate()[0])
+            yield decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            wrong = error.object[error.start : error.end][:4].hex(" ")
+            raise DataError(
+                f"{str(path)!r} is not {encoding}: byte {place - kept + error.start:,} of its text is {wrong} "
+                f"({error.reason}); {cure}"
+            ) from error
+
+
+def _lines(file: SourceFile) -> Iterator[str]:
+    rest: list[str] = []
+    for piece in _pieces(file.path, file.encoding):
+        *whole, last = piece.split("\n")
+        if whole:
+            yield "".join(rest) + whole[0] + "\n"
+            yield from (f"{line}\n" for line in whole[1:])
+            rest = []
+        rest.append(last)
+    yield "".join(rest)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file to read its bytes, or those that it unpacks to. Raises `DataError`."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
+        with _UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or summary(error)
+        raise DataError(f"{str(path)!r} cannot be read: {reason}") from error
+
+
+def _encoding_of(head: bytes, encoding: str) -> str:
+    return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
 def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
@@ -207,17 +302,16 @@ def _is_portable_source(key: str) -> bool:
     return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
 
 
-def _is_text(path: Path) -> bool:
-    """Return True if a file holds text: NUL bytes at the start are what tells other files apart."""
-    try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(_PROBE_BYTES)
-    except OSError as error:
-        raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+def _is_text(file: SourceFile) -> bool:
+    """Return True if a file holds text: NUL characters at the start are what tells other files apart."""
+    with _opened(file.path) as opened:
+        head = opened.read(_PROBE_BYTES)
+    return "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
 
 
 def _form(name: str) -> Form:
-    return _ROW_FORMATS.get(Path(name).suffix.lower(), "text")
+    inside = name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in _UNPACKED else name
+    return _ROW_FORMATS.get(Path(inside).suffix.lower(), "text")
 
 
 def names_of_hub(specs: Sequence[str | Sequence[str] | None]) -> list[str]:
@@ -260,17 +354,16 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
         return
     import datasets
 
-    path = glob.escape(str(file.path))  # The library reads it as a pattern.
     # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
     number = 0
     try:
         if file.form == "arrow":
             batches = datasets.Dataset.from_file(str(file.path)).iter(_ROWS_AT_ONCE)
-        elif file.form in ("csv", "tsv"):
-            batches = _csv_rows(file)
+        elif file.form == "parquet":
+            path = glob.escape(str(file.path))  # The library reads it as a pattern.
+            batches = datasets.IterableDataset.from_parquet(path).iter(_ROWS_AT_ONCE)
         else:
-            library = datasets.IterableDataset
-            batches = (library.from_json if file.form == "json" else library.from_parquet)(path).iter(_ROWS_AT_ONCE)
+            batches = _json_rows(file) if file.form == "json" else _csv_rows(file)
         for batch in batches:
             where = f"{str(file.path)!r} row {number}"
             missing = [name for name in wanted if name not in batch]
@@ -285,13 +378,17 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
                 number += 1
     except DataError:
         raise
-    except (ValueError, TypeError, KeyError, OSError, csv.Error, datasets.exceptions.DatasetsError) as error:
+    except (
+        *(ValueError, TypeError, KeyError, OSError, RecursionError, csv.Error),
+        datasets.exceptions.DatasetsError,
+    ) as error:
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
 def _cure(columns: Collection[str], cure: str) -> str:
     """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
-    for form, names in {"chat": {"messages"}, "pairs": {"prompt", "completion"}}.items():
+    known = {"chat": {"messages"}, "pairs": {"prompt", "completion"}, "alpaca": {"instruction", "output"}}
+    for form, names in {**known, "sharegpt": {"conversations"}}.items():
         if names <= set(columns):
             return f"set data.format: {form}"
     return cure
@@ -300,6 +397,26 @@ def _cure(columns: Collection[str], cure: str) -> str:
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
-    with file.path.open(encoding="utf-8-sig", newline="") as lines:
-        for row in csv.DictReader(lines, delimiter="," if file.form == "csv" else "\t", strict=True):
-            yield {str(name): [value] for name, value in row.items()}
+    for row in csv.DictReader(_lines(file), delimiter="," if file.form == "csv" else "\t", strict=True):
+        yield {str(name): [value] for name, value in row.items()}
+
+
+def _json_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
+    """Yield each row of JSON lines, or of one list. Halves of characters, which have no bytes, become '?'."""
+    lines = _lines(file)
+    for number, line in enumerate(lines, 1):
+        text = line + "".join(lines) if line.lstrip().startswith("[") else line
+        if not text or text.isspace():
+            continue
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{str(file.path)!r} line {number} cannot be read as json: {error}") from error
+        if _HALF_CHARACTER.search(text):
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+        for row in found if isinstance(found, list) else [found]:
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{str(file.path)!r} line {number} is a {type(row).__name__}; rows are objects of columns"
+                )
+            yield {name: [value] for name, value in row.items()}

@@ -1,5 +1,6 @@
-"""Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a local directory. The Hub is never asked."""
+"""Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a local directory. The Hub is not asked here."""
 
+import copy
 import hashlib
 import os
 import resource
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from zeromesh.errors import DataError, library_errors, summary
 
 BYTES = "bytes"
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Each of these makes a directory one of a tokenizer."""
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
@@ -189,8 +192,23 @@ class PretrainedTokenizer:
     @property
     def beginning(self) -> list[int]:
         """The ids that a text begins with, such as that of `bos_token`, where the tokenizer adds any."""
-        added = list(self.tokenizer("")["input_ids"])
+        plain, whole = (list(self.tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
+        places = range(len(whole) - len(plain) + 1) if plain else ()
+        begin = next((place for place in places if whole[place : place + len(plain)] == plain), None)
+        if begin is not None:
+            return whole[:begin]
+        added = list(self.tokenizer("")["input_ids"])  # Its vocabulary has no letters.
         return added[:-1] if added and added[-1] == self.end_of_text else added
+
+    def with_template(self, given: str) -> "PretrainedTokenizer":
+        """A copy whose chat template is the one that is `given`, which may be a name; models are saved with the one they learnt."""
+        own, named = copy.deepcopy(self.tokenizer), getattr(self.tokenizer, "chat_template", None)
+        if "{" not in given and not (isinstance(named, Mapping) and given in named):
+            raise DataError(
+                f"data.chat_template: {given!r} is no template, no file and no name of the tokenizer's templates"
+            )
+        own.chat_template = self.template(given, None)
+        return PretrainedTokenizer(tokenizer=own)
 
     def digest(self) -> str | None:
         """Return a digest of what `save_pretrained` writes and of the libraries' versions; None without such a method."""
@@ -250,6 +268,11 @@ def require_bounded(template: str, render: Callable[[], object]) -> None:
     _BOUNDED.add(template)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return True if a directory has the files of a tokenizer."""
+    return any((directory / name).is_file() for name in _FILES)
+
+
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names: `bytes`, or a directory that `save_pretrained` wrote.
 
@@ -264,10 +287,10 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
             f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are "
             "not looked up: save the tokenizer with save_pretrained and give that directory"
         )
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not has_tokenizer(path):
         raise DataError(
-            f"data.tokenizer {str(spec)!r} holds neither tokenizer.json nor tokenizer_config.json; give a "
-            "directory that save_pretrained wrote"
+            f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILES)}); give a directory that save_pretrained of a "
+            "tokenizer wrote, or bytes for a model whose tokens are the bytes of a text"
         )
     from transformers import AutoTokenizer
 

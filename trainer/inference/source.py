@@ -15,14 +15,13 @@ from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
-from zeromesh.trainer.data.tokenizer import Tokenizer, load_tokenizer
+from zeromesh.trainer.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from zeromesh.trainer.models.build import directory_of, read_configuration
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
 _RESOLVED = "config.resolved.yaml"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _WIDE = ("precision.master=float64", "precision.reduce=float64")
 """Roles that nothing has here, as every compute dtype agrees with them."""
 _FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
@@ -96,18 +95,13 @@ def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
         return {}
     values = parse_yaml(resolved.read_text(encoding="utf-8"), where=str(resolved))
     data = values.get("data") if isinstance(values, dict) else None
-    return {"tokenizer": data["tokenizer"]} if isinstance(data, dict) and "tokenizer" in data else {}
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Return True if a directory has the files of a tokenizer."""
-    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    return {"tokenizer": data["tokenizer"]} if isinstance(data, dict) and data.get("tokenizer") else {}
 
 
 def tokenizer_of(config: TrainerConfig) -> Tokenizer | None:
     """Return the tokenizer that was asked for, or else that of the model's directory, or None. Raises `DataError`."""
     directory = directory_of(config.model.source or "", config.model.revision)
-    if "tokenizer" in config.data.model_fields_set:
+    if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
     return load_tokenizer(directory) if has_tokenizer(directory) else None
 

@@ -52,6 +52,11 @@ class UserInputs:
     lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
 
+    @property
+    def reads_text(self) -> bool:
+        """True if the configuration names text, and its tokenizer."""
+        return self.train_dataset is None and self.eval_dataset is None and self.processing_class is None
+
     def names(self) -> dict[str, str]:
         """Which inputs were passed, and which were not: ranks can compare that much of them."""
         return {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
@@ -59,7 +64,7 @@ class UserInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitReport:
-    """The result of a run. Losses are means over targets; `losses` has one per step, nan where a step had none."""
+    """The result of a run. Losses are means over targets; `losses` has one per step. A global batch without a target is no step."""
 
     final_step: int
     final_loss: float
@@ -74,6 +79,8 @@ class FitReport:
     """The largest of any rank."""
     skipped_steps: int
     """Steps without an update, because their gradients were not finite."""
+    passed_over: int = 0
+    """Global batches of this process without a target, which made no update and are no steps."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The run in a few numbers, by transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
@@ -96,7 +103,9 @@ class RunProgress:
     step: int = 0
     """Steps that were made."""
     passed_over: int = 0
-    """Steps whose data was left out, because a callback ended an epoch early."""
+    """Steps whose data was left out, because a callback ended an epoch early or because it had no target."""
+    without_targets: int = 0
+    """The latter, of this process."""
     reached: int = 0
     """The number of steps, made or passed over, up to the last one that was made."""
     learning_rate: float = 0.0
@@ -195,6 +204,8 @@ class RunProgress:
         found = []
         if self.skipped:
             found.append(f"{self.skipped} steps made no update: their gradients were not finite")
+        if self.without_targets:
+            found.append(f"{self.without_targets} global batches had no target and were passed over, without an update")
         if self.communication:
             table = "\n  ".join(traffic_table(self.communication, steps=len(self.seconds)))
             found.append(f"communication of this rank in a step:\n  {table}")
@@ -221,6 +232,7 @@ class RunProgress:
             tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
             peak_memory_bytes=peak,
             skipped_steps=self.skipped,
+            passed_over=self.without_targets,
             metrics=dict(values),
         )
 

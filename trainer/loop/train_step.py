@@ -83,8 +83,9 @@ class Stepper:
         substep_end: Callable[[], None],
         before_update: Callable[[], None] | None,
         stop_signal: int = 0,
-    ) -> StepResult:
-        """Run step `step` (from 0) on the data of step `data_step`, with the hyperparameters of its update.
+    ) -> StepResult | None:
+        """Run step `step` (from 0) on the data of step `data_step`, with the hyperparameters of its update; None where that has no
+        target on any rank, so that nothing was learnt.
 
         Args:
             substep_end: called after each microbatch but the last one that counts.
@@ -112,6 +113,10 @@ class Stepper:
         require_same_batches(batches, mesh)
         counts = [self._loss.count(batch) for batch in batches]
         count, shares = self._count_targets(plan, microbatches, counts)
+        if count == 0:
+            mesh.recorder.take_seconds()
+            mesh.post(Activity.IDLE)
+            return None
 
         # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
         engine.begin_step(step, groups)
@@ -163,7 +168,12 @@ class Stepper:
         loss_sum, targets, inputs, terminated, interrupted, had, squares = sums.tolist()
 
         # The update.
-        factor = 1.0 if count is not None else 1.0 / max(1, targets)
+        if not targets:
+            engine.end_without_update()
+            mesh.recorder.take_seconds()
+            mesh.post(Activity.IDLE)
+            return None
+        factor = 1.0 if count is not None else 1.0 / targets
         self.gradient_factor = factor / engine.loss_scale
         if before_update is not None:
             before_update()
@@ -173,7 +183,7 @@ class Stepper:
         mesh.watch.count_step(phases)
         mesh.post(Activity.IDLE)
         return StepResult(
-            loss=loss_sum / targets if targets else float("nan"),
+            loss=loss_sum / targets,
             targets=int(targets),
             tokens=int(inputs),
             unit=_inputs_of(batches[0])[0],

@@ -10,6 +10,7 @@ import torch
 
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
+from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
@@ -113,6 +114,9 @@ class TrainingLoop:
                 before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
                 stop_signal=self.request.signal,
             )
+        if result is None:
+            self._pass_over(position)
+            return
         progress.add(result)
         if run.planned is not None:
             run.planned.add(result.seconds, result.phases)
@@ -144,6 +148,17 @@ class TrainingLoop:
         # Evaluate, save and stop.
         self._act_on_requests()
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
+            self._end_epoch(position)
+
+    def _pass_over(self, position: int) -> None:
+        """Go on after a global batch without a target, the data of step `position`, which is no step of the run."""
+        run = self.run
+        run.progress.passed_over += 1
+        run.progress.without_targets += 1
+        run.console.note(
+            f"after step {run.progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
+        )
+        if run.plan.ends_epoch(position) or self._over:
             self._end_epoch(position)
 
     def _recorders(self, number: int) -> ExitStack:

@@ -31,7 +31,7 @@ from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer
+from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
@@ -43,14 +43,18 @@ MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
 """Patterns of the files that are fetched of a repository, from its root alone."""
 
 
-def pin_sources(config: TrainerConfig, mesh: Mesh, *, model_given: bool) -> TrainerConfig:
+def pin_sources(
+    config: TrainerConfig, mesh: Mesh, *, model_given: bool, came_from: str | None = None, reads_text: bool = False
+) -> TrainerConfig:
     """Fetch what the configuration names on the Hub; all ranks call it, and all get the same.
 
-    A model that is given to the trainer (`model_given`) needs no source. Returns the configuration with `model.revision` as the
-    commit that was fetched, and `data.tokenizer` as a directory.
+    A model that is given to the trainer (`model_given`) needs no source, and `came_from` is where it was loaded from. Returns the
+    configuration with `model.revision` as the commit that was fetched, and `data.tokenizer` as bytes or a directory: where it names
+    none and the run `reads_text`, the model's own.
 
     Raises:
-        ConfigError: for what is neither a directory nor a repository that can be reached, with what was tried.
+        ConfigError: for what is neither a directory nor a repository that can be reached, with what was tried, and for a model
+            without a tokenizer.
     """
     model, data = config.model, config.data
     if model.source is not None and not model_given:
@@ -58,11 +62,20 @@ def pin_sources(config: TrainerConfig, mesh: Mesh, *, model_given: bool) -> Trai
         model = model.model_copy(update={"revision": commit})
         if model.trust_remote_code:
             _load_code_in_turn(directory_of(model.source or "", commit), mesh)
-    if data.tokenizer != BYTES:
-        wanted = model.revision if data.tokenizer == model.source else None
-        commit = _fetch(data.tokenizer, wanted, TOKENIZER_FILES, mesh, where="data.tokenizer")
-        found = directory_of(data.tokenizer, commit, TOKENIZER_FILES, where="data.tokenizer")
-        data = data.model_copy(update={"tokenizer": str(found)})
+    own = (came_from if model_given else model.source) if reads_text else None
+    named = data.tokenizer or own or (BYTES if reads_text else None)
+    if named not in (None, BYTES):
+        wanted = model.revision if named == model.source else None
+        commit = _fetch(named, wanted, TOKENIZER_FILES, mesh, where="data.tokenizer")
+        found = directory_of(named, commit, TOKENIZER_FILES, where="data.tokenizer")
+        if data.tokenizer is None and not has_tokenizer(found):
+            raise ConfigError(
+                f"null means the tokenizer of the model, and {named!r} has none; give the directory that save_pretrained of its "
+                "tokenizer wrote, or bytes for a model whose tokens are the bytes of a text",
+                where="data.tokenizer",
+            )
+        named = str(found)
+    data = data.model_copy(update={"tokenizer": named})
     return config.model_copy(update={"model": model, "data": data})
 
 

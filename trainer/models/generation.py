@@ -6,7 +6,7 @@ call they agree that some rank goes on, and those that are done take part in it 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from zeromesh.pipeline.generation import CACHE
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness
 from zeromesh.trainer.data.feed import require_same_batches
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.zero.engine import ZeroEngine
 
@@ -39,6 +40,24 @@ _ON_THE_HUB = (
     *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
 )
 """Ways of searching whose code transformers loads from the Hub."""
+
+
+def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
+    """Have a model's generation, as it is saved with it, end at these tokens too; returns a line for each that is new.
+
+    `name` gives the text of tokens.
+    """
+    settings: Any = getattr(pretrained_of(model), "generation_config", None)
+    notes = []
+    for token in tokens if settings is not None else ():
+        ends = settings.eos_token_id
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        if token not in ends:
+            settings.eos_token_id = [*ends, token]
+            notes.append(
+                f"generation_config.eos_token_id: {token} ({name([token])!r}) is added, as it ends the answers"
+            )
+    return notes
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: bool, shared: bool) -> None:

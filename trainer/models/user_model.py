@@ -49,6 +49,13 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     return inside, compile_
 
 
+def source_of(model: Any) -> str | None:
+    """The directory or repository that a model of transformers, or its configuration, was loaded from; None: none is known."""
+    inside = pretrained_of(unwrap(model)[0]) if isinstance(model, nn.Module) else None
+    name = getattr(getattr(inside, "config", None), "name_or_path", None)
+    return str(name) if name else None
+
+
 def _is_compiled(model: Any) -> bool:
     # By the name of its class: importing the class takes a second.
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
@@ -92,6 +99,8 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
 
 _LABELS = frozenset({"labels", "label", "label_ids"})
 """The names of labels in samples: collators make `labels` of them."""
+_OF_COLLATORS = frozenset({"special_tokens_mask"})
+"""Fields that collators of transformers read, and models do not."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -137,6 +146,23 @@ class ForwardInputs:
             positions=positive(text_part(config), "max_position_embeddings") or None,
         )
 
+    def reduced(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
+        """A sample without what a data collator is not to see: what forward does not take, where `unused` says so.
+
+        None: text beside the model's inputs, of which nobody can make a tensor, and for a collator of the library, which makes a
+        tensor of each field, all that forward does not take.
+        """
+        if unused:
+            return {name: value for name, value in sample.items() if name in self.named}
+        known = self.fields is not None
+        if unused is False or not (known or library) or not (self.named - _LABELS).intersection(sample):
+            return dict(sample)
+        return {
+            name: value
+            for name, value in sample.items()
+            if name in self.named or name in _OF_COLLATORS or not (_is_text(value) or (library and known))
+        }
+
     def left_out(self, batch: Mapping[str, Any]) -> list[str]:
         """Fields of a batch that forward does not accept."""
         return [name for name in batch if self.fields is not None and name not in self.fields]
@@ -160,6 +186,10 @@ class ForwardInputs:
                 f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "
                 f"(max_position_embeddings of its configuration); {cure}, or build the model with more positions"
             )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str | None)
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:

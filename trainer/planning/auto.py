@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from zeromesh.environment import LaunchEnvironment, available_cores
 from zeromesh.errors import ConfigError
 from zeromesh.offload import TierChoice, accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules
+from zeromesh.trainer.data.collate import BatchRules, is_library
 from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
@@ -174,7 +175,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Sub
     rules = BatchRules(
         collate=inputs.collate,
         fields=forward.fields,
-        sample_fields=forward.named if config.data.remove_unused else None,
+        reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
     )
     if is_stream(dataset):
         raise ConfigError(

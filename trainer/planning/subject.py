@@ -17,7 +17,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.tokenizer import load_tokenizer
+from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
@@ -89,7 +89,8 @@ class Subject:
         Raises:
             ConfigError, DataError: for a model or a tokenizer that cannot be had, and a task whose data are no texts.
         """
-        built = build_model(config.model, config.run.seed, load_tokenizer(config.data.tokenizer))
+        named = config.data.tokenizer or (BYTES if config.model.source is None else None)
+        built = build_model(config.model, config.run.seed, None if named is None else load_tokenizer(named))
         if config.model.lora is not None:
             built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
         loss = make_loss(built.model, mode=config.model.loss, smoothing=config.run.label_smoothing)
@@ -297,7 +298,7 @@ def tokens_of(config: TrainerConfig) -> Batches:
         # Token 1, which no architecture takes for padding when a mask says otherwise.
         tokens = torch.ones(micro, length, dtype=torch.long)
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if config.data.tokenizer == "bytes" and head == "causal_lm":
+        if config.data.tokenizer in (None, BYTES) and head == "causal_lm":
             batch.pop("attention_mask")
         places = torch.zeros(micro, dtype=torch.long) if head in single else torch.zeros_like(tokens)
         batch["labels" if head != "question_answering" else "start_positions"] = places

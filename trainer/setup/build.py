@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Subset
 
 from zeromesh.environment import export, read_environment, set_default, setting
@@ -40,6 +41,7 @@ from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model, pin_sources, while_posting
+from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
@@ -134,7 +136,14 @@ def build_run(
     """
     # What all ranks must have in common, and what the libraries are set to.
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
-    config = pin_sources(config, mesh, model_given=inputs.model is not None)
+    config = pin_sources(
+        config,
+        mesh,
+        model_given=inputs.model is not None,
+        came_from=source_of(inputs.model),
+        # What a callable builds is known once it is called.
+        reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
+    )
     console = Console(shown=mesh.rank == 0)
     set_products(config, mesh.device)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -21,11 +22,11 @@ from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules
+from zeromesh.trainer.data.collate import BatchRules, is_library
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
-from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
@@ -35,9 +36,10 @@ from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
+from zeromesh.trainer.models.generation import end_also_at
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
-from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, unwrap
+from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
@@ -75,10 +77,18 @@ def build_trained_model(
 
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
+    name = source_of(built.model)
+    if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
+        raise ConfigError(
+            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
+            where="data.tokenizer",
+        )
     if config.model.lora is not None:
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
+    if data.loaded is not None:
+        console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
     changes = ExitStack()
     changes.callback(keep_attributes(model))
     if config.model.attention is not None:
@@ -117,7 +127,8 @@ def build_trained_model(
                 vocab_size=forward.vocab_size,
                 causal=loss.causal,
                 fields=forward.fields,
-                sample_fields=forward.named if config.data.remove_unused else None,
+                reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+                cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,
             ),
         )
         console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
@@ -134,7 +145,7 @@ def build_trained_model(
         mesh=mesh,
         console=console,
         steps_made=lambda: progress.step,
-        processing_class=data.processing_class if inputs.processing_class is None else inputs.processing_class,
+        processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
         described=described,
         hub_form=hub_form,
@@ -356,6 +367,15 @@ def _check_first_batches(
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
         batch = feed.first_batch()
+        sample = feed.dataset[feed.order.dataset_index(0)]
+        unseen = (
+            [field for field in sample if field not in feed.rules.reduced(sample)]
+            if isinstance(sample, Mapping)
+            else ()
+        )
+        if unseen:
+            away = f"which {forward.model}.forward does not take (data.remove_unused: false keeps them)"
+            notes.append(f"{name}: left out before the data_collator {', '.join(unseen)}, {away}")
         forward.check(batch)
         _check_sequence_shards(config, batch)
         loss.count(batch)
@@ -389,6 +409,13 @@ def _check_settings(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
                 "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             )
+
+
+def _cut_to(config: TrainerConfig) -> int | None:
+    """The number of tokens of which a microbatch of rows has a multiple, once its padding is cut off; None where there is none."""
+    if all(part.format == "text" for part in config.data.parts().values()):
+        return None
+    return config.parallel.tensor if config.parallel.sequence else 1
 
 
 def _check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:

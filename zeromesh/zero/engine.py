@@ -304,6 +304,11 @@ class ZeroEngine:
                 squares = self._sum_squares()
             return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
+    def end_without_update(self) -> None:
+        """End a step whose gradients are of nothing: they are forgotten, and the optimizer's states and the weights stay."""
+        with self._updating():
+            self._optimizer_step.update(self.units, 0.0, skip=True)
+
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """Inside the block the optimizer changes the shards, which the model's parameters follow afterwards."""

@@ -9,7 +9,14 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, default_data_collator
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.data.collate import BatchRules, check_batch, check_dataset, count_targets, default_collate
+from zeromesh.trainer.data.collate import (
+    BatchRules,
+    check_batch,
+    check_dataset,
+    count_targets,
+    default_collate,
+    without_padding,
+)
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 
@@ -141,13 +148,26 @@ def test_a_collator_sees_the_fields_that_are_kept() -> None:
         seen.extend(samples)
         return {"x": torch.tensor([sample["x"] for sample in samples])}
 
-    batch = fetch_microbatch(rows, order, microbatch, collate=collate, sample_fields=frozenset({"x", "labels"}))
+    batch = fetch_microbatch(rows, order, microbatch, collate=collate, reduced=lambda row: {"x": row["x"]})
     assert seen == [{"x": 1}, {"x": 3}]
     assert batch["x"].tolist() == [1, 3]
-    with pytest.raises(
-        DataError, match=r"sample 1 has no field that the model's forward takes \(labels\): 'x' \(int\), 'text'"
-    ):
-        fetch_microbatch(rows, order, microbatch, collate=collate, sample_fields=frozenset({"labels"}))
+    with pytest.raises(DataError, match=r"sample 1 has no field that the model's forward takes: 'x' \(int\), 'text'"):
+        fetch_microbatch(rows, order, microbatch, collate=collate, reduced=lambda row: {})
+
+
+def test_columns_of_padding_are_cut_off() -> None:
+    """By the mask, or in packed rows as the last document where that has no target; the length stays a multiple."""
+    labels = torch.tensor([[-100, 5, 6, -100, -100, -100], [-100, 5, -100, -100, -100, -100]])
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
+    for batch in ({"labels": labels, "attention_mask": mask}, {"labels": labels, "position_ids": positions}):
+        assert torch.equal(without_padding(batch, 1)["labels"], labels[:, :3])
+        assert without_padding(batch, 4)["labels"].shape == (2, 4)
+    assert "attention_mask" not in without_padding({"labels": labels, "attention_mask": mask}, 1)
+    assert "attention_mask" in without_padding({"labels": labels, "attention_mask": mask}, 4)
+    full = {"labels": labels.clone(), "position_ids": positions}
+    full["labels"][0, -1] = 5
+    assert without_padding(full, 1)["labels"].shape == (2, 6)
 
 
 def test_a_collator_must_give_a_mapping() -> None:
@@ -157,7 +177,7 @@ def test_a_collator_must_give_a_mapping() -> None:
 
 def test_a_global_batch_without_targets_is_refused_before_training() -> None:
     masked: list[dict[str, list[int]]] = [{"input_ids": [1, 2], "labels": [7, -100]} for _ in range(4)]
-    with pytest.raises(DataError, match=r"every label of the global batch is -100 \(samples 0, 1, 2, 3\)"):
+    with pytest.raises(DataError, match="every label of the first 4 samples is -100"):
         check_first_batch(masked, ORDER, PLAN, causal=True)
     check_first_batch(masked, ORDER, PLAN, causal=False)
     masked[3]["labels"] = [-100, 7]

@@ -530,3 +530,38 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     assert changed.train.fingerprint() == data.train.fingerprint()
     alone = load(tmp_path, rows, own, mixture=mixture, eval=str(tmp_path / "rows.jsonl"), packing=True)
     assert isinstance(alone.eval, ConversationDataset)
+
+
+# What ends an answer, and what is blamed
+
+
+@pytest.mark.parametrize("bad", [None, 5, {"a": 1}])
+@pytest.mark.parametrize("column", ["prompt", "completion"])
+def test_the_column_that_is_neither_text_nor_messages_is_blamed(
+    tmp_path: Path, own: PretrainedTokenizer, column: str, bad: Any
+) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", column: bad}]
+    with pytest.raises(DataError, match=f"row 1: field '{column}' is {type(bad).__name__}; it should be text"):
+        load(tmp_path, rows, own, format="pairs")
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "loss_on", "content", "ending"),
+    [
+        (CHATML, "answers", "half past ten.", (3,)),
+        (CHATML, "all", "half past ten.", (3,)),
+        (MARKED, "answers", "half past ten.", (3,)),
+        (PLAIN, "answers", "half past ten.", ()),
+        (PLAIN, "answers", "half past ten.<eos>", (1,)),
+    ],
+)
+def test_the_token_that_ends_answers_is_found(
+    tmp_path: Path, own: PretrainedTokenizer, template: str, loss_on: str, content: str, ending: tuple[int, ...]
+) -> None:
+    rows = [{"messages": messages([("user", f"{n}"), ("assistant", f"{n} {content}")])} for n in range(8)]
+    assert load(tmp_path, rows, own, chat_template=template, loss_on=loss_on).endings == ending
+    pairs = [{"prompt": "a", "completion": "b"}]
+    assert load(tmp_path, pairs, own, format="pairs").endings == (1,)

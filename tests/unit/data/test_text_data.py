@@ -1,8 +1,11 @@
 """Text to packed sequences: what is read, what is held out, one clear error for what cannot be read."""
 
+import bz2
+import gzip
 import io
 import itertools
 import json
+import lzma
 import math
 import socket
 from pathlib import Path
@@ -140,9 +143,87 @@ def test_a_directory_is_read_in_order_of_names_without_hidden_and_binary_files(t
         load_datasets(text_section(train=tmp_path / "c.bin"))
 
 
-def test_text_that_is_not_utf8_is_latin1(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    assert read_text(tmp_path / "a.txt") == "caf\u00e9"
+def test_text_in_another_encoding_is_refused_until_it_is_named(tmp_path: Path) -> None:
+    """With the file, the byte and the key, for text and for rows; also behind the first piece of a file, and in the last one."""
+    text = "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440"
+    for name, before in (("a.txt", ""), ("b.txt", "x" * 1_500_000), ("c.csv", "text\n"), ("d.jsonl", '{"text": "')):
+        behind = '"}\n' if name == "d.jsonl" else ""
+        (tmp_path / name).write_bytes(f"{before}{text}{behind}".encode("koi8-r"))
+        section = text_section(train=tmp_path / name)
+        with pytest.raises(DataError, match=rf"{name}' is not utf-8: byte {len(before):,} .*; set data\.encoding"):
+            load_datasets(section)
+        data = load_datasets(section.model_copy(update={"encoding": "koi8-r"}))
+        assert text_of(data.train).startswith(f"{before if name < 'c' else ''}{text}".encode()[:16])  # type: ignore[arg-type]
+    (tmp_path / "e.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"e\.txt' is not utf-8: byte 3 of its text is e9 \(unexpected end"):
+        read_text(tmp_path / "e.txt")
+    with pytest.raises(DataError, match=r"data\.encoding: unknown encoding: koi9"):
+        load_datasets(text_section(train=tmp_path / "a.txt", encoding="koi9"))
+    with pytest.raises(DataError, match=r"data\.encoding: 'hex' is not a text encoding"):
+        load_datasets(text_section(train=tmp_path / "a.txt", encoding="hex"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("form", ["txt", "csv", "jsonl"])
+def test_a_byte_order_mark_says_the_encoding(tmp_path: Path, encoding: str, form: str) -> None:
+    text = "caf\u00e9 \u2615 \u043c\u0438\u0440 "
+    written = {"txt": text, "csv": f"text\n{text}\n", "jsonl": json.dumps({"text": text}, ensure_ascii=False) + "\n"}[
+        form
+    ]
+    (tmp_path / f"a.{form}").write_bytes(written.encode(encoding))
+    data = load_datasets(text_section(train=tmp_path / f"a.{form}"))
+    assert text_of(data.train) == text.encode()[: len(data.train) * 8]  # type: ignore[arg-type]
+
+
+PACKED: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": None}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_compressed_files_and_patterns_are_read(tmp_path: Path, name: str) -> None:
+    import pyarrow
+
+    pack = PACKED[name] or (lambda content: pyarrow.compress(content, codec="zstd", asbytes=True))
+    for number in (2, 0, 1):
+        row = json.dumps({"text": f"row {number}: 12345"})
+        (tmp_path / f"{number}.jsonl.{name}").write_bytes(pack(f"{row}\n".encode()))
+    data = load_datasets(text_section(train=str(tmp_path / f"*.jsonl.{name}")))
+    assert text_of(data.train) == b"row 0: 12345\xffrow 1: 12345\xffrow 2: 12345\xff"[:32]  # type: ignore[arg-type]
+    assert any(note.endswith(f"*.jsonl.{name}': 3 files") for note in data.notes)
+    whole = (tmp_path / f"0.jsonl.{name}").read_bytes()
+    for content in (whole[:-9], b"nothing that was packed"):
+        (tmp_path / f"0.jsonl.{name}").write_bytes(content)
+        with pytest.raises(DataError, match=rf"0\.jsonl\.{name}' cannot be read: "):
+            load_datasets(text_section(train=tmp_path / f"0.jsonl.{name}"))
+    with pytest.raises(DataError, match=r"data\.train: no text file in '.*\*\.txt'"):
+        load_datasets(text_section(train=str(tmp_path / "*.txt")))
+
+
+def test_rows_of_json_are_lines_or_one_list(tmp_path: Path) -> None:
+    """Half a character becomes '?', as bytes have none; what is no row is named by its line."""
+    (tmp_path / "a.json").write_text('[\n {"text": "one"},\n {"text": "\\ud83d\\ude00\\ud83d"}\n]\n')
+    found = [document.text for document in find_text(tmp_path, text_field="text", where="data.train").documents()]
+    assert found == ["one", "\U0001f600?"]
+    for content, message in (('{"text": "a"}\n{"text"', "line 2 cannot be read as json"), ("5\n", "line 1 is a int")):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            load_datasets(text_section(train=tmp_path / "a.json"))
+
+
+def test_documents_begin_as_the_tokenizer_begins_a_text(tokenizer_directory: Path) -> None:
+    from tokenizers import processors
+
+    own = load_tokenizer(tokenizer_directory).tokenizer  # type: ignore[union-attr]
+    assert PretrainedTokenizer(tokenizer=own).beginning == []
+    for single, beginning in (
+        ("<unk> $A", [1]),
+        ("<unk> $A <eos>", [1]),
+        ("$A <eos>", []),
+        ("<unk> <eos> $A <unk>", [1, 0]),
+    ):
+        own.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[("<unk>", 1), ("<eos>", 0)]
+        )
+        assert PretrainedTokenizer(tokenizer=own).beginning == beginning
 
 
 @pytest.mark.usefixtures("offline")
@@ -291,7 +372,7 @@ def test_a_tokenizer_that_is_not_here_is_one_error(tmp_path: Path, tokenizer_dir
         with pytest.raises(DataError, match="hub names are not looked up"):
             load_tokenizer(name)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"neither tokenizer\.json nor"):
+    with pytest.raises(DataError, match=r"holds no tokenizer \(tokenizer\.json"):
         load_tokenizer(tmp_path / "empty")
     (tokenizer_directory / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be loaded"):

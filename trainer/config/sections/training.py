@@ -42,8 +42,11 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs"]
-Column = Literal["messages", "prompt", "completion", "tools", "chat_template_kwargs"]
+DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt"]
+Column = Literal[
+    "messages", "prompt", "completion", "tools", "chat_template_kwargs",
+    "instruction", "input", "output", "conversations", "system",
+]  # fmt: skip
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
@@ -54,6 +57,7 @@ class MixturePart(Section):
     weight: Positive = 1.0
     format: DataFormat | None = None
     text_field: Text | None = None
+    encoding: Text | None = None
     columns: Columns | None = None
 
 
@@ -64,21 +68,24 @@ class DataSection(Section):
     """The data to train on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
 
     train: Text | Texts = "stdlib"
-    """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, directories of those, or
-    directories that `save_to_disk` of datasets wrote; or a dataset of the Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with
-    :SPLIT (train)."""
+    """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, or patterns and directories of
+    those, compressed or not (.gz, .bz2, .xz, .lzma, .zst); directories that `save_to_disk` of datasets wrote; or a dataset of the
+    Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with :SPLIT (train)."""
+    encoding: Text = "utf-8"
+    """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark counts for more."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
         Allowed("a mapping of names to mappings with train and weight, or null"),
     ] = None
     """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
-    sequences; 1), and may have `format`, `text_field` and `columns`. Each begins anew when all its sequences were read."""
+    sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
     format: DataFormat = "text"
-    """Contents of rows: text, the messages of a conversation (chat), or prompt and completion (pairs)."""
+    """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
+    (alpaca), or conversations of from and value (sharegpt), which become messages."""
     columns: Columns = Field(default_factory=dict)
-    """Names in the files of the columns messages, prompt, completion, tools and chat_template_kwargs, where they have others:
-    `{messages: conversations}`."""
+    """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
+    instruction, input, output, conversations, system), where they have others: `{messages: turns}`."""
     chat_template: Text | None = None
     """The Jinja template of conversations, or a file that holds it; null: the tokenizer's own."""
     loss_on: Literal["answers", "all"] = "answers"
@@ -94,8 +101,9 @@ class DataSection(Section):
     and all of a dataset that is given to `Trainer`; null: all."""
     text_field: Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
-    tokenizer: Text = "bytes"
-    """bytes, a local directory that save_pretrained wrote, or a name on the Hub."""
+    tokenizer: Text | None = None
+    """bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's directory, and bytes for
+    a model that is built from a configuration."""
     cache: Text | None = None
     """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
     sequence_length: Annotated[Whole, Field(ge=2)] = 256
@@ -107,8 +115,9 @@ class DataSection(Section):
     separate_documents: bool | None = None
     """Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that takes
     position_ids. null: where conversations or pairs are packed."""
-    remove_unused: bool = False
-    """Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: after it."""
+    remove_unused: bool | None = None
+    """Leave out what the model does not take before a data_collator sees a sample, as transformers does (true), or after it
+    (false). null: before it for text beside tokens, and for all fields where the collator is one of transformers."""
     seed: Seed | None = None
     """Seed of the order of the data; null: that of the run."""
     workers: Literal["auto"] | CountOrOff = "auto"
