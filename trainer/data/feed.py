@@ -49,6 +49,15 @@ class RunData:
         """Lines for the start of the run."""
         return (*(self.loaded.notes if self.loaded else ()), *self.limited)
 
+    def row(self) -> str:
+        """The datasets in one row, for the start of the run."""
+        train, count = self.train, sum(map(len, self.evaluated().values()))
+        what = f"sequences of {self.loaded.train.sequence_length} tokens" if self.loaded else "samples"
+        text = "none to train on" if train is None else "a stream"
+        if train is not None and not isinstance(train, StreamedDataset):
+            text = f"{len(train):,} {what}"
+        return text + (f"; {count:,} for evaluation" if count else "")
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that has made the text into tokens."""

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ class PlacedModel:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def build(cls, config: TrainerConfig, mesh: Mesh) -> Self:
+    def build(cls, config: TrainerConfig, mesh: Mesh, console: Console) -> Self:
         """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
 
         Raises:
@@ -101,7 +100,6 @@ class PlacedModel:
         """
         require_same_settings(mesh, config, {})
         config = with_models_own(pin_sources(config, mesh, model_given=False))
-        console = Console(sys.stderr, shown=mesh.rank == 0)
         set_products(config, mesh.device)
         tokenizer = tokenizer_of(config)
         console.status("building the model")

@@ -1,4 +1,4 @@
-"""The display of a run for a person: a progress bar on a terminal, plain lines elsewhere.
+"""The display of a run for a person: a progress bar on a terminal, one line that changes in a notebook, plain lines elsewhere.
 
 Training never fails for the sake of its display: a terminal that goes away or a closed pipe makes the console
 silent.
@@ -6,6 +6,7 @@ silent.
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,12 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from zeromesh.errors import printable, printable_lines
-from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count, human_seconds, wrapped
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
 _REFRESH_SECONDS = 0.25
 _SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
+_NAME_WIDTH = 8
+"""Letters of the name of a row."""
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 
@@ -39,13 +42,25 @@ class Console(AbstractContextManager["Console"]):
     """Shows a run to a person, on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
 
     On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
-    stand above it. Elsewhere: a line per logged step, and a line of status where nothing has been shown for a while. Methods may
-    be called in any order, and none raises.
+    stand above it. In a notebook: one line with the latest step or status. Elsewhere: a line per logged step, and a line of status
+    where nothing has been shown for a while. Methods may be called in any order, and none raises.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, shown: bool = True) -> None:
-        self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False)
-        self._is_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+    def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
+        """`verbose`: show details to a person too; a log has them always."""
+        self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
+        self._notebook = stream is None and _in_notebook()
+        # The output of a kernel says of itself that it is a terminal.
+        self._is_terminal = self._rich.is_terminal and not (self._rich.is_dumb_terminal or self._notebook)
+        self._live_line: Any = None
+        """IPython's handle of the line in a notebook that changes."""
+        self._details = verbose or not (self._is_terminal or self._notebook)
+        # Of what others print, only what goes to the same terminal is put above the display.
+        own = self._rich.file is sys.stdout
+        self._redirected: dict[str, Any] = {
+            "redirect_stdout": own,
+            "redirect_stderr": sys.stderr is not None and sys.stderr.isatty(),
+        }
         self._shown = shown
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -57,9 +72,15 @@ class Console(AbstractContextManager["Console"]):
         self._numbers = ""
 
     def note(self, *lines: str | None) -> None:
-        """Show lines once; None stands for no line."""
+        """Show lines once; None stands for no line. A `Detail` is shown in a log, and to those who asked for it."""
         for line in filter(None, lines):
+            if isinstance(line, Detail) and not self._details:
+                continue
             self._attempt(partial(self._print, line))
+
+    def row(self, name: str, text: str) -> None:
+        """Show a fact in a row of those that stand below each other."""
+        self._attempt(partial(self._print, f"{name:{_NAME_WIDTH}} {text}", hang=_NAME_WIDTH + 1))
 
     def status(self, text: str) -> None:
         """Show what goes on now, until anything else is shown."""
@@ -87,12 +108,18 @@ class Console(AbstractContextManager["Console"]):
                 f"{human_bytes(metrics.peak_memory_bytes)}"
             )
             self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
+        elif self._notebook:
+            self._numbers = self._line(metrics)
+            self._attempt(lambda: self._update_line(self._numbers))
         else:
             self._attempt(lambda: self._print(self._line(metrics)))
 
     def close(self) -> None:
         """Stop showing progress and leave the terminal as it was. Closing twice is allowed."""
         self._attempt(self._end_status, always=True)
+        if self._notebook:
+            self._drawn = -math.inf
+            self._attempt(lambda: self._update_line(self._numbers))
         progress, self._progress = self._progress, None
         if progress is not None:
             self._attempt(progress.stop, always=True)  # it also gives standard output back
@@ -110,18 +137,22 @@ class Console(AbstractContextManager["Console"]):
             self._shown = False
             _LOG.warning("nothing more is shown of this run: %s", error)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, hang: int = 0) -> None:
         self._end_status()
         self._printed = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, numbers=self._numbers)
+        lines = printable_lines(text).split("\n")
         # A log file's lines are not wrapped, whatever width rich assumes of it.
-        self._rich.print(Text(printable_lines(text)), soft_wrap=True)
+        shown = wrapped(lines, self._rich.width if self._is_terminal else None, hang=hang)
+        self._rich.print(Text("\n".join(shown)), soft_wrap=True)
         self._rich.file.flush()
 
     def _show_status(self, text: str) -> None:
         now = time.monotonic()
-        if not self._is_terminal:
+        if self._notebook:
+            self._update_line(text)
+        elif not self._is_terminal:
             if now - self._printed >= _SILENCE_SECONDS:
                 self._print(text)
         elif now - self._drawn >= _REFRESH_SECONDS:
@@ -130,7 +161,7 @@ class Console(AbstractContextManager["Console"]):
                 return
             self._drawn = now
             if self._live is None:
-                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+                self._live = Live(console=self._rich, auto_refresh=False, transient=True, **self._redirected)
                 self._live.start()
             self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
 
@@ -150,9 +181,23 @@ class Console(AbstractContextManager["Console"]):
             console=self._rich,
             auto_refresh=False,
             expand=True,
+            **self._redirected,
         )
         self._task = self._progress.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
         self._progress.start()
+
+    def _update_line(self, text: str) -> None:
+        """Change the line of a notebook, a few times a second at most."""
+        now = time.monotonic()
+        if now - self._drawn < _REFRESH_SECONDS:
+            return
+        self._drawn, shown = now, {"text/plain": printable(text)}
+        if self._live_line is None:
+            from IPython.display import display
+
+            self._live_line = display(shown, raw=True, display_id=True)
+        else:
+            self._live_line.update(shown, raw=True)
 
     def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
         if self._progress is None:
@@ -186,6 +231,16 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         f"{human_count(metrics.tokens_per_second)} {metrics.unit}/s",
         f"{human_seconds(metrics.step_seconds)}/step",
         human_bytes(metrics.peak_memory_bytes),
-        *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
+        *(f"{name} {_shown(name, value)}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
     ]
     return "  ".join(parts)
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{value:.1%}" if name == "mfu" else str(value)
+
+
+def _in_notebook() -> bool:
+    """Return True in a kernel of Jupyter, or of what is like it."""
+    interactive = sys.modules.get("IPython")
+    return interactive is not None and getattr(interactive.get_ipython(), "kernel", None) is not None

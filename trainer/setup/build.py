@@ -37,6 +37,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.text_sources import find_text, names_of_hub
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model, pin_sources, while_posting
@@ -125,7 +126,12 @@ def be_deterministic() -> None:
 
 
 def build_run(
-    config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher, start_times: StartTimes
+    config: TrainerConfig,
+    mesh: Mesh,
+    inputs: UserInputs,
+    events: CallbackDispatcher,
+    console: Console,
+    start_times: StartTimes,
 ) -> RunContext:
     """Make the parts of a run in their order; all ranks call it. What can be refused without data or a model is refused first.
 
@@ -135,7 +141,6 @@ def build_run(
     # What all ranks must have in common, and what the libraries are set to.
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(config, mesh, model_given=inputs.model is not None)
-    console = Console(shown=mesh.rank == 0)
     set_products(config, mesh.device)
 
     # What the configuration alone decides.
@@ -153,14 +158,17 @@ def build_run(
     )
     options = engine_options(config, plan.accumulation)
     precision = options.precision.table(config.optimizer.name)
-    console.note(*config.notes, *_layout_notes(config, mesh, plan), precision)
+    console.note(*config.notes, *map(Detail, [*_layout_notes(config, mesh, plan), precision]))
+    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
+    console.row("layout", f"{_layout(config, mesh)}; batch {plan.global_size} = {batch}")
     if inputs.model is None:
         check_model(config.model)
 
     # The data, and what its length decides.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
-    console.note(*data.notes, *workers.notes(data.train))
+    console.note(*data.notes, *map(Detail, workers.notes(data.train)))
+    console.row("data", data.row())
     config, plan = _over_data(config, plan, data.train)
     schedule: LRSchedule | TorchSchedule
     if inputs.lr_scheduler is not None:
@@ -194,7 +202,7 @@ def build_run(
     try:
         ledger = model.require_engine().ledger
         stats = StepStats(model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
-        console.note(*stats.notes)
+        console.note(*map(Detail, stats.notes))
         start_times.end("figures")
     except BaseException:
         model.close()
@@ -239,13 +247,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
 
 def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str]:
     """Describe the mesh and the batch for a person, before data and weights are read."""
+    shape = mesh.shape
+    picture = [mesh.picture()] if shape.tensor > 1 or shape.pipeline > 1 else []
+    return [f"{config.run.name}: {_layout(config, mesh)}", *picture, f"batch: {plan.equation()}"]
+
+
+def _layout(config: TrainerConfig, mesh: Mesh) -> str:
     shape, device = mesh.shape, mesh.device.type.upper()
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
-    notes = [f"{config.run.name}: ZeRO stage {config.zero.stage} on {ranks}"]
-    if shape.tensor > 1 or shape.pipeline > 1:
-        notes.append(mesh.picture())
-    return [*notes, f"batch: {plan.equation()}"]
+    return f"ZeRO stage {config.zero.stage} on {ranks}"
 
 
 def _over_data(

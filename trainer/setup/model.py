@@ -25,7 +25,7 @@ from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import Tokenizer
-from zeromesh.trainer.formatting import human_count
+from zeromesh.trainer.formatting import Detail, human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -33,14 +33,14 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.flops import ModelFlops, parameters_of
+from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
-from zeromesh.trainer.setup.memory_check import kept_input_bytes, pinned_notes, require_memory
+from zeromesh.trainer.setup.memory_check import kept_input_bytes, memory_row, pinned_notes, require_memory
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -89,7 +89,9 @@ def build_trained_model(
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
         forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-        flops, parameters = ModelFlops.of(model), parameters_of(model)
+        flops, counted = ModelFlops.of(model), counted_parameters(model)
+        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+        parameters, learnt = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         start_times.end("model")
         console.status("trying the loss on a small copy")
         loss = make_loss(
@@ -141,6 +143,7 @@ def build_trained_model(
         feeds=feeds,
         flops=flops,
         parameters=parameters,
+        counted=counted,
         optimizer=options.optimizer,
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
@@ -152,11 +155,13 @@ def build_trained_model(
     here = " on this rank" if divided.pipeline is not None else ""
     units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
     reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if mesh.shard.size > 1 else ""
-    console.note(
-        f"{type(model).__name__}: {human_count(engine.state.numel)} parameters in {units}{reduced}",
-        engine.update_device.note,
-        *pinned_notes(tiers.pinned),
-    )
+    shown = f"{human_count(parameters)} parameters"
+    if learnt < parameters:
+        shown = f"trained {human_count(learnt)} of {shown} ({learnt / parameters:.2%})"
+    name = type(model).__name__
+    console.note(Detail(f"{name}: {shown} in {units}{reduced}"), engine.update_device.note, *pinned_notes(tiers.pinned))
+    console.row("model", f"{name}, {shown}")
+    console.row("memory", memory_row(engine.ledger, mesh.device))
     start_times.end("engine")
     return trained
 

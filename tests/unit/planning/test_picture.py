@@ -9,7 +9,7 @@ from zeromesh.offload import Purpose
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.picture import plan_figure
+from zeromesh.trainer.planning.picture import plan_charts, plan_picture
 from zeromesh.trainer.planning.planner import GIB, Planner
 from zeromesh.trainer.planning.subject import Subject
 
@@ -62,14 +62,29 @@ def test_memory_over_a_step_is_as_high_as_the_plan_says(subject: Subject, layout
 def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
     best = plan.rows[0].estimate
-    figure = plan_figure(plan, list(Estimator(subject, MACHINE, 2).over_step(best.layout)), shown=2)
-    areas: list[Any] = [each for each in figure.data if each.type == "scatter"]
+    moments = list(Estimator(subject, MACHINE, 2).over_step(best.layout))
+    over, memory, times = (chart.figure for chart in plan_charts(plan, moments, shown=2))
+    areas: list[Any] = [each for each in over.data if each.type == "scatter"]
     assert {each.name for each in areas} <= set(best.device)
     heights = [sum(column) for column in zip(*(each.y for each in areas), strict=True)]
     assert max(heights) == pytest.approx(best.device_bytes / GIB)  # It accumulates.
     # Areas are stacked by equal x, each later than the one before.
     (xs,) = {tuple(each.x) for each in areas}
     assert list(xs) == sorted(set(xs))
-    bars = {each.name: each.x[0] for each in figure.data if each.type == "bar"}
-    assert sum(bars[name] for name in best.device) == pytest.approx(best.device_bytes / GIB)
-    assert sum(bars[str(phase)] for phase in best.phases) == pytest.approx(best.seconds)
+    bars, seconds = ({each.name: each.x[0] for each in figure.data} for figure in (memory, times))
+    assert sum(bars.values()) == pytest.approx(best.device_bytes / GIB)
+    assert sum(seconds.values()) == pytest.approx(best.seconds)
+    # No color without a name beside it: each chart has a legend of its own.
+    assert all(each.showlegend is not False for figure in (over, memory, times) for each in figure.data)
+    colors = {each.name: each.marker.color for each in memory.data}
+    assert {each.name: each.fillcolor for each in areas}.items() <= colors.items()
+
+
+def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
+    """Whole, however narrow the screen is, and the page loads nothing."""
+    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
+    moments = list(Estimator(subject, MACHINE, 2).over_step(plan.rows[0].estimate.layout))
+    page = plan_picture(plan, moments, shown=3)
+    for row in plan.rows[:3]:
+        assert f"<td>{row.estimate.layout}</td>" in page
+    assert "default-src 'none'" in page

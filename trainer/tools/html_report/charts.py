@@ -49,7 +49,7 @@ _CURVES = (
 )
 """Charts of one key, or of all keys with an end that begins with `_`: its name, the title, the unit, a note."""
 _AXIS = {"gridcolor": "#e6e9ee", "linecolor": "#5b6470", "zeroline": False, "automargin": True, "ticklabelstandoff": 4}
-_LAYOUT = {
+LAYOUT: dict[str, Any] = {
     "template": "none",
     "font": {"family": 'system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif', "size": 12, "color": "#5b6470"},
     "paper_bgcolor": "rgba(0,0,0,0)",
@@ -212,7 +212,7 @@ def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -
     if unit == "bytes":
         power = min(4, int(log(max(high, 1.0), 1024)))
         factor, suffix = 1024.0**power, f" {_BYTES[power]}"
-    figure = go.Figure(layout=_LAYOUT)
+    figure = go.Figure(layout=LAYOUT)
     figure.update_yaxes(tickformat=ticks, hoverformat=hover, ticksuffix=suffix)
     broken: set[float] = set()
     for line in lines:
