@@ -4,7 +4,8 @@ What a user gave and can change is a `ValueError`; an invariant that broke while
 says what was given, what is allowed, where, and what to do next.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 
@@ -96,3 +97,12 @@ class TransferError(ZeromeshError, RuntimeError):
 
 class NonFiniteError(ZeromeshError, RuntimeError):
     """A gradient or a loss is NaN or infinite and the run is to stop then."""
+
+
+@contextmanager
+def packages_of(extra: str, what: str) -> Iterator[None]:
+    """Raise `ConfigError` with the line that installs them where packages are missing that the block imports for `what`."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what} needs more packages: pip install 'zeromesh[{extra}]' ({error})") from error

@@ -18,6 +18,7 @@ import yaml
 from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from doc_commands import CommandError, Reader, commands
 from doc_pages import UNDER_TORCHRUN, Page, write_files
+from doc_walk import SKIPPED, Walk, why_skipped
 from workers import Workers
 
 from zeromesh.errors import ConfigError, LayoutError
@@ -52,9 +53,30 @@ def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if scripts_of(page)])
-def test_its_programs_run_on_two_ranks(page: str, folder: Path, workers: Workers, run: Path) -> None:
-    Page(page, folder, workers, run, size=2).go_through()
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path) -> None:
+    """As it is written, by a shell, and each program on one rank and then on two."""
+    Walk(page, tmp_path, run).go()
+
+
+def test_what_a_walk_leaves_out() -> None:
+    """Each reason for that is one of some page, and what needs nothing but this machine is not left out."""
+    texts = [
+        block.text.replace("\\\n", " ")
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language in ("sh", "console")
+    ]
+    lines = [line.removeprefix("$ ") for text in texts for line in text.splitlines()]
+    assert [pattern for pattern in SKIPPED if not any(re.search(pattern, line) for line in lines)] == []
+    for line in (
+        "make train",
+        "zeromesh train configs/quickstart.yaml --nproc 2",
+        "zeromesh generate ./my-model --chat",
+        "zeromesh serve ./my-model",
+        "zeromesh plan small.yaml --ranks 8 --device h100",
+    ):
+        assert why_skipped(line) == ""
 
 
 @pytest.mark.full

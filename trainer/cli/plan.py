@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError, StorageError, packages_of
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.load import load_config
@@ -46,13 +46,14 @@ def _plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.auto import plan_config
     from zeromesh.trainer.planning.report import plan_json, plan_lines
 
+    if options.picture is not None:
+        with packages_of("report", "--picture"):
+            from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
     config = load_config(options.config, options.overrides, ranks=options.ranks)
     plan, more, estimator = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
-        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
-
         try:
             moments = estimator.over_step(plan.rows[0].estimate.layout)
             write_whole(options.picture, plan_picture(plan, list(moments)).encode())

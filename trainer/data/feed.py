@@ -17,6 +17,7 @@ from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.formatting import Detail
 
 _COMPARED = 65536
 """Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
@@ -47,7 +48,7 @@ class RunData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the start of the run."""
-        return (*(self.loaded.notes if self.loaded else ()), *self.limited)
+        return (*(self.loaded.notes if self.loaded else ()), *map(Detail, self.limited))
 
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
@@ -56,7 +57,8 @@ class RunData:
         text = "none to train on" if train is None else "a stream"
         if train is not None and not isinstance(train, StreamedDataset):
             text = f"{len(train):,} {what}"
-        return text + (f"; {count:,} for evaluation" if count else "")
+        key = " (data.eval_samples)" if self.limited else ""
+        return text + (f"; {count:,} for evaluation{key}" if count else "")
 
     @property
     def tokenizer(self) -> Tokenizer | None:

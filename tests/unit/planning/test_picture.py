@@ -87,4 +87,4 @@ def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
     page = plan_picture(plan, moments, shown=3)
     for row in plan.rows[:3]:
         assert f"<td>{row.estimate.layout}</td>" in page
-    assert "default-src 'none'" in page
+    assert "default-src &#x27;none&#x27;" in page
