@@ -44,7 +44,7 @@ from zeromesh.trainer.cli.main import main
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("plotly", "fastapi", "uvicorn", "h11", "openai", "peft"):
+        if name.partition(".")[0] in ("plotly", "fastapi", "uvicorn", "openai", "peft"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())

@@ -23,7 +23,7 @@ from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settin
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
 _SCRIPT = """
 const config = { responsive: true, displayModeBar: false };
-const touched = matchMedia("(hover: none)").matches;
+const touched = matchMedia("(pointer: coarse)").matches;
 const charts = JSON.parse(document.getElementById("charts").textContent);
 for (const { id, data, layout } of charts) {
   const plot = document.getElementById(id);
