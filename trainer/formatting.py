@@ -97,12 +97,10 @@ def _narrow(
         widths[at] -= 1
 
 
-def wrapped(lines: Iterable[str], width: int | None, *, hang: int = 0) -> Iterator[str]:
-    """Lines that are no longer than `width`, as far as whole words allow; what goes on in the next one is indented further, or by
-    `hang` letters.
-    """
+def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
+    """Lines that are no longer than `width`, as far as whole words allow; what goes on in the next one is indented further."""
     for line in lines:
-        indent = " " * hang or _INDENT + " " * (len(line) - len(line.lstrip()))
+        indent = _INDENT + " " * (len(line) - len(line.lstrip()))
         yield from (
             [line]
             if width is None

@@ -4,8 +4,7 @@ What a user gave and can change is a `ValueError`; an invariant that broke while
 says what was given, what is allowed, where, and what to do next.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 
@@ -97,12 +96,3 @@ class TransferError(ZeromeshError, RuntimeError):
 
 class NonFiniteError(ZeromeshError, RuntimeError):
     """A gradient or a loss is NaN or infinite and the run is to stop then."""
-
-
-@contextmanager
-def packages_of(extra: str, what: str) -> Iterator[None]:
-    """Raise `ConfigError` with the line that installs them where packages are missing that the block imports for `what`."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(f"{what} needs more packages: pip install 'zeromesh[{extra}]' ({error})") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
-from zeromesh.errors import ConfigError, StorageError, packages_of
+from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.load import load_config
@@ -47,8 +47,7 @@ def _plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.report import plan_json, plan_lines
 
     if options.picture is not None:
-        with packages_of("report", "--picture"):
-            from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
+        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
     config = load_config(options.config, options.overrides, ranks=options.ranks)
     plan, more, estimator = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json

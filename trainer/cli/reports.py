@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeromesh.errors import StorageError, packages_of, printable
+from zeromesh.errors import StorageError, printable
 from zeromesh.files import write_whole
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def run_report(options: argparse.Namespace) -> int:
         ConfigError: for what is no run's directory, and without plotly.
         StorageError: where the page cannot be written.
     """
-    with packages_of("report", "a report"):
-        from zeromesh.trainer.tools.html_report.page import page_of
+    from zeromesh.trainer.tools.html_report.page import page_of
     from zeromesh.trainer.tools.html_report.runs import read_runs
 
     runs = read_runs([path.expanduser() for path in options.runs])

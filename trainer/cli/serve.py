@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.environment import die_with_launcher, python_arguments, read_environment, setting
-from zeromesh.errors import ConfigError, packages_of
+from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import split_fields
 from zeromesh.trainer.inference.requests import Inbox
@@ -96,8 +96,10 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
 
 def _start(options: argparse.Namespace, generator: Generator, inbox: Inbox, fields: Mapping[str, Any]) -> HttpServer:
     """Begin to listen, and say where."""
-    with packages_of("serve", "serve"):
+    try:
         from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
+    except ImportError as error:
+        raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
     listening = ServerOptions(
         host=options.host,
         port=options.port,

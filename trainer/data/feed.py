@@ -52,13 +52,10 @@ class RunData:
 
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
-        train, count = self.train, sum(map(len, self.evaluated().values()))
         what = f"sequences of {self.loaded.train.sequence_length} tokens" if self.loaded else "samples"
-        text = "none to train on" if train is None else "a stream"
-        if train is not None and not isinstance(train, StreamedDataset):
-            text = f"{len(train):,} {what}"
-        key = " (data.eval_samples)" if self.limited else ""
-        return text + (f"; {count:,} for evaluation{key}" if count else "")
+        text = "a stream" if isinstance(self.train, StreamedDataset) else f"{len(self.train or ()):,} {what}"
+        count = sum(map(len, self.evaluated().values()))
+        return f"{text}; {count:,} for evaluation" + (" (data.eval_samples)" if self.limited else "") if count else text
 
     @property
     def tokenizer(self) -> Tokenizer | None:

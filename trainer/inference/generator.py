@@ -94,7 +94,6 @@ class Generator:
         self._failure = ""
         try:
             console = Console(sys.stderr, shown=self.mesh.rank == 0)
-            # What follows on the terminal is written by others, or an error.
             with errors_with_user_keys(), self.mesh.call("zeromesh.Generator()"), console:
                 self._model: PlacedModel | None = PlacedModel.build(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.away):

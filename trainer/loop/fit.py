@@ -89,8 +89,8 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 run.console.note(f"weights of step {best.step}: {config.run.metric} {best.value:.4g} is the best")
             report = progress.report = _end(run, eval_loss)
             if checkpoints.latest is not None:
-                run.console.row("model", str(checkpoints.store.path(checkpoints.latest)))
-                run.console.row("next", _next_command(run, shlex.quote(str(directory.path))))
+                run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
+                run.console.note(f"next     {_next_command(run, shlex.quote(str(directory.path)))}")
     if report is None:
         run.console.note(f"stopped after step {progress.step}")
         leave(stopped)
@@ -103,11 +103,8 @@ def _next_command(run: RunContext, directory: str) -> str:
     model, tokenizer = pretrained_of(run.model.module), run.model.processing_class
     if is_adapted(run.model.module):
         return f"zeromesh checkpoint export {directory} OUT --merge"
-    if model is None or not model.can_generate() or run.data.tokenizer is None:
-        return f"zeromesh report {directory}"
-    if getattr(tokenizer, "chat_template", None):
-        return f"zeromesh generate {directory} --chat"
-    return f"""echo '{{"text": "Once"}}' | zeromesh generate {directory}"""
+    chats = model is not None and model.can_generate() and getattr(tokenizer, "chat_template", None)
+    return f"zeromesh generate {directory} --chat" if chats else f"zeromesh report {directory}"
 
 
 def _require_trained_parameters(run: RunContext) -> None:

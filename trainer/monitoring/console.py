@@ -26,8 +26,6 @@ from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 _LOG = logging.getLogger(__name__)
 _REFRESH_SECONDS = 0.25
 _SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
-_NAME_WIDTH = 8
-"""Letters of the name of a row."""
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 
@@ -49,11 +47,11 @@ class Console(AbstractContextManager["Console"]):
     def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
         """`verbose`: show details to a person too; a log has them always."""
         self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
-        self._notebook = stream is None and _in_notebook()
+        interactive = sys.modules.get("IPython") if stream is None else None
+        self._notebook = interactive is not None and hasattr(interactive.get_ipython(), "kernel")
         # The output of a kernel says of itself that it is a terminal.
         self._is_terminal = self._rich.is_terminal and not (self._rich.is_dumb_terminal or self._notebook)
-        self._live_line: Any = None
-        """IPython's handle of the line in a notebook that changes."""
+        self._live_line: Any = None  # IPython's handle of it
         self._details = verbose or not (self._is_terminal or self._notebook)
         # Of what others print, only what goes to the same terminal is put above the display.
         own = self._rich.file is sys.stdout
@@ -77,10 +75,6 @@ class Console(AbstractContextManager["Console"]):
             if isinstance(line, Detail) and not self._details:
                 continue
             self._attempt(partial(self._print, line))
-
-    def row(self, name: str, text: str) -> None:
-        """Show a fact in a row of those that stand below each other."""
-        self._attempt(partial(self._print, f"{name:{_NAME_WIDTH}} {text}", hang=_NAME_WIDTH + 1))
 
     def status(self, text: str) -> None:
         """Show what goes on now, until anything else is shown."""
@@ -137,14 +131,14 @@ class Console(AbstractContextManager["Console"]):
             self._shown = False
             _LOG.warning("nothing more is shown of this run: %s", error)
 
-    def _print(self, text: str, hang: int = 0) -> None:
+    def _print(self, text: str) -> None:
         self._end_status()
         self._printed = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, numbers=self._numbers)
         lines = printable_lines(text).split("\n")
         # A log file's lines are not wrapped, whatever width rich assumes of it.
-        shown = wrapped(lines, self._rich.width if self._is_terminal else None, hang=hang)
+        shown = wrapped(lines, self._rich.width if self._is_terminal else None)
         self._rich.print(Text("\n".join(shown)), soft_wrap=True)
         self._rich.file.flush()
 
@@ -223,6 +217,7 @@ class Console(AbstractContextManager["Console"]):
 def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
     """A logged step in plain text, numbers in units for people, extras last."""
     of_total = f"/{total_steps}" if total_steps else ""
+    extras = {name: f"{value:.1%}" if name == "mfu" else value for name, value in metrics.extras.items()}
     parts = [f"step {metrics.step}{of_total}", f"loss {metrics.loss:.4f}"]
     if metrics.grad_norm is not None:
         parts.append(f"grad {metrics.grad_norm:.3g}")
@@ -231,16 +226,6 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         f"{human_count(metrics.tokens_per_second)} {metrics.unit}/s",
         f"{human_seconds(metrics.step_seconds)}/step",
         human_bytes(metrics.peak_memory_bytes),
-        *(f"{name} {_shown(name, value)}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
+        *(f"{name} {value}" for name, value in extras.items() if not isinstance(value, Mapping)),
     ]
     return "  ".join(parts)
-
-
-def _shown(name: str, value: Any) -> str:
-    return f"{value:.1%}" if name == "mfu" else str(value)
-
-
-def _in_notebook() -> bool:
-    """Return True in a kernel of Jupyter, or of what is like it."""
-    interactive = sys.modules.get("IPython")
-    return interactive is not None and getattr(interactive.get_ipython(), "kernel", None) is not None

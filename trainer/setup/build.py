@@ -131,7 +131,7 @@ def build_run(
     inputs: UserInputs,
     events: CallbackDispatcher,
     console: Console,
-    start_times: StartTimes,
+    times: StartTimes,
 ) -> RunContext:
     """Make the parts of a run in their order; all ranks call it. What can be refused without data or a model is refused first.
 
@@ -158,9 +158,10 @@ def build_run(
     )
     options = engine_options(config, plan.accumulation)
     precision = options.precision.table(config.optimizer.name)
-    console.note(*config.notes, *map(Detail, [*_layout_notes(config, mesh, plan), precision]))
+    layout = _layout_notes(config, mesh, plan)
+    console.note(*config.notes, *map(Detail, [*layout, precision]))
     batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
-    console.row("layout", f"{_layout(config, mesh)}; batch {plan.global_size} = {batch}")
+    console.note(f"layout   {layout[0].partition(': ')[2]}; batch {plan.global_size} = {batch}")
     if inputs.model is None:
         check_model(config.model)
 
@@ -168,7 +169,7 @@ def build_run(
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)))
-    console.row("data", data.row())
+    console.note(f"data     {data.row()}")
     config, plan = _over_data(config, plan, data.train)
     schedule: LRSchedule | TorchSchedule
     if inputs.lr_scheduler is not None:
@@ -184,7 +185,7 @@ def build_run(
         "schedule": schedule.factor(0),
     }
     require_same_data(mesh, data.sets(), decided_by_data)
-    start_times.end("data")
+    times.end("data")
 
     # The model, and what is measured of it.
     progress = RunProgress(max_nonfinite=config.run.max_nonfinite)
@@ -197,13 +198,13 @@ def build_run(
         plan=plan,
         progress=progress,
         console=console,
-        start_times=start_times,
+        start_times=times,
     )
     try:
         ledger = model.require_engine().ledger
         stats = StepStats(model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
         console.note(*map(Detail, stats.notes))
-        start_times.end("figures")
+        times.end("figures")
     except BaseException:
         model.close()
         raise
@@ -213,7 +214,7 @@ def build_run(
         inputs=inputs,
         events=events,
         console=console,
-        start_times=start_times,
+        start_times=times,
         plan=plan,
         data=data,
         data_description=data_description,
@@ -247,16 +248,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
 
 def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str]:
     """Describe the mesh and the batch for a person, before data and weights are read."""
-    shape = mesh.shape
-    picture = [mesh.picture()] if shape.tensor > 1 or shape.pipeline > 1 else []
-    return [f"{config.run.name}: {_layout(config, mesh)}", *picture, f"batch: {plan.equation()}"]
-
-
-def _layout(config: TrainerConfig, mesh: Mesh) -> str:
     shape, device = mesh.shape, mesh.device.type.upper()
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
-    return f"ZeRO stage {config.zero.stage} on {ranks}"
+    notes = [f"{config.run.name}: ZeRO stage {config.zero.stage} on {ranks}"]
+    if shape.tensor > 1 or shape.pipeline > 1:
+        notes.append(mesh.picture())
+    return [*notes, f"batch: {plan.equation()}"]
 
 
 def _over_data(

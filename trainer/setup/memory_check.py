@@ -11,10 +11,9 @@ from torch import nn
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Ledger, PinnedBudget, Purpose, Tier, TierChoice, available_bytes, swap_bytes
+from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes, swap_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, file_system_of, free_bytes, nearest_directory
-from zeromesh.offload.memory.ledger import MEMORY
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import OffloadOptions, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -230,14 +229,6 @@ def _tight(host: _Host, options: ZeroOptions) -> Iterator[str]:
             f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "
             f"leaves {human_bytes(left)} for activations; if that is too little, {', '.join(others)}, or {last}"
         )
-
-
-def memory_row(ledger: Ledger, device: torch.device) -> str:
-    """What the states of this rank take now, in one row, and what is left beside them."""
-    on_files = f", {human_bytes(ledger.total(Tier.FILE))} on files" if ledger.total(Tier.FILE) else ""
-    free = _free_on_device(device) if is_accelerator(device) else available_bytes()
-    where = "of the device" if is_accelerator(device) else "of this host"
-    return f"{human_bytes(ledger.total(*MEMORY))} of states on each rank{on_files}; {human_bytes(free)} {where} free"
 
 
 def pinned_notes(budget: PinnedBudget) -> list[str]:

@@ -15,7 +15,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import Tiers, settle_heap
+from zeromesh.offload import Tier, Tiers, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
@@ -25,7 +25,7 @@ from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import Tokenizer
-from zeromesh.trainer.formatting import Detail, human_count
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -40,7 +40,7 @@ from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fit
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
-from zeromesh.trainer.setup.memory_check import kept_input_bytes, memory_row, pinned_notes, require_memory
+from zeromesh.trainer.setup.memory_check import kept_input_bytes, pinned_notes, require_memory
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -158,10 +158,11 @@ def build_trained_model(
     shown = f"{human_count(parameters)} parameters"
     if learnt < parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / parameters:.2%})"
-    name = type(model).__name__
-    console.note(Detail(f"{name}: {shown} in {units}{reduced}"), engine.update_device.note, *pinned_notes(tiers.pinned))
-    console.row("model", f"{name}, {shown}")
-    console.row("memory", memory_row(engine.ledger, mesh.device))
+    console.note(f"model    {type(model).__name__}, {shown}", Detail(f"model: {units}{reduced}"))
+    kept = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
+    console.note(
+        f"memory   states of each rank: {', '.join(kept)}", engine.update_device.note, *pinned_notes(tiers.pinned)
+    )
     start_times.end("engine")
     return trained
 

@@ -10,14 +10,11 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
-
 from zeromesh import __version__
 from zeromesh.mesh.mesh_shape import AXES, Coordinate
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
-from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of
+from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, get_plotlyjs, to_json_plotly
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
@@ -93,23 +90,20 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     return document(title, sections, charts, ", ".join(str(run.path) for run in runs), now=now)
 
 
-def _cards(charts: Sequence[Chart]) -> Html:
-    cards = []
+def document(
+    title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
+) -> str:
+    """A page with sections by their headings, which are elements, or the `charts` of the page; `now` as for `page_of`."""
+    cards, figures = [], []
     for chart in charts:
         button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
         label = f"{chart.title}: {chart.note}"
         plot = element("div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=label)
         card = element("h3", chart.title, button), element("p", chart.note), plot
         cards.append(element("figure", card, id=f"chart-{chart.name}"))
-    return element("div", cards, class_="charts")
-
-
-def document(
-    title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
-) -> str:
-    """A page with sections by their headings, which are elements, or the `charts` of the page; `now` as for `page_of`."""
-    figures = [{**each.figure.to_dict(), "id": f"plot-{each.name}", "over_steps": each.over_steps} for each in charts]
-    parts = {name: _cards(charts) if part is charts else part for name, part in sections.items() if part}
+        figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
+    drawn = element("div", cards, class_="charts")
+    parts = {name: drawn if part is charts else part for name, part in sections.items() if part}
     scripts = get_plotlyjs(), _SCRIPT
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{each}'" for each in hashes)
