@@ -1,8 +1,10 @@
 """The picture of a plan: memory over a step is as high as the plan says, and everything drawn is in the plan."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Browser, find_browser, looks_of
 from test_machine import MACHINE
 
 from zeromesh.offload import Purpose
@@ -65,9 +67,11 @@ def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     moments = list(Estimator(subject, MACHINE, 2).over_step(best.layout))
     over, memory, times = (chart.figure for chart in plan_charts(plan, moments, shown=2))
     areas: list[Any] = [each for each in over.data if each.type == "scatter"]
-    assert {each.name for each in areas} <= set(best.device)
-    heights = [sum(column) for column in zip(*(each.y for each in areas), strict=True)]
-    assert max(heights) == pytest.approx(best.device_bytes / GIB)  # It accumulates.
+    colors = {each.name.partition("  up to")[0]: each.fillcolor for each in areas}
+    assert set(colors) <= set(best.device)
+    unit = {" KiB": 2**10, " MiB": 2**20, " GiB": 2**30}[over.layout.yaxis.ticksuffix]
+    heights = [unit * sum(column) for column in zip(*(each.y for each in areas), strict=True)]
+    assert max(heights) == pytest.approx(best.device_bytes, rel=1e-5)  # It accumulates.
     # Areas are stacked by equal x, each later than the one before.
     (xs,) = {tuple(each.x) for each in areas}
     assert list(xs) == sorted(set(xs))
@@ -76,8 +80,7 @@ def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     assert sum(seconds.values()) == pytest.approx(best.seconds)
     # No color without a name beside it: each chart has a legend of its own.
     assert all(each.showlegend is not False for figure in (over, memory, times) for each in figure.data)
-    colors = {each.name: each.marker.color for each in memory.data}
-    assert {each.name: each.fillcolor for each in areas}.items() <= colors.items()
+    assert colors.items() <= {each.name: each.marker.color for each in memory.data}.items()
 
 
 def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
@@ -88,3 +91,13 @@ def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
     for row in plan.rows[:3]:
         assert f"<td>{row.estimate.layout}</td>" in page
     assert "default-src &#x27;none&#x27;" in page
+
+
+@pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
+def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> None:
+    plan = Planner(subject, MACHINE, fixed={}).plan(4)
+    page = tmp_path / "plan.html"
+    moments = list(Estimator(subject, MACHINE, 4).over_step(plan.rows[0].estimate.layout))
+    page.write_text(plan_picture(plan, moments), encoding="utf-8")
+    with Browser(str(find_browser()), tmp_path / "browser") as browser:
+        assert looks_of(browser, page) == []
