@@ -25,10 +25,14 @@ setup: $(INSTALLED)
 # torch comes first and alone: which build of it is taken (CPU or CUDA) decides what else is needed.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.12")'
+	@echo "1 of 3: a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: torch, the largest part: up to 3 GB with CUDA. While pip unpacks it, it prints nothing for some minutes"
 	$(PIP) $$(grep '^torch==' constraints.txt)
+	@echo "3 of 3: zeromesh, the libraries of Hugging Face and the tools of tests, about 100 packages"
 	$(PIP) --editable '.[dev]'
 	@touch $@
+	@echo "done: source $(VENV)/bin/activate, or call $(BIN)/zeromesh"
 
 train: setup
 	$(BIN)/zeromesh train configs/quickstart.yaml --nproc $(RANKS)

@@ -1,6 +1,8 @@
 """Fixtures of all tests."""
 
+import atexit
 import gc
+import locale
 import os
 import shutil
 import signal
@@ -9,10 +11,36 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-from hypothesis import settings
-from workers import Workers
+_KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR", "USER", "LOGNAME", "SHELL", "CC", "CXX")
+"""Variables of the person who starts the tests that tests see."""
+_KEPT_FAMILIES = ("PYTEST", "COV_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_")
+_LONGEST_FOLDER = 60
+"""Letters: a socket's path has at most 107, and stands in folders below this one."""
+
+
+def _tests_own_environment() -> None:
+    """Leave of a person's environment what finds programs and folders: a test sets all else that it needs.
+
+    HOME is a new folder, the locale is that of plain UTF-8. It comes before anything is imported that reads these variables.
+    """
+    for name in os.environ:
+        if name not in _KEPT and not name.startswith(_KEPT_FAMILIES):
+            del os.environ[name]
+    if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
+        del os.environ["TMPDIR"]
+        tempfile.tempdir = None
+    home = tempfile.mkdtemp(prefix="zeromesh-home-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    os.environ |= {"HOME": home, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")
+
+
+_tests_own_environment()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+from workers import Workers  # noqa: E402
 
 pytest.register_assert_rewrite("doc_pages")
 # A machine that does other things as well makes any example slow.

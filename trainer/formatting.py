@@ -10,6 +10,12 @@ from zeromesh.errors import printable
 _INDENT, _LEAST_WIDTH = "  ", 14
 
 
+class Detail(str):
+    """A line that a log has, and a person who asks for it (`run.verbose`)."""
+
+    __slots__ = ()
+
+
 def human_bytes(count: float) -> str:
     """A number of bytes in powers of 1024, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -92,7 +98,12 @@ def _narrow(
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
-    """Lines that are no longer than `width`; what goes on in the next one is indented further."""
+    """Lines that are no longer than `width`, as far as whole words allow; what goes on in the next one is indented further."""
     for line in lines:
         indent = _INDENT + " " * (len(line) - len(line.lstrip()))
-        yield from [line] if width is None else textwrap.wrap(line, width, subsequent_indent=indent) or [""]
+        yield from (
+            [line]
+            if width is None
+            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            or [""]
+        )

@@ -34,6 +34,7 @@ from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
@@ -524,8 +525,9 @@ class Trainer:
                 self._beginning(mesh),
                 quiet_library() if mesh.rank else nullcontext(),
                 mesh.call("the first method of the trainer that needs a run"),
+                Console(shown=mesh.rank == 0, verbose=self.config.run.verbose) as console,
             ):
-                run = build_run(self.config, mesh, self.inputs, self.events, self.start_times)
+                run = build_run(self.config, mesh, self.inputs, self.events, console, self.start_times)
                 self._run = replace(run, planned=self._planned)
         self._run.model.require_sound()
         return self._run

@@ -18,10 +18,12 @@ import yaml
 from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from doc_commands import CommandError, Reader, commands
 from doc_pages import UNDER_TORCHRUN, Page, write_files
+from doc_walk import SKIPPED, Walk, why_skipped
 from workers import Workers
 
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.data.text_sources import _ROW_FORMATS
 
 LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
@@ -52,9 +54,30 @@ def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if scripts_of(page)])
-def test_its_programs_run_on_two_ranks(page: str, folder: Path, workers: Workers, run: Path) -> None:
-    Page(page, folder, workers, run, size=2).go_through()
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path) -> None:
+    """As it is written, by a shell, and each program on one rank and then on two."""
+    Walk(page, tmp_path, run).go()
+
+
+def test_what_a_walk_leaves_out() -> None:
+    """Each reason for that is one of some page, and what needs nothing but this machine is not left out."""
+    texts = [
+        block.text.replace("\\\n", " ")
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language in ("sh", "console")
+    ]
+    lines = [line.removeprefix("$ ") for text in texts for line in text.splitlines()]
+    assert [pattern for pattern in SKIPPED if not any(re.search(pattern, line) for line in lines)] == []
+    for line in (
+        "make train",
+        "zeromesh train configs/quickstart.yaml --nproc 2",
+        "zeromesh generate ./my-model --chat",
+        "zeromesh serve ./my-model",
+        "zeromesh plan small.yaml --ranks 8 --device h100",
+    ):
+        assert why_skipped(line) == ""
 
 
 @pytest.mark.full
@@ -141,6 +164,12 @@ def test_every_configuration_is_on_its_page() -> None:
 def test_every_method_of_callbacks_is_in_the_guide() -> None:
     named = re.findall(r"`(on_\w+)\(", (ROOT / "docs/guide.md").read_text(encoding="utf-8"))
     assert sorted(set(named)) == sorted(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def test_the_guide_names_all_kinds_of_files() -> None:
+    """The other pages refer to it."""
+    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+    assert [suffix for suffix in _ROW_FORMATS if f"`{suffix}`" not in text and suffix != ".arrow"] == []
 
 
 def test_the_table_of_stages_is_the_same_everywhere() -> None:

@@ -38,6 +38,21 @@ for words in (["init"], ["init", "quickstart"], ["config", "quickstart.yaml"], [
     assert main(words) == 0, words
 """
 
+WITHOUT_EXTRAS = """
+import contextlib, io, sys
+from zeromesh.trainer.cli.main import main
+
+for name in ("plotly", "fastapi", "uvicorn", "openai", "peft"):
+    sys.modules[name] = None
+assert main(["init", "quickstart"]) == 0
+assert main(["config", "quickstart.yaml"]) == 0
+planned = ["plan", "quickstart.yaml", "--ranks", "2", "--device", "h100", "--picture", "plan.html"]
+for words in (["report", "a"], planned):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(words) == 2, words
+    assert "pip install 'zeromesh[report]'" in said.getvalue(), said.getvalue()
+"""
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -88,3 +103,14 @@ def test_every_command_of_an_installed_wheel_runs(wheel: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "<style>" in (tmp_path / "a/report.html").read_text(encoding="utf-8")
     assert (tmp_path / "quickstart.yaml").is_file()
+
+
+def test_without_the_extras_commands_start_and_name_the_one_that_they_need(wheel: Path, tmp_path: Path) -> None:
+    _pip("install", str(wheel), "--no-deps", "--target", str(tmp_path / "site"))
+    write_run(tmp_path / "a")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ PLACEHOLDER = re.compile(r"[A-Z_]+")
 """What a reader puts in: CONFIG, STEP_DIR."""
 _FILLED = {"HOST:PORT": "host:29500", "I": "0", "N": "2", "MIN:MAX": "1:2"}
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
-_HARMLESS = {"source", "ls", "mkdir", "export", "cd"}
+_HARMLESS = {"source", "ls", "mkdir", "export", "cd", "echo"}
 
 
 class CommandError(AssertionError):

@@ -21,8 +21,11 @@ from zeromesh.trainer.cli.train import check_mesh
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.machine import read_machine
 
-TRAINED = {"README.md", "docs/howto/finetune.md"}
-"""Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
+TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
+"""Pages whose `zeromesh train` is carried out each time, on as many ranks as they say, and whose programs on one rank and then on
+two. The walk through all pages (doc_walk.py) takes longer."""
+_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=6"
+"""What `make train` runs, but for the number of steps."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
 OF_A_SERVER = {"ask.py"}
@@ -48,7 +51,7 @@ def _losses(said: list[str], count: int) -> None:
 
 def _as_in_readme(said: list[str]) -> None:
     """Losses of a program that README prints: those of another machine, in bfloat16."""
-    (shown,) = (block.text for block in blocks_of("README.md") if block.text.startswith("("))
+    (shown,) = (block.text for block in blocks_of("README.md") if block.text.startswith("["))
     found, expected = (ast.literal_eval(each.strip()) for each in (said[-1], shown))
     assert found == pytest.approx(expected, rel=1e-2)
 
@@ -138,12 +141,11 @@ def write_files(page: str, folder: Path) -> None:
 class Page:
     """A page in its folder. `run` is the directory of a small run, which stands for those that the page looks at."""
 
-    def __init__(self, page: str, folder: Path, workers: Workers, run: Path, size: int = 0) -> None:
+    def __init__(self, page: str, folder: Path, workers: Workers, run: Path) -> None:
         self.name = page
         self.folder = folder
         self._workers = workers
         self._run = run
-        self._size = size
         self._scripts = {min(script.lines): script for script in scripts_of(page)}
         self._reader = Reader(folder)
         for name in ("configs", "scripts"):
@@ -166,17 +168,17 @@ class Page:
             or not find_spec(NEEDED.get(script.name, "zeromesh"))
         ):
             return
-        sizes = script.ranks if script.ranks > 1 or not self._size else self._size
-        found = self._workers.run(
-            sizes,
-            "doc_cases:printed",
-            code=script.code,
-            folder=str(self.folder),
-            name=script.name,
-            asked=ASKED.get(script.name),
-        )
-        if sizes == script.ranks:
-            said = [line for each in found for line in each["said"].splitlines()]
+        for size in [1, 2] if script.ranks == 1 and self.name in TRAINED else [script.ranks]:
+            found = self._workers.run(
+                size,
+                "doc_cases:printed",
+                code=script.code,
+                folder=str(self.folder),
+                name=script.name,
+                asked=ASKED.get(script.name),
+            )
+            # Rank 0 prints what the page says, and others print it too where a program does not say that they do not.
+            said = [line for each in found[: script.ranks] for line in each["said"].splitlines()]
             PRINTED.get(script.name, lambda said: None)(said)
             check_values(script, [each["values"] for each in found])
 
@@ -205,7 +207,8 @@ class Page:
             if command.code == 0:
                 self._provide(command)
                 self._reader.read(command.words)
-            words = self._filled(command.words)
+            made = command.words == ("make", "train") and self.name in TRAINED
+            words = list(_MADE) if made else self._filled(command.words)
             if words is not None:
                 code = self._commanded(words)["code"]
                 allowed = {0, 1} if words[:2] == ["checkpoint", "diff"] or words[0] == "status" else {command.code}
@@ -228,7 +231,7 @@ class Page:
             r"^(\$ |zeromesh \w+ |python |torchrun |make |import |from \w+ import )", block.text, re.MULTILINE
         )
         assert not wrong, f"{wrong[0] if wrong else ''!r}: this is a program or a command, and has a language"
-        if block.name:
+        if block.name == "hosts":
             assert read_hosts(block.text, where=block.name)
 
     def _provide(self, command: Command) -> None:
@@ -247,9 +250,6 @@ class Page:
         steps = sorted(self._run.glob("checkpoints/step-*"))
         places = {"STEP_DIR": str(steps[-1]), "OTHER": str(steps[0]), "OUT": "out", "CONFIG": "configs/quickstart.yaml"}
         found = [places.get(word, word) for word in words[1:]]
-        if "--nproc" in found and words[1] in ("train", "evaluate"):
-            at = found.index("--nproc")
-            del found[at : at + 2]
         if words[1] == "launch":
             found = [
                 f"{word}=x" if before == "--env" else word for before, word in zip(["", *found], found, strict=False)
@@ -259,6 +259,9 @@ class Page:
         return found
 
     def _commanded(self, words: list[str]) -> dict[str, Any]:
-        found: dict[str, Any] = self._workers.run(1, "doc_cases:commanded", words=words, folder=str(self.folder))[0]
+        trains = words[0] in ("train", "evaluate") and "--nproc" in words
+        size = int(words[words.index("--nproc") + 1]) if trains else 1
+        found: dict[str, Any] = self._workers.run(size, "doc_cases:commanded", words=words, folder=str(self.folder))[0]
         assert "Traceback" not in found["err"], found["err"]
+        assert "nothing was trained" not in found["out"], f"{words}: this run is of a line above"
         return found

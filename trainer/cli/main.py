@@ -84,6 +84,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.overrides += rest
     if options.numa_binding is not None:
         options.overrides.append(f"parallel.numa_binding={options.numa_binding}")
+    if options.verbose:
+        options.overrides.append("run.verbose=true")
     return options
 
 
@@ -91,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
-    parser.set_defaults(worker=False, attached=None, nproc=None, numa_binding=None, overrides=None)
+    parser.set_defaults(worker=False, attached=None, nproc=None, numa_binding=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     near = "short for parallel.numa_binding=MODE: node, socket, exclusive or core-complex"
@@ -311,6 +313,7 @@ def _configured(parser: argparse.ArgumentParser, metavar: str, text: str) -> Non
     """Add what is trained or evaluated, and keys of its configuration."""
     _value(parser, "config", metavar, str, text)
     _value(parser, "overrides", "section.key=value", str, "keys to change, values in YAML", nargs="*")
+    _flag(parser, "--verbose", "short for run.verbose=true: show on a terminal what a log has besides")
 
 
 def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:

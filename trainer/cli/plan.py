@@ -47,13 +47,13 @@ def _plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.auto import plan_config
     from zeromesh.trainer.planning.report import plan_json, plan_lines
 
+    if options.picture is not None:
+        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more, estimator = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
-        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
-
         try:
             moments = estimator.over_step(plan.rows[0].estimate.layout)
             write_whole(options.picture, plan_picture(plan, list(moments)).encode())

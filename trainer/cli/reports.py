@@ -27,7 +27,7 @@ def run_report(options: argparse.Namespace) -> int:
     """Write a page about runs; returns the exit code.
 
     Raises:
-        ConfigError: for what is no run's directory.
+        ConfigError: for what is no run's directory, and without plotly.
         StorageError: where the page cannot be written.
     """
     from zeromesh.trainer.tools.html_report.page import page_of

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
 PASSED = (
@@ -345,7 +347,8 @@ def rank_prefix() -> str:
 
 def say(message: str) -> None:
     """Write a message of this command to standard error."""
-    sys.stderr.write(f"zeromesh: {printable_lines(message)}\n")
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    sys.stderr.writelines(f"{line}\n" for line in wrapped(f"zeromesh: {printable_lines(message)}".split("\n"), width))
 
 
 def _hint(message: str) -> None:

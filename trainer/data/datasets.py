@@ -41,7 +41,7 @@ from zeromesh.trainer.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from zeromesh.trainer.formatting import human_bytes
+from zeromesh.trainer.formatting import Detail, human_bytes
 
 _VERSION = 3
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
@@ -106,7 +106,8 @@ def load_datasets(
     if section.mixture is None:
         train, evaluation, notes, entropy = loader.load(section, "data.train")
         if entropy is not None:
-            notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
+            line = f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat"
+            notes.append(Detail(line))
         return LoadedData(
             train=train,
             eval=evaluation,
@@ -311,7 +312,7 @@ class _DatasetLoader:
             sequence_length=length,
             masked=self.masked,
             separator=separator,
-        ), note
+        ), Detail(note)
 
     def _pack_conversations(
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
@@ -337,7 +338,7 @@ class _DatasetLoader:
             f"fill to {filled:.0%}"
         )
         if first:  # What follows is of all rows, and was said with the others.
-            return found, note
+            return found, Detail(note)
         note += f"; targets of the loss are {counts['targets']:,} tokens of all rows"
         if counts["cut"]:
             note += f"; {counts['cut']:,} rows are longer than data.sequence_length and are cut"
@@ -345,7 +346,8 @@ class _DatasetLoader:
             note += f"; {counts['without a target']:,} have no target and are left out"
         if counts["inside"]:
             note += f"; in {counts['inside']:,} an answer begins or ends inside of a token, which is no target then"
-        return found, note
+        lost = counts["cut"] or counts["without a target"] or counts["inside"]
+        return found, note if lost else Detail(note)
 
 
 def _fills(section: DataSection, amount: TextAmount) -> bool:

@@ -18,6 +18,7 @@ from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.formatting import Detail
 
 _COMPARED = 65536
 """Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
@@ -50,7 +51,14 @@ class RunData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the start of the run."""
-        return (*(self.loaded.notes if self.loaded else ()), *self.limited)
+        return (*(self.loaded.notes if self.loaded else ()), *map(Detail, self.limited))
+
+    def row(self) -> str:
+        """The datasets in one row, for the start of the run."""
+        what = f"sequences of {self.loaded.train.sequence_length} tokens" if self.loaded else "samples"
+        text = "a stream" if isinstance(self.train, StreamedDataset) else f"{len(self.train or ()):,} {what}"
+        count = sum(map(len, self.evaluated().values()))
+        return f"{text}; {count:,} for evaluation" + (" (data.eval_samples)" if self.limited else "") if count else text
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a local directory. The Hub is not asked here."""
+"""Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a directory."""
 
 import copy
 import hashlib

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from zeromesh.trainer.inference.prompts import Prompt, deal, deal_alike, problem
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
 from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.models.generation import decoder_positions
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
@@ -91,8 +93,9 @@ class Generator:
         self.mesh: Mesh = connect(asked)
         self._failure = ""
         try:
-            with errors_with_user_keys(), self.mesh.call("zeromesh.Generator()"):
-                self._model: PlacedModel | None = PlacedModel.build(asked, self.mesh)
+            console = Console(sys.stderr, shown=self.mesh.rank == 0)
+            with errors_with_user_keys(), self.mesh.call("zeromesh.Generator()"), console:
+                self._model: PlacedModel | None = PlacedModel.build(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.away):
                     require_same_weights(self.engine)
         except BaseException as error:
@@ -351,6 +354,7 @@ class Generator:
             rate = sum(len(each.tokens) for each in made.values()) / max(time.monotonic() - began, 1e-9)
             self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
             if results:
+                self._placed.console.close()  # Results go to the same terminal, perhaps.
                 on_results(results)
 
         inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
@@ -401,6 +405,7 @@ class Generator:
             made += sum(each.new_tokens for each in results.values())
             rate = made / max(time.monotonic() - began, 1e-9)
             self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
+            self._placed.console.close()
             on_results(results)
         return found
 

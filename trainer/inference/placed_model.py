@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -96,7 +95,7 @@ class PlacedModel:
     """Fields of `GenerationConfig`, as JSON, that a sampler was made of."""
 
     @classmethod
-    def build(cls, config: TrainerConfig, mesh: Mesh) -> Self:
+    def build(cls, config: TrainerConfig, mesh: Mesh, console: Console) -> Self:
         """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
 
         Raises:
@@ -105,7 +104,6 @@ class PlacedModel:
         """
         require_same_settings(mesh, config, {})
         config = with_models_own(pin_sources(config, mesh, model_given=False))
-        console = Console(sys.stderr, shown=mesh.rank == 0)
         set_products(config, mesh.device)
         tokenizer = tokenizer_of(config)
         console.status("building the model")

@@ -23,6 +23,7 @@ from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.data.feed import Feed, RunData
 from zeromesh.trainer.data.loader import BatchLoader, Workers
 from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
@@ -68,7 +69,7 @@ class FitReport:
 
     final_step: int
     final_loss: float
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = field(repr=False)
     """Those of this process; a run that was resumed has the earlier ones in `metrics.jsonl`."""
     eval_loss: float | None
     """The loss of the evaluation after the last step; None without evaluation data."""
@@ -81,7 +82,7 @@ class FitReport:
     """Steps without an update, because their gradients were not finite."""
     passed_over: int = 0
     """Global batches of this process without a target, which made no update and are no steps."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict, repr=False)
     """The run in a few numbers, by transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
 
@@ -208,7 +209,7 @@ class RunProgress:
             found.append(f"{self.without_targets} global batches had no target and were passed over, without an update")
         if self.communication:
             table = "\n  ".join(traffic_table(self.communication, steps=len(self.seconds)))
-            found.append(f"communication of this rank in a step:\n  {table}")
+            found.append(Detail(f"communication of this rank in a step:\n  {table}"))
         if self.bubbles:
             measured, predicted = (
                 sorted(each[name] for each in self.bubbles)[len(self.bubbles) // 2]
@@ -277,7 +278,7 @@ class RunContext:
     @property
     def total_flos(self) -> float:
         """Floating-point operations so far, by transformers' estimate; see `RunState.total_flos`."""
-        return 6.0 * self.progress.tokens * self.model.parameters
+        return 6.0 * self.progress.tokens * self.model.counted
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """One `fit`: resume where an earlier process was, train in the run's directory, and end with a report and a whole model."""
 
+import shlex
+
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
@@ -9,6 +11,7 @@ from zeromesh.trainer.loop.evaluation import generation_of
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
@@ -86,11 +89,23 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 load_weights(checkpoints.store.path(best.step), run.model.require_engine(), mesh)
                 run.console.note(f"weights of step {best.step}: {config.run.metric} {best.value:.4g} is the best")
             report = progress.report = _end(run, eval_loss)
+            if checkpoints.latest is not None:
+                run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
+                run.console.note(f"next     {_next_command(run, shlex.quote(str(directory.path)))}")
     if report is None:
         run.console.note(f"stopped after step {progress.step}")
         leave(stopped)
     progress.require_trained()
     return report
+
+
+def _next_command(run: RunContext, directory: str) -> str:
+    """Return what a person would do next with a run that is over."""
+    model, tokenizer = pretrained_of(run.model.module), run.model.processing_class
+    if is_adapted(run.model.module):
+        return f"zeromesh checkpoint export {directory} OUT --merge"
+    chats = model is not None and model.can_generate() and getattr(tokenizer, "chat_template", None)
+    return f"zeromesh generate {directory} --chat" if chats else f"zeromesh report {directory}"
 
 
 def _require_trained_parameters(run: RunContext) -> None:

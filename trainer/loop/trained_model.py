@@ -54,7 +54,9 @@ class TrainedModel:
     feeds: Feeds
     flops: ModelFlops | None
     parameters: int
-    """How many parameters the whole model has that are no embeddings."""
+    """How many parameters the whole model has, with embeddings; tied ones count once."""
+    counted: int
+    """How many of them transformers estimates operations by: no embeddings."""
     optimizer: OptimizerSettings
     engine: ZeroEngine | None
     stepper: Stepper
@@ -109,6 +111,8 @@ class TrainedModel:
             if shown is error:
                 raise
             raise shown from error
+        finally:
+            self.console.close()
 
     # What users do with the model
 

@@ -12,6 +12,7 @@ from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.loader import BatchLoader
+from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
 from zeromesh.trainer.loop.stop_signals import StopRequest
@@ -182,7 +183,7 @@ class TrainingLoop:
         times.end("first step")
         times.over = True
         self._start = {"start": {part: round(seconds, 3) for part, seconds in times.parts.items()}}
-        return f"start: {sentence(times.parts)}"
+        return Detail(f"start: {sentence(times.parts)}")
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
         """Return what the configuration asks for after the step that was just made, whose data was that of step `position`."""

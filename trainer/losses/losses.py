@@ -13,6 +13,7 @@ from zeromesh.errors import ConfigError, DataError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entropy
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
+from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.liger import LigerLoss
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
@@ -169,7 +170,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
             verdict = examine(model, known)
     if verdict.causal is None:
         return _example_loss(f"{whose} ({verdict.reason})")
-    notes = []
+    notes: list[str] = []
     head = None
     if mode == "liger" and verdict.route is None:
         raise ConfigError(f"liger cannot stand for {whose}, because {verdict.reason}; take auto", where="model.loss")
@@ -178,7 +179,8 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
         head = ChunkedHead(model, route=verdict.route, change=verdict.change, kernel=kernel)
         changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
         by = " by liger-kernel" if mode == "liger" else ""
-        notes.append(f"loss: cross entropy in chunks of tokens{by}{changed}, equal to the model's own in a trial")
+        chunked = f"loss: cross entropy in chunks of tokens{by}{changed}, equal to the model's own in a trial"
+        notes.append(Detail(chunked))
     elif mode == "auto":
         notes.append(f"loss: the model's own, with all logits in memory, because {verdict.reason}")
     if verdict.auxiliary:

@@ -81,7 +81,7 @@ class ModelFlops:
         return tokens * (self.dense + self.attention * seen)
 
 
-def parameters_of(model: nn.Module) -> int:
+def counted_parameters(model: nn.Module) -> int:
     """Count the parameters without embeddings by which transformers estimates operations; 0 for other models, as there."""
     count = getattr(model, "num_parameters", None)
     return int(count(exclude_embeddings=True)) if callable(count) else 0

@@ -1,4 +1,4 @@
-"""The display of a run for a person: a progress bar on a terminal, plain lines elsewhere.
+"""The display of a run for a person: a progress bar on a terminal, one line that changes in a notebook, plain lines elsewhere.
 
 Training never fails for the sake of its display: a terminal that goes away or a closed pipe makes the console
 silent.
@@ -6,6 +6,7 @@ silent.
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from zeromesh.errors import printable, printable_lines
-from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count, human_seconds, wrapped
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
@@ -39,13 +40,25 @@ class Console(AbstractContextManager["Console"]):
     """Shows a run to a person, on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
 
     On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
-    stand above it. Elsewhere: a line per logged step, and a line of status where nothing has been shown for a while. Methods may
-    be called in any order, and none raises.
+    stand above it. In a notebook: one line with the latest step or status. Elsewhere: a line per logged step, and a line of status
+    where nothing has been shown for a while. Methods may be called in any order, and none raises.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, shown: bool = True) -> None:
-        self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False)
-        self._is_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+    def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
+        """`verbose`: show details to a person too; a log has them always."""
+        self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
+        interactive = sys.modules.get("IPython") if stream is None else None
+        self._notebook = interactive is not None and hasattr(interactive.get_ipython(), "kernel")
+        # The output of a kernel says of itself that it is a terminal.
+        self._is_terminal = self._rich.is_terminal and not (self._rich.is_dumb_terminal or self._notebook)
+        self._live_line: Any = None  # IPython's handle of it
+        self._details = verbose or not (self._is_terminal or self._notebook)
+        # Of what others print, only what goes to the same terminal is put above the display.
+        own = self._rich.file is sys.stdout
+        self._redirected: dict[str, Any] = {
+            "redirect_stdout": own,
+            "redirect_stderr": sys.stderr is not None and sys.stderr.isatty(),
+        }
         self._shown = shown
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -57,8 +70,10 @@ class Console(AbstractContextManager["Console"]):
         self._numbers = ""
 
     def note(self, *lines: str | None) -> None:
-        """Show lines once; None stands for no line."""
+        """Show lines once; None stands for no line. A `Detail` is shown in a log, and to those who asked for it."""
         for line in filter(None, lines):
+            if isinstance(line, Detail) and not self._details:
+                continue
             self._attempt(partial(self._print, line))
 
     def status(self, text: str) -> None:
@@ -87,12 +102,18 @@ class Console(AbstractContextManager["Console"]):
                 f"{human_bytes(metrics.peak_memory_bytes)}"
             )
             self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
+        elif self._notebook:
+            self._numbers = self._line(metrics)
+            self._attempt(lambda: self._update_line(self._numbers))
         else:
             self._attempt(lambda: self._print(self._line(metrics)))
 
     def close(self) -> None:
         """Stop showing progress and leave the terminal as it was. Closing twice is allowed."""
         self._attempt(self._end_status, always=True)
+        if self._notebook:
+            self._drawn = -math.inf
+            self._attempt(lambda: self._update_line(self._numbers))
         progress, self._progress = self._progress, None
         if progress is not None:
             self._attempt(progress.stop, always=True)  # it also gives standard output back
@@ -115,13 +136,17 @@ class Console(AbstractContextManager["Console"]):
         self._printed = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, numbers=self._numbers)
+        lines = printable_lines(text).split("\n")
         # A log file's lines are not wrapped, whatever width rich assumes of it.
-        self._rich.print(Text(printable_lines(text)), soft_wrap=True)
+        shown = wrapped(lines, self._rich.width if self._is_terminal else None)
+        self._rich.print(Text("\n".join(shown)), soft_wrap=True)
         self._rich.file.flush()
 
     def _show_status(self, text: str) -> None:
         now = time.monotonic()
-        if not self._is_terminal:
+        if self._notebook:
+            self._update_line(text)
+        elif not self._is_terminal:
             if now - self._printed >= _SILENCE_SECONDS:
                 self._print(text)
         elif now - self._drawn >= _REFRESH_SECONDS:
@@ -130,7 +155,7 @@ class Console(AbstractContextManager["Console"]):
                 return
             self._drawn = now
             if self._live is None:
-                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+                self._live = Live(console=self._rich, auto_refresh=False, transient=True, **self._redirected)
                 self._live.start()
             self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
 
@@ -150,9 +175,23 @@ class Console(AbstractContextManager["Console"]):
             console=self._rich,
             auto_refresh=False,
             expand=True,
+            **self._redirected,
         )
         self._task = self._progress.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
         self._progress.start()
+
+    def _update_line(self, text: str) -> None:
+        """Change the line of a notebook, a few times a second at most."""
+        now = time.monotonic()
+        if now - self._drawn < _REFRESH_SECONDS:
+            return
+        self._drawn, shown = now, {"text/plain": printable(text)}
+        if self._live_line is None:
+            from IPython.display import display
+
+            self._live_line = display(shown, raw=True, display_id=True)
+        else:
+            self._live_line.update(shown, raw=True)
 
     def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
         if self._progress is None:
@@ -178,6 +217,7 @@ class Console(AbstractContextManager["Console"]):
 def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
     """A logged step in plain text, numbers in units for people, extras last."""
     of_total = f"/{total_steps}" if total_steps else ""
+    extras = {name: f"{value:.1%}" if name == "mfu" else value for name, value in metrics.extras.items()}
     parts = [f"step {metrics.step}{of_total}", f"loss {metrics.loss:.4f}"]
     if metrics.grad_norm is not None:
         parts.append(f"grad {metrics.grad_norm:.3g}")
@@ -186,6 +226,6 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         f"{human_count(metrics.tokens_per_second)} {metrics.unit}/s",
         f"{human_seconds(metrics.step_seconds)}/step",
         human_bytes(metrics.peak_memory_bytes),
-        *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
+        *(f"{name} {value}" for name, value in extras.items() if not isinstance(value, Mapping)),
     ]
     return "  ".join(parts)

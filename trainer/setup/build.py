@@ -38,6 +38,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.text_sources import find_text, names_of_hub
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model, pin_sources, while_posting
@@ -127,7 +128,12 @@ def be_deterministic() -> None:
 
 
 def build_run(
-    config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher, start_times: StartTimes
+    config: TrainerConfig,
+    mesh: Mesh,
+    inputs: UserInputs,
+    events: CallbackDispatcher,
+    console: Console,
+    times: StartTimes,
 ) -> RunContext:
     """Make the parts of a run in their order; all ranks call it. What can be refused without data or a model is refused first.
 
@@ -144,7 +150,6 @@ def build_run(
         # What a callable builds is known once it is called.
         reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
     )
-    console = Console(shown=mesh.rank == 0)
     set_products(config, mesh.device)
 
     # What the configuration alone decides.
@@ -163,14 +168,18 @@ def build_run(
     require_directories(config.offload)
     options = engine_options(config, plan.accumulation)
     precision = options.precision.table(config.optimizer.name)
-    console.note(*config.notes, *_layout_notes(config, mesh, plan), precision)
+    layout = _layout_notes(config, mesh, plan)
+    console.note(*config.notes, *map(Detail, [*layout, precision]))
+    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
+    console.note(f"layout   {layout[0].partition(': ')[2]}; batch {plan.global_size} = {batch}")
     if inputs.model is None:
         check_model(config.model)
 
     # The data, and what its length decides.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
-    console.note(*data.notes, *workers.notes(data.train))
+    console.note(*data.notes, *map(Detail, workers.notes(data.train)))
+    console.note(f"data     {data.row()}")
     config, plan = _over_data(config, plan, data.train, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
@@ -183,7 +192,7 @@ def build_run(
         "schedule": schedule.factor(0),
     }
     require_same_data(mesh, data.sets(), decided_by_data)
-    start_times.end("data")
+    times.end("data")
 
     # The model, and what is measured of it.
     progress = RunProgress(max_nonfinite=config.run.max_nonfinite)
@@ -196,13 +205,13 @@ def build_run(
         plan=plan,
         progress=progress,
         console=console,
-        start_times=start_times,
+        start_times=times,
     )
     try:
         ledger = model.require_engine().ledger
         stats = StepStats(model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
-        console.note(*stats.notes)
-        start_times.end("figures")
+        console.note(*map(Detail, stats.notes))
+        times.end("figures")
     except BaseException:
         model.close()
         raise
@@ -212,7 +221,7 @@ def build_run(
         inputs=inputs,
         events=events,
         console=console,
-        start_times=start_times,
+        start_times=times,
         plan=plan,
         data=data,
         data_description=data_description,

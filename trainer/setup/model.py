@@ -16,7 +16,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import Tiers, settle_heap
+from zeromesh.offload import Tier, Tiers, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
@@ -27,7 +27,7 @@ from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
-from zeromesh.trainer.formatting import human_count
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -35,7 +35,7 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.flops import ModelFlops, parameters_of
+from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
 from zeromesh.trainer.models.generation import end_also_at
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
@@ -101,7 +101,9 @@ def build_trained_model(
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
         forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-        flops, parameters = ModelFlops.of(model), parameters_of(model)
+        flops, counted = ModelFlops.of(model), counted_parameters(model)
+        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+        parameters, learnt = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         start_times.end("model")
         console.status("trying the loss on a small copy")
         loss = make_loss(
@@ -155,6 +157,7 @@ def build_trained_model(
         feeds=feeds,
         flops=flops,
         parameters=parameters,
+        counted=counted,
         optimizer=options.optimizer,
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
@@ -166,10 +169,13 @@ def build_trained_model(
     here = " on this rank" if divided.pipeline is not None else ""
     units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
     reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if mesh.shard.size > 1 else ""
+    shown = f"{human_count(parameters)} parameters"
+    if learnt < parameters:
+        shown = f"trained {human_count(learnt)} of {shown} ({learnt / parameters:.2%})"
+    console.note(f"model    {type(model).__name__}, {shown}", Detail(f"model: {units}{reduced}"))
+    kept = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
     console.note(
-        f"{type(model).__name__}: {human_count(engine.state.numel)} parameters in {units}{reduced}",
-        engine.update_device.note,
-        *pinned_notes(tiers.pinned),
+        f"memory   states of each rank: {', '.join(kept)}", engine.update_device.note, *pinned_notes(tiers.pinned)
     )
     start_times.end("engine")
     return trained

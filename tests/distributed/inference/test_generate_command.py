@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from generate_command_cases import write_model
+from terminal import on_terminal, seen
 from workers import Workers
 
 
@@ -132,3 +133,18 @@ def test_ctrl_c_ends_answers_and_then_the_conversation(tmp_path: Path) -> None:
     assert command.wait(60) == 0, error
     command.stdin.close()
     assert "Traceback" not in error
+
+
+def test_an_answer_streams_in_one_line_of_a_terminal(tmp_path: Path) -> None:
+    """The line of status is gone, and nothing stands between the program and its terminal, when an answer comes."""
+    write_model(tmp_path / "model")
+    words = [sys.executable, "-m", "zeromesh", "generate", "model", "--chat", "--max-new-tokens", "12"]
+    # Letters alone, so that an answer is one line.
+    forbidden = json.dumps([token for token in range(2, 258) if not 67 <= token < 90])
+    words.append(f"generation.suppress_tokens={forbidden}")
+    written = on_terminal(words, tmp_path, answers=[(b"\n> ", b"Hi\n"), (b"\n> ", b"/exit\n")])
+    lines = seen(written)
+    at = lines.index("Say something; /reset begins anew, /exit or Ctrl-D ends.")
+    assert lines[at + 1] == "> Hi"
+    assert len(lines[at + 2]) == 12, lines
+    assert lines[at + 3] == "> /exit"

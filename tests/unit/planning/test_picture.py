@@ -1,15 +1,17 @@
 """The picture of a plan: memory over a step is as high as the plan says, and everything drawn is in the plan."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Browser, find_browser, looks_of
 from test_machine import MACHINE
 
 from zeromesh.offload import Purpose
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.picture import plan_figure
+from zeromesh.trainer.planning.picture import plan_charts, plan_picture
 from zeromesh.trainer.planning.planner import GIB, Planner
 from zeromesh.trainer.planning.subject import Subject
 
@@ -62,14 +64,40 @@ def test_memory_over_a_step_is_as_high_as_the_plan_says(subject: Subject, layout
 def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
     best = plan.rows[0].estimate
-    figure = plan_figure(plan, list(Estimator(subject, MACHINE, 2).over_step(best.layout)), shown=2)
-    areas: list[Any] = [each for each in figure.data if each.type == "scatter"]
-    assert {each.name for each in areas} <= set(best.device)
-    heights = [sum(column) for column in zip(*(each.y for each in areas), strict=True)]
-    assert max(heights) == pytest.approx(best.device_bytes / GIB)  # It accumulates.
+    moments = list(Estimator(subject, MACHINE, 2).over_step(best.layout))
+    over, memory, times = (chart.figure for chart in plan_charts(plan, moments, shown=2))
+    areas: list[Any] = [each for each in over.data if each.type == "scatter"]
+    colors = {each.name.partition("  up to")[0]: each.fillcolor for each in areas}
+    assert set(colors) <= set(best.device)
+    unit = {" KiB": 2**10, " MiB": 2**20, " GiB": 2**30}[over.layout.yaxis.ticksuffix]
+    heights = [unit * sum(column) for column in zip(*(each.y for each in areas), strict=True)]
+    assert max(heights) == pytest.approx(best.device_bytes, rel=1e-5)  # It accumulates.
     # Areas are stacked by equal x, each later than the one before.
     (xs,) = {tuple(each.x) for each in areas}
     assert list(xs) == sorted(set(xs))
-    bars = {each.name: each.x[0] for each in figure.data if each.type == "bar"}
-    assert sum(bars[name] for name in best.device) == pytest.approx(best.device_bytes / GIB)
-    assert sum(bars[str(phase)] for phase in best.phases) == pytest.approx(best.seconds)
+    bars, seconds = ({each.name: each.x[0] for each in figure.data} for figure in (memory, times))
+    assert sum(bars.values()) == pytest.approx(best.device_bytes / GIB)
+    assert sum(seconds.values()) == pytest.approx(best.seconds)
+    # No color without a name beside it: each chart has a legend of its own.
+    assert all(each.showlegend is not False for figure in (over, memory, times) for each in figure.data)
+    assert colors.items() <= {each.name: each.marker.color for each in memory.data}.items()
+
+
+def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
+    """Whole, however narrow the screen is, and the page loads nothing."""
+    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
+    moments = list(Estimator(subject, MACHINE, 2).over_step(plan.rows[0].estimate.layout))
+    page = plan_picture(plan, moments, shown=3)
+    for row in plan.rows[:3]:
+        assert f"<td>{row.estimate.layout}</td>" in page
+    assert "default-src &#x27;none&#x27;" in page
+
+
+@pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
+def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> None:
+    plan = Planner(subject, MACHINE, fixed={}).plan(4)
+    page = tmp_path / "plan.html"
+    moments = list(Estimator(subject, MACHINE, 4).over_step(plan.rows[0].estimate.layout))
+    page.write_text(plan_picture(plan, moments), encoding="utf-8")
+    with Browser(str(find_browser()), tmp_path / "browser") as browser:
+        assert looks_of(browser, page) == []

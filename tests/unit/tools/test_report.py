@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, find_browser
+from browser import Browser, find_browser, looks_of
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import HOSTILE, write_lines, write_run
@@ -401,6 +401,11 @@ def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, tmp_
         browser.size(width, 800, phone=width < 500)
         assert browser.ask("document.documentElement.scrollWidth") <= width
     assert browser.complaints == []
+
+
+def test_it_fits_a_phone_and_a_wide_screen(browser: Browser, tmp_path: Path) -> None:
+    main(["report", str(write_run(tmp_path / "run"))])
+    assert looks_of(browser, tmp_path / "run" / "report.html") == []
 
 
 def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser, tmp_path: Path) -> None:

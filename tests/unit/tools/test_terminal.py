@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from damage_cases import STATE, Json, replace, resign
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
+from terminal import on_terminal, seen
 
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
 from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.formatting import Detail
+from zeromesh.trainer.loop.context import FitReport
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 EVIL = "[/]\x1b[31m\x07\x9b2J\u202eend"
 SHOWN = r"[/]\x1b[31m\x07\x9b2J\u202eend"
@@ -161,3 +166,106 @@ def test_a_message_with_a_name_that_is_no_text_is_still_shown(tmp_path: Path) ->
     assert done.returncode == 1
     assert rb"\udcff\x1b" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+SHOWN_RUN = """
+import sys
+from zeromesh.trainer.formatting import Detail
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+
+console = Console(verbose=sys.argv[1] == "True")
+console.status("reading the data")
+console.row("layout", "ZeRO stage 3 on 64 CUDA ranks: replicate 2 x shard 4 x tensor 4 x pipeline 2; batch 1024 = 4 x 16 x 16")
+console.note(Detail("a detail"))
+console.row("data", "37,844 sequences of 256 tokens; 128 for evaluation")
+console.start(total_steps=3)
+for number in range(3):
+    console.status(f"evaluating: {number} of 3 batches of a set of samples that has a name which is rather long, to be sure")
+    console._drawn = -1e9
+    print("a line of the user's own, with words enough for more than one line of a terminal of eighty columns")
+    console.step(StepMetrics(step=number + 1, loss=5.0, grad_norm=1.0, lr=1e-3, tokens=10, tokens_per_second=1e5,
+                             step_seconds=0.1, peak_memory_bytes=10**9, extras={"mfu": 0.68712}))
+console.note("step 3: checkpoint of 37.7 MiB in runs/quickstart-of-somebody/checkpoints/step-00000003, on a disk that is slow")
+console.close()
+console.row("next", "zeromesh generate runs/quickstart --chat")
+"""
+
+
+@pytest.mark.parametrize(("columns", "verbose"), [(80, False), (200, True)])
+def test_what_a_terminal_shows_of_a_run(tmp_path: Path, columns: int, verbose: bool) -> None:
+    written = on_terminal([sys.executable, "-c", SHOWN_RUN, str(verbose)], tmp_path, columns=columns)
+    lines = seen(written, columns)
+    text = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= columns
+    for words in (
+        "replicate 2 x shard 4 x tensor 4 x pipeline 2; batch 1024 = 4 x 16 x 16",
+        "in runs/quickstart-of-somebody/checkpoints/step-00000003, on a disk that is slow",
+        "own, with words enough for more than one line of a terminal of eighty columns",
+    ):
+        assert words in text, lines
+    starts = [line.split()[0] for line in lines if line]
+    assert [each for each in starts if each in ("layout", "data", "next")] == ["layout", "data", "next"]
+    assert len({line.index(line.split()[1]) for line in lines if line.startswith(("layout", "data", "next"))}) == 1
+    assert ("a detail" in lines) is verbose
+    assert not [line for line in lines if "reading the data" in line]
+    (bar,) = [line for line in lines if "3/3" in line]
+    assert "loss 5.000  100.0k tok/s  953.7 MiB" in bar
+    assert written.rfind(b"\x1b[?25h") > written.rfind(b"\x1b[?25l"), "the cursor is back"
+
+
+def test_a_log_has_all_lines_whole_and_no_escapes() -> None:
+    plain = io.StringIO()
+    console = Console(plain)
+    console.row("layout", "word " * 60)
+    console.note(Detail("a detail " * 20))
+    console.start(total_steps=1)
+    console.status("evaluating")
+    console.close()
+    assert len(plain.getvalue().splitlines()) == 2
+    assert "\x1b" not in plain.getvalue()
+
+
+def test_a_notebook_has_one_line_that_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            shown.append(data["text/plain"])
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        shown.append(data["text/plain"])
+        return Handle()
+
+    kernel = ModuleType("IPython")
+    kernel.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    module = ModuleType("IPython.display")
+    module.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    console = Console()
+    console.note("a note", Detail("a detail"))
+    console.start(total_steps=2)
+    for number in (1, 2):
+        console.step(
+            StepMetrics(
+                step=number, loss=2.0, grad_norm=None, lr=1.0, tokens=1, tokens_per_second=1.0, step_seconds=1.0,
+                peak_memory_bytes=1, extras={"mfu": 0.68712},
+            )
+        )  # fmt: skip
+        console.status("evaluating")
+    console.close()
+    assert capsys.readouterr().out == "a note\n"
+    assert shown[0].startswith("step 1/2  loss 2.0000")
+    assert shown[-1].startswith("step 2/2  loss 2.0000")
+    assert "mfu 68.7%" in shown[-1]
+
+
+def test_the_report_of_a_run_is_short() -> None:
+    report = FitReport(
+        final_step=1000, final_loss=1.0, losses=(1.0,) * 1000, eval_loss=None, tokens=1, tokens_per_second=1.0,
+        peak_memory_bytes=1, skipped_steps=0, metrics={"train_loss": 1.0},
+    )  # fmt: skip
+    assert len(repr(report)) < 200

@@ -134,6 +134,8 @@ class RunSection(Section):
     """Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."""
     log_first_step: bool = False
     """A line after the first step too, whatever `log_every` is."""
+    verbose: bool = False
+    """Show on a terminal what a log has besides: how data was read, the loss, the dtypes, times and traffic."""
     eval_every: CountOrOff | Literal["epoch"] = 0
     """Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."""
     eval_at_start: bool = False

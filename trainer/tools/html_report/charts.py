@@ -7,11 +7,18 @@ from math import isfinite, log, nan
 from statistics import median
 from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
-
-from zeromesh.errors import printable
+from zeromesh.errors import ConfigError, printable
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.tools.html_report.runs import RunRecord
+
+try:
+    import plotly.graph_objects as go
+    from plotly.io.json import to_json_plotly
+    from plotly.offline import get_plotlyjs
+except ImportError as error:
+    raise ConfigError("charts need one more package: pip install 'zeromesh[report]'") from error
+
+__all__ = ["COLORS", "Chart", "Line", "chart_of", "charts_of", "get_plotlyjs", "go", "to_json_plotly"]
 
 COLORS = ("#2f7fd6", "#e2751d", "#35a869", "#c04fa9", "#22a3b3", "#cfa11f", "#7d66d2", "#d8525f", "#8a9a3b", "#86909c")
 """They are readable on the light and on the dark page."""
@@ -49,7 +56,7 @@ _CURVES = (
 )
 """Charts of one key, or of all keys with an end that begins with `_`: its name, the title, the unit, a note."""
 _AXIS = {"gridcolor": "#e6e9ee", "linecolor": "#5b6470", "zeroline": False, "automargin": True, "ticklabelstandoff": 4}
-_LAYOUT = {
+LAYOUT: dict[str, Any] = {
     "template": "none",
     "font": {"family": 'system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif', "size": 12, "color": "#5b6470"},
     "paper_bgcolor": "rgba(0,0,0,0)",
@@ -94,13 +101,13 @@ class Chart(NamedTuple):
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """All charts that the runs have values for. Those over steps show the same steps."""
-    found = [_chart(*each) for each in _curves(runs) if any(any(line.values.values()) for line in each[-1])]
+    found = [chart_of(*each) for each in _curves(runs) if any(any(line.values.values()) for line in each[-1])]
     for place, run in enumerate(runs):
         end, of = (f"-{place}", f": {run.name}") if len(runs) > 1 else ("", "")
         for name, title, unit, note, parts, look in _stacks(run):
             some = {part.replace("_", " "): values for part, values in parts.items() if any(values.values())}
             lines = [Line(part, values, color, look) for color, (part, values) in enumerate(some.items())]
-            found += [_chart(name + end, title + of, unit, note, lines)] if lines else []
+            found += [chart_of(name + end, title + of, unit, note, lines)] if lines else []
     steps = {line["step"] for run in runs for line in run.lines}
     for chart in found:
         if chart.over_steps and len(steps) > 1:
@@ -192,7 +199,7 @@ def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict
     yield "communication", "Communication by axis", "seconds", note, traffic, "stack"
 
 
-def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -> Chart:
+def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -> Chart:
     """A chart of at least one line; of a stack from the bottom to the top."""
     shown, ticks, hover, suffix = _UNITS[unit]
     stacked, over_steps = lines[0].look in ("stack", "levels"), lines[0].look != "levels"
@@ -212,7 +219,7 @@ def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -
     if unit == "bytes":
         power = min(4, int(log(max(high, 1.0), 1024)))
         factor, suffix = 1024.0**power, f" {_BYTES[power]}"
-    figure = go.Figure(layout=_LAYOUT)
+    figure = go.Figure(layout=LAYOUT)
     figure.update_yaxes(tickformat=ticks, hoverformat=hover, ticksuffix=suffix)
     broken: set[float] = set()
     for line in lines:

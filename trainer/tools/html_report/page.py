@@ -10,23 +10,21 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
-
 from zeromesh import __version__
 from zeromesh.mesh.mesh_shape import AXES, Coordinate
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
-from zeromesh.trainer.tools.html_report.charts import COLORS, charts_of
+from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, get_plotlyjs, to_json_plotly
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
 _SCRIPT = """
-const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
+const config = { responsive: true, displayModeBar: false };
+const touched = matchMedia("(pointer: coarse)").matches;
 const charts = JSON.parse(document.getElementById("charts").textContent);
 for (const { id, data, layout } of charts) {
   const plot = document.getElementById(id);
-  Plotly.newPlot(plot, data, layout, config);
+  Plotly.newPlot(plot, data, { ...layout, dragmode: touched ? false : "zoom" }, config);
   plot.parentNode.querySelector("button")?.addEventListener("click", () => {
     Plotly.relayout(plot, { "yaxis.type": plot.layout.yaxis.type === "log" ? "linear" : "log", "yaxis.autorange": true });
   });
@@ -43,7 +41,7 @@ for (const plot of linked) {
   plot.on("plotly_unhover", () => others.forEach((other) => Plotly.Fx.unhover(other)));
 }
 """
-"""It draws the charts, and shows the steps and the pointer of one in all others."""
+"""It draws the charts, and shows the steps and the pointer of one in all others. Where it is touched, the page scrolls."""
 
 
 class Html(str):
@@ -77,25 +75,35 @@ def _escaped(content: object) -> str:
 def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     """The page of one run, or of several beside each other. `now`: seconds since 1970, of the page's date."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    cards, figures = [], []
-    for chart in charts_of(runs):
-        button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
-        label = f"{chart.title}: {chart.note}"
-        plot = element("div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=label)
-        card = element("h3", chart.title, button), element("p", chart.note), plot
-        cards.append(element("figure", card, id=f"chart-{chart.name}"))
-        figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
+    charts = charts_of(runs)
     sections = {
         "": _figures(runs),
         "What differs": _differences(runs),
         "Notes": _each(runs, _notes),
-        "Over the steps": element("div", cards, class_="charts") if cards else None,
+        "Over the steps": charts,
         "Plan": _each(runs, _planned),
         "Mesh": _each(runs, _mesh),
         "Communication of a step": _each(runs, _communication),
         "Checkpoints": _each(runs, _checkpoints),
         "Configuration": _each(runs, _configuration),
     }
+    return document(title, sections, charts, ", ".join(str(run.path) for run in runs), now=now)
+
+
+def document(
+    title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
+) -> str:
+    """A page with sections by their headings, which are elements, or the `charts` of the page; `now` as for `page_of`."""
+    cards, figures = [], []
+    for chart in charts:
+        button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
+        label = f"{chart.title}: {chart.note}"
+        plot = element("div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=label)
+        card = element("h3", chart.title, button), element("p", chart.note), plot
+        cards.append(element("figure", card, id=f"chart-{chart.name}"))
+        figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
+    drawn = element("div", cards, class_="charts")
+    parts = {name: drawn if part is charts else part for name, part in sections.items() if part}
     scripts = get_plotlyjs(), _SCRIPT
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{each}'" for each in hashes)
@@ -110,13 +118,13 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("link", rel="icon", href="data:,"),
-        element("title", f"{title} - zeromesh report"),
+        element("title", f"{title} - zeromesh"),
         element("style", Html(resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8"))),
     ]
     body = [
         element("header", element("h1", title), element("p", f"zeromesh {__version__}, {date}")),
-        [element("section", element("h2", name) if name else None, each) for name, each in sections.items() if each],
-        element("footer", element("p", ", ".join(str(run.path) for run in runs))),
+        [element("section", element("h2", name) if name else None, part) for name, part in parts.items()],
+        element("footer", element("p", footer)),
         element("script", Html(to_json_plotly(figures)), type="application/json", id="charts"),
         [element("script", Html(script)) for script in scripts],
     ]
@@ -129,7 +137,7 @@ def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -
     return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
 
 
-def _table(columns: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> Html | None:
+def table_of(columns: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> Html | None:
     """A table that scrolls by itself on a narrow screen; None without rows. `numbers` are columns that stand to the right."""
 
     def row(kind: str, cells: Sequence[object]) -> Html:
@@ -151,7 +159,7 @@ def _figures(runs: Sequence[RunRecord]) -> list[Html | None]:
     figures = [_figures_of(run) for run in runs]
     names = list(dict.fromkeys(name for each in figures for name in each))
     if len(runs) > 1:
-        return [_table(["", *_heads(runs)], [[name, *(each.get(name) for each in figures)] for name in names])]
+        return [table_of(["", *_heads(runs)], [[name, *(each.get(name) for each in figures)] for name in names])]
     long = [name for name in names if name in ("start", "hardware", "versions")]
     cards = [element("div", element("dt", name), element("dd", figures[0][name])) for name in names if name not in long]
     return [element("dl", cards, class_="cards"), *(element("p", f"{name}: {figures[0][name]}") for name in long)]
@@ -233,7 +241,7 @@ def _planned(run: RunRecord) -> Html | None:
         return None
     layout, rows, remarks = run.planned
     words = [element("p", each, class_="bad") for each in remarks]
-    return element("div", _table([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3)), words)
+    return element("div", table_of([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3)), words)
 
 
 def _communication(run: RunRecord) -> Html | None:
@@ -250,7 +258,7 @@ def _communication(run: RunRecord) -> Html | None:
         calls, nbytes, seconds = (means.get((*pair, name), 0.0) for name in ("calls", "bytes", "seconds"))
         bar = element("meter", value=f"{seconds / most:.3f}")
         rows.append([*pair, f"{calls:,.1f}", human_bytes(nbytes), human_seconds(seconds), bar])
-    return _table(["axis", "collective", "calls", "bytes", "time", ""], rows, numbers=(2, 3, 4))
+    return table_of(["axis", "collective", "calls", "bytes", "time", ""], rows, numbers=(2, 3, 4))
 
 
 def _checkpoints(run: RunRecord) -> Html | None:
@@ -263,7 +271,7 @@ def _checkpoints(run: RunRecord) -> Html | None:
     for each in run.checkpoints:
         *texts, state = summary_row(each)
         rows.append([*texts, element("span", state, class_="good" if each["whole"] else "bad")])
-    return _table(COLUMNS, rows, numbers=(0, 2, 3, 4, 5))
+    return table_of(COLUMNS, rows, numbers=(0, 2, 3, 4, 5))
 
 
 def _notes(run: RunRecord) -> Html | None:
@@ -294,8 +302,8 @@ def _configuration(run: RunRecord) -> Html | None:
     rows = [[element("code", each) for each in (path, *values) if each is not None] for path, values in settings]
     changed, others = ([row for row in rows if len(row) == length] for length in (3, 2))
     summary = element("summary", f"{len(others)} keys at their defaults")
-    more = element("details", summary, _table(["key", "value"], others))
-    return element("div", _table(["key", "value", "default"], changed), more, class_="config") if settings else None
+    more = element("details", summary, table_of(["key", "value"], others))
+    return element("div", table_of(["key", "value", "default"], changed), more, class_="config") if settings else None
 
 
 def _differences(runs: Sequence[RunRecord]) -> Html | None:
@@ -303,4 +311,4 @@ def _differences(runs: Sequence[RunRecord]) -> Html | None:
     settings = [settings_of(run) for run in runs]
     values = {path: [each.get(path, ("(none)",))[0] for each in settings] for each in settings for path in each}
     rows = [[element("code", each) for each in (path, *words)] for path, words in values.items() if len({*words}) > 1]
-    return _table(["key", *_heads(runs)], rows)
+    return table_of(["key", *_heads(runs)], rows)
