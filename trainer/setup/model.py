@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
@@ -19,6 +21,7 @@ from zeromesh.offload import Tiers, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
+from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
@@ -352,6 +355,8 @@ def _check_first_batches(
         samples = f"{len(train)} samples are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
+        if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):
+            continue  # Its beginning was checked when the run began, and is not what comes next.
         batch = feed.first_batch()
         forward.check(batch)
         _check_sequence_shards(config, batch)
@@ -360,6 +365,12 @@ def _check_first_batches(
         if left_out:
             notes.append(f"{name}: left out {', '.join(left_out)}, which {forward.model}.forward does not take")
     return notes
+
+
+def _goes_on(config: TrainerConfig) -> bool:
+    """Return True for a run that an earlier process began."""
+    named = config.checkpoint.resume not in ("auto", "never")
+    return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
 
 
 def _check_settings(

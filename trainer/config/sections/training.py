@@ -103,6 +103,9 @@ class DataSection(Section):
     position_ids. null: where conversations or pairs are packed."""
     remove_unused: bool = False
     """Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: after it."""
+    resume: Literal["exact", "state"] = "exact"
+    """A streamed dataset of a run that goes on. exact: the very next sample comes; where the stream's own state does not lead to
+    it, as with a shuffle buffer, the stream is read again from its beginning. state: its own state is taken as it is."""
     seed: Seed | None = None
     """Seed of the order of the data; null: that of the run."""
     workers: Literal["auto"] | CountOrOff = "auto"
