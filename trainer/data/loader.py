@@ -140,7 +140,7 @@ class BatchLoader:
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         if self._stream is not None and not workers.count:
-            self._stream.reading.waiting = waiting
+            self._stream.waiting = waiting
         tasks = last * feed.plan.accumulation
         # A stream is read from front to back: by one worker.
         count = min(workers.count, 1 if self._stream is not None else tasks)
@@ -211,8 +211,6 @@ class BatchLoader:
                 self._maker = _Maker(self.feed, self._state)
                 self._group = _WorkerGroup(self._tasks(step, turn), self._maker, self._workers)
             made = self._group.next(self._waiting, self._stream)
-            if self._stream is not None:
-                self._waiting()
             self._place = (step, turn + 1) if turn + 1 < self.feed.plan.accumulation else (step + 1, 0)
             if made.failure is not None:
                 kind, text = made.failure
@@ -328,19 +326,19 @@ class _WorkerGroup:
         """
         began, read = time.monotonic(), 0
         while True:
+            waiting()
             try:
                 if self._iterator is None:
                     raise DataError("the data workers have ended; start again")
                 return next(self._iterator)
             except RuntimeError as error:
-                if stream is not None and stream.reading.done != read:
-                    began, read = time.monotonic(), stream.reading.done
+                if stream is not None and stream.reading[1] != read:
+                    began, read = time.monotonic(), stream.reading[1]
                 late = time.monotonic() - began > self._timeout
                 if late or self._gone() or "timed out" not in str(error):
                     failure = self._failure(error)
                     self.close(at_once=True)
                     raise failure from None
-                waiting()
 
     def _gone(self) -> list[BaseProcess]:
         return [each for each in self._processes if each.exitcode is not None]

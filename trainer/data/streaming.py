@@ -4,17 +4,14 @@ Every rank reads the same stream and takes its own samples from it, so the numbe
 blocks, each in an order of its own where the data is shuffled, and read with random numbers of its own.
 
 [Note: the very next sample] A stream's own state (`datasets.IterableDataset.state_dict`) need not lead to the very next sample:
-the samples in a shuffle buffer are not in it, nor is what a user's class forgot. No sample that comes says so, as those that were
-held back may come late. So a checkpoint has, besides the state of its own place, one of a place that lies `proof` samples or more
-before it, and a digest of all samples up to either. A run that goes on starts at the earlier place and reads up to its own; where
-the digests agree, what was held back at the earlier place has come out right since. Else, and where there is no earlier place,
-the stream is read again from its beginning, and the digest says whether it is still the same stream.
+what lies in a shuffle buffer is not in it, and may come late. So a checkpoint has the state of a place some thousand samples
+earlier, too, and digests of all samples up to either. A run that goes on starts at the earlier place and reads up to its own; where
+the digests agree, what was held back there has come out right. Else the stream is read again from its beginning.
 """
 
 import json
 import logging
 import mmap
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
@@ -29,49 +26,13 @@ _LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(rb"<[^<>]+ at 0x[0-9a-fA-F]+>")
 _LINES = (
     "",
-    "data: the stream goes on from its own state, which is tried on the samples before",
-    "data: the stream is read again from its beginning",
-    "data: the stream's own state does not lead to its very next sample (what a buffer holds is not in it), so the stream is read "
-    "again from its beginning; data.resume: state would go on from the state, with other samples",
-    "data.resume: state: the stream goes on from its own state; samples may be missing, or come twice",
+    "the stream is read again from its beginning",
+    "the stream goes on from its own state, which is tried on the samples before",
+    "the stream's own state does not lead to its very next sample (what a buffer holds is not in it), so it is read again from its "
+    "beginning; data.resume: state would go on from the state, with other samples",
+    "the stream goes on from its own state (data.resume: state); samples may be missing, or come twice",
 )
-_TRIED, _AGAIN, _INEXACT, _TAKEN = range(1, len(_LINES))
-
-
-class Reading:
-    """How far a stream is read again: written by the process that reads, which may be a worker, and shown by the rank's own."""
-
-    def __init__(self) -> None:
-        self._shared = memoryview(mmap.mmap(-1, 24)).cast("q")
-        """A number of `_LINES`, samples that were read, and samples to read; forked processes share it."""
-        self._shown = 0
-        self.waiting: Callable[[], None] = lambda: None
-        """Called where the process that reads is also the one that shows."""
-
-    def begin(self, line: int, total: int) -> None:
-        """Begin to read `total` samples, because of what `_LINES` has at `line`."""
-        self._shared[2], self._shared[1], self._shared[0] = total, 0, line
-        self.waiting()
-
-    def advance(self, samples: int) -> None:
-        """Note that so many more samples were read."""
-        self._shared[1] += samples
-        self.waiting()
-
-    @property
-    def done(self) -> int:
-        """Samples that were read again so far."""
-        return self._shared[1]
-
-    def show(self, note: Callable[[str], None], status: Callable[[str], None]) -> None:
-        """Show the reason once by `note`, and how far it is by `status`."""
-        line, done, total = self._shared
-        if line != self._shown:
-            self._shown = line
-            note(_LINES[line] + (f" ({total:,} samples, none of them collated)" if total else ""))
-        if done < total:
-            bar = "=" * (20 * done // total)
-            status(f"reading the stream again [{bar:20}] {done:,} of {total:,} samples")
+_AGAIN, _TRIED, _INEXACT, _TAKEN = range(1, len(_LINES))
 
 
 class StreamedDataset:
@@ -81,27 +42,22 @@ class StreamedDataset:
         source: what is iterated over, again and again; `set_epoch(n)` is called before each epoch if it has that.
         block: samples between two states, and the number of latest samples that can be asked for again.
         seed: of the random numbers with which samples are read.
-        resume: exact: the very next sample comes after `restore`, whatever has to be read; state: the stream's own state is taken
-            as it is.
-        proof: samples by which a state of the source has to lead to the right ones before it is trusted.
+        resume: exact: the very next sample comes after `restore`, whatever has to be read; state: the source's own state is taken.
+        proof: samples to which a state of the source has to lead before it is trusted.
     """
 
     def __init__(
-        self,
-        source: Any,
-        *,
-        block: int,
-        seed: int = 0,
-        resume: Literal["exact", "state"] = "exact",
-        proof: int = 4096,
+        self, source: Any, *, block: int, seed: int = 0, resume: Literal["exact", "state"] = "exact", proof: int = 4096
     ) -> None:
         self._source = source
         self.block = block
-        self.reading = Reading()
+        self.reading = memoryview(mmap.mmap(-1, 24)).cast("q")
+        """A number of `_LINES`, samples that were read again, and samples to read; shared with processes that are forked."""
+        self.waiting: Callable[[], None] = lambda: None
+        """Called while the stream is read again, in the process that shows how far that is."""
+        self._shown = 0
         self._seed, self._resume, self._proof = seed, resume, proof
         self._iterator: Iterator[Any] | None = None
-        self._process = os.getpid()
-        """The process that opened the iterator."""
         self._epoch = 0
         self._next = 0
         """The number of the sample that comes next."""
@@ -109,8 +65,8 @@ class StreamedDataset:
         """The number of the first sample of the epoch that is being read."""
         self._chain = 0
         """The digest of all samples before the next one."""
-        self._blind = False
-        """True once a sample had a part that no digest tells of."""
+        self._told = True
+        """False once a sample had a part that no digest tells of."""
         self._recent: dict[int, Any] = {}
         self._places: dict[int, dict[str, Any]] = {}
         """By the number of the sample that comes after it."""
@@ -133,83 +89,72 @@ class StreamedDataset:
             self._restart()
         while self._next < start:
             self._read(start)
-        if start not in self._places:
+        if self._next == start:
             self._note_place()
-        old = [each for each in self._earlier if each["position"] <= start - self._proof]
-        return {**self._places[start], "earlier": old[-1] if old and not self._blind else None}
+        old = [each for each in self._earlier if self._told and each["position"] <= start - self._proof]
+        return {**self._places[start], "earlier": old[-1] if old else None}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
         """Go to where `state` was taken.
 
         Raises:
             CheckpointError: for what `state` has not made.
-            DataError: when the stream has other samples before that place than it had then, or does not take its own state.
+            DataError: when the stream has other samples before that place than it had then.
         """
         earlier = state.get("earlier")
-        for place in (state, {**state, **earlier} if isinstance(earlier, Mapping) else state):
-            numbers = [place.get(name) for name in ("position", "epoch", "begun", "chain")]
+        for place in (state, state if earlier is None else earlier):
+            numbers = [place.get(name) for name in _NUMBERS] if isinstance(place, Mapping) else [None]
             if not all(type(each) is int and each >= 0 for each in numbers):
                 raise CheckpointError(f"{where}: the state of the training stream is not one that this version writes")
-        position, line = cast(int, state["position"]), _AGAIN
-        if self._resume == "state" and state.get("stream") is not None:
-            self.reading.begin(_TAKEN, 0)
+        first, line = (state, _TAKEN) if self._resume == "state" else (earlier, _TRIED)
+        if first is not None and first.get("stream") is not None:
             try:
-                self._restart(state)
-                return
-            except Exception as error:
-                raise DataError(
-                    f"train_dataset does not take its own state ({summary(error)}); data.resume: exact"
-                ) from error
-        if isinstance(earlier, Mapping):
-            try:
-                self._restart(earlier)
-                if self._leads_to(state, _TRIED):
+                self._restart(first)
+                if self._leads_to(state, line):
                     return
             except Exception as error:  # noqa: BLE001 - the user's code, and the stream can be read without its state
                 _LOG.debug("a state of the training stream: %s", summary(error))
             self._iterator, line = None, _INEXACT
         self.begin_again()
-        if self._iterator is None or self._next > position:
-            self._restart()
-        if not self._leads_to(state, line):
+        if not self._leads_to(state, line if line == _INEXACT else _AGAIN):
             raise DataError(
-                f"train_dataset: the samples before sample {position} of the stream are not what they were when the checkpoint was "
-                "written; a run that goes on needs the same data in the same order (data.resume: state goes on from the stream's "
-                "own state, if it has one)"
+                f"train_dataset: the samples before sample {state['position']} of the stream are not what they were when the "
+                "checkpoint was written; a run that goes on needs the same data in the same order"
             )
 
     def begin_again(self) -> None:
         """Read from the beginning, in a process that was forked from one that has read: what an iterator needs, such as connections
         and threads, may have stayed behind. A source that is its own iterator goes on instead: it has no other beginning.
         """
-        if self._iterator is not None and self._iterator is not self._source and self._process != os.getpid():
+        if self._iterator is not self._source:
             self._restart()
 
     def _leads_to(self, state: Mapping[str, Any], line: int) -> bool:
         """Read up to the place of `state`; return True if the samples before it are those that came before."""
-        position = state["position"]
-        if position > self._next:
-            self.reading.begin(line, position - self._next)
+        start, position = self._next, state["position"]
+        self.reading[0], self.reading[1], self.reading[2] = line, 0, max(0, position - start)
+        self.waiting()
         while self._next < position:
-            before = self._next
             self._read(position)
-            self.reading.advance(self._next - before)
+            self.reading[1] = self._next - start
+            self.waiting()
         return bool(self._chain == state["chain"])
+
+    def show(self, note: Callable[[str], None], status: Callable[[str], None]) -> None:
+        """Show once by `note` why the stream is read again, if it is, and how far by `status`."""
+        line, done, total = self.reading
+        if line != self._shown:
+            self._shown = line
+            note(f"data: {_LINES[line]} ({total:,} samples to read, without collating)")
+        if done < total:
+            status(f"reading the stream [{'=' * (20 * done // total):20}] {done:,} of {total:,} samples")
 
     def _restart(self, place: Mapping[str, Any] | None = None) -> None:
         """Read from a place with a state of the source, or from the beginning."""
-        if place is None and self._beginning is None and self._iterator is self._source and self._source is not None:
-            raise DataError(
-                "train_dataset is its own iterator, which cannot be read again from its beginning; give an object whose __iter__ "
-                "returns a new iterator"
-            )
-        self._recent.clear()
-        self._places.clear()
-        self._earlier.clear()
-        place = place or {"epoch": 0, "begun": 0, "position": 0, "chain": 0, "stream": self._beginning}
-        self._epoch, self._begun, self._next, self._chain = (
-            place[each] for each in ("epoch", "begun", "position", "chain")
-        )
+        for known in (self._recent, self._places, self._earlier):
+            known.clear()
+        place = place or {**dict.fromkeys(_NUMBERS, 0), "stream": self._beginning}
+        self._next, self._chain, self._epoch, self._begun = (place[name] for name in _NUMBERS)
         self._open(place["stream"])
 
     def _open(self, state: Any = None) -> None:
@@ -217,24 +162,27 @@ class StreamedDataset:
             self._source.set_epoch(self._epoch)
         if state is not None:
             self._source.load_state_dict(state)
-        self._iterator, self._process = iter(self._source), os.getpid()
+        self._iterator = iter(self._source)
 
     def _read(self, until: int) -> None:
-        """Read the samples of a block, but none from `until` on; at the end of an epoch the next one begins."""
+        """Read the samples of a block, but none from `until` on."""
         start = self._next // self.block * self.block
         with own_randomness():
-            # Not those of a microbatch: ranks that read for other microbatches should read the same.
+            # Not the numbers of a microbatch: ranks that read for other microbatches should read the same.
             seed_all(number_of(f"{self._seed}/stream/{start}"))
             if self._next == start:
                 self._note_place()
             while self._next < min(start + self.block, until):
-                self._take(self._sample())
-        for old in [each for each in self._recent if each < start - self.block]:
-            del self._recent[old]
+                sample = self._sample()
+                for name, content in _contents(sample):
+                    self._told &= content is not None
+                    self._chain = crc32(content or b"", crc32(name, self._chain))
+                self._recent[self._next] = sample
+                self._recent.pop(self._next - 2 * self.block, None)
+                self._next += 1
 
     def _sample(self) -> Any:
-        if self._iterator is None:
-            self._open()
+        """The next sample; at the end of an epoch the next one begins."""
         while True:
             try:
                 return next(cast("Iterator[Any]", self._iterator))
@@ -244,34 +192,30 @@ class StreamedDataset:
                 self._epoch, self._begun = self._epoch + 1, self._next
                 self._open()
 
-    def _take(self, sample: Any) -> None:
-        for name, content in _contents(sample):
-            self._blind |= content is None
-            self._chain = crc32(content or b"", crc32(name, self._chain))
-        self._recent[self._next] = sample
-        self._next += 1
-
     def _note_place(self) -> None:
         """Note the state before the next sample, and forget those that nobody asks for again."""
         if self._iterator is None:
             self._open()
-        place = {"position": self._next, "chain": self._chain, "epoch": self._epoch, "begun": self._begun}
-        self._places[self._next] = {**place, "stream": self._source_state()}
+        numbers = dict(zip(_NUMBERS, (self._next, self._chain, self._epoch, self._begun), strict=True))
+        place = self._places[self._next] = {**numbers, "stream": self._source_state()}
         self._places.pop(self._next - 3 * self.block, None)
-        last = self._earlier[-1]["position"] if self._earlier else -self._proof
-        if self._places[self._next]["stream"] is not None and self._next - last >= self._proof // 4:
-            self._earlier.append(self._places[self._next])
-        while len(self._earlier) > 1 and self._earlier[1]["position"] <= self._next - self._proof - 3 * self.block:
+        if not self._earlier or self._next - self._earlier[-1]["position"] >= self._proof // 4:
+            self._earlier.append(place)
+        if len(self._earlier) > 1 and self._earlier[1]["position"] <= self._next - self._proof - 3 * self.block:
             del self._earlier[0]
 
     def _source_state(self) -> Any:
         """The source's own state; None where it has none that JSON can hold."""
-        if not hasattr(self._source, "state_dict") or not hasattr(self._source, "load_state_dict"):
+        if not hasattr(self._source, "load_state_dict"):
             return None
         try:
             return json.loads(json.dumps(self._source.state_dict()))
         except Exception:  # noqa: BLE001 - the user's code; a stream can be read without its state
             return None
+
+
+_NUMBERS = ("position", "chain", "epoch", "begun")
+"""What a place holds besides the state of the source."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -286,8 +230,7 @@ def digest(sample: Any, limit: int | None = None) -> int:
     """
     found = 0
     for name, content in _contents(sample, limit):
-        if content is not None:
-            found = crc32(content, crc32(name, found))
+        found = found if content is None else crc32(content, crc32(name, found))
     return found
 
 
@@ -296,14 +239,15 @@ def _contents(sample: Any, limit: int | None = None) -> Iterator[tuple[bytes, by
     if not isinstance(sample, Mapping):
         sample = dict(enumerate(sample if isinstance(sample, list | tuple) else [sample]))
     for name, value in sample.items():
+        content: bytes | None
         if isinstance(value, torch.Tensor):
             content = value.detach().reshape(-1)[:limit].cpu().contiguous().view(torch.uint8).numpy().tobytes()
         elif hasattr(value, "tobytes") and not getattr(getattr(value, "dtype", None), "hasobject", False):
-            # An array of NumPy or a picture of PIL, of which a text shows the ends or nothing.
-            content = value.tobytes()
+            content = (
+                value.tobytes()
+            )  # An array of NumPy or a picture of PIL, of which a text shows the ends or nothing.
         else:
             content = repr(value).encode()
             if not isinstance(value, str) and _ADDRESS.search(content):
-                yield str(name).encode(), None
-                continue
+                content = None
         yield str(name).encode(), content

@@ -23,7 +23,6 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, convert_to_fp32, parse_flag_from_env, recursively_apply
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
@@ -214,16 +213,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not any(each is prepared for each in self._optimizers):
             self._optimizers.append(prepared)
         return prepared
-
-    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **named: Any) -> Any:
-        """Prepare a loader in accelerate's way. Raises `ConfigError` for a stream that would be found again by its state."""
-        if self.use_stateful_dataloader and isinstance(data_loader.dataset, IterableDataset):
-            raise ConfigError(
-                "use_stateful_dataloader would find a stream again by its own state, which need not lead to its very next sample "
-                "(what a shuffle buffer holds is not in it); leave it out and call accelerator.skip_first_batches, which reads the "
-                "stream again"
-            )
-        return super().prepare_data_loader(data_loader, *arguments, **named)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler, which follows the optimizer that it was made of, or all of them."""

@@ -278,7 +278,7 @@ class RunContext:
         def waiting() -> None:
             self.mesh.post(Activity.DATA)
             if isinstance(feed.dataset, StreamedDataset):
-                feed.dataset.reading.show(self.console.note, self.console.status)
+                feed.dataset.show(self.console.note, self.console.status)
 
         return BatchLoader(feed, self.mesh.data_index, self.workers, last=last, state=state, waiting=waiting)
 

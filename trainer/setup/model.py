@@ -32,6 +32,7 @@ from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
+from zeromesh.trainer.losses.documents import require_separate_documents
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
@@ -101,6 +102,8 @@ def build_trained_model(
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
         )
+        if config.data.separates if data.loaded is not None else config.data.separate_documents:
+            require_separate_documents(model)
         start_times.end("loss")
         hub_form = HubForm(model)
         divided = divide(model, mesh, cuts_of(config))
@@ -384,12 +387,6 @@ def _check_settings(
             raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
         if config.batch.average == "samples":
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
-    separates = config.data.separates if text else config.data.separate_documents
-    if separates and forward.fields is not None and "position_ids" not in forward.fields:
-        raise ConfigError(
-            f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false, or for "
-            "conversations and pairs data.packing: false"
-        )
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
         if inputs.collate is None and loss.kind == "labels" and not loss.causal:

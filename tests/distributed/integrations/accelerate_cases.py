@@ -242,11 +242,6 @@ class Refused:
     def scaler(self) -> None:
         Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
 
-    def state_of_a_stream(self) -> None:
-        self.accelerator.dataloader_config.use_stateful_dataloader = True
-        stream = Dataset.from_list([{"x": 1.0}] * 8).to_iterable_dataset()
-        self.accelerator.prepare(DataLoader(stream))
-
     def values(self) -> None:
         self.accelerator.clip_grad_value_(self.model.parameters(), 1.0)
 
