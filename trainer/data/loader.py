@@ -140,6 +140,8 @@ class BatchLoader:
         """The latest place of the stream: before the step of the latest microbatch."""
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
+        if self._stream is not None and not workers.count:
+            self._stream.waiting = waiting
         tasks = last * feed.plan.accumulation
         # A stream is read from front to back: by one worker.
         count = min(workers.count, 1 if self._stream is not None else tasks)
@@ -209,7 +211,7 @@ class BatchLoader:
                 self.close()
                 self._maker = _Maker(self.feed, self._state)
                 self._group = _WorkerGroup(self._tasks(step, turn), self._maker, self._workers)
-            made = self._group.next(self._waiting)
+            made = self._group.next(self._waiting, self._stream)
             self._place = (step, turn + 1) if turn + 1 < self.feed.plan.accumulation else (step + 1, 0)
             if made.failure is not None:
                 kind, text = made.failure
@@ -318,21 +320,26 @@ class _WorkerGroup:
             signal.signal(signal.SIGCHLD, on_child)
         self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
 
-    def next(self, waiting: Callable[[], None]) -> _Made:
-        """Return the result of the next task. Raises `DataError` where a worker is gone or hangs."""
-        began = time.monotonic()
+    def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Made:
+        """Return the result of the next task. Raises `DataError` where a worker is gone or hangs.
+
+        A worker that reads `stream` again has as long for each piece of it as for a microbatch.
+        """
+        began, read = time.monotonic(), 0
         while True:
+            waiting()
             try:
                 if self._iterator is None:
                     raise DataError("the data workers have ended; start again")
                 return next(self._iterator)
             except RuntimeError as error:
+                if stream is not None and stream.reading[1] != read:
+                    began, read = time.monotonic(), stream.reading[1]
                 late = time.monotonic() - began > self._timeout
                 if late or self._gone() or "timed out" not in str(error):
                     failure = self._failure(error)
                     self.close(at_once=True)
                     raise failure from None
-                waiting()
 
     def _gone(self) -> list[BaseProcess]:
         return [each for each in self._processes if each.exitcode is not None]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import transformers
 from torch import nn
 from transformers import trainer as library
+from transformers.trainer_utils import has_length
 
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.config.load import ConfigSource
@@ -57,6 +58,7 @@ class TrainerOverEngine:
     model: nn.Module
     optimizer: Any
     state: Any
+    train_dataset: Any
     training_step: Any
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
@@ -104,6 +106,20 @@ class TrainerOverEngine:
         if is_sharded(self.model) and self.optimizer is None:  # It was evaluated before, and nothing of it is trained.
             self.accelerator.make_whole(self.model)
         return self._super._prepare_for_training(*arguments, **named)
+
+    def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
+        """Return the epochs and batches that are behind a run that goes on.
+
+        transformers takes the steps of a stream, whose epochs have an end that it does not know, for those of one epoch: it would
+        look for the place beyond that end, and then begin at the next epoch. `state.epoch` counts the epochs that ended.
+        """
+        epochs, batches = self._super._init_training_state(*arguments)
+        checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.
+        if not batches or has_length(self.train_dataset):
+            return epochs, batches
+        before = transformers.TrainerState.load_from_json(str(Path(checkpoint) / library.TRAINER_STATE_NAME))
+        epochs, rest = divmod(before.epoch or 0.0, 1)
+        return int(epochs), round(rest * before.max_steps * self.args.gradient_accumulation_steps)
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         if is_sharded(self.model):

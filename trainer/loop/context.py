@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.data.feed import Feed, RunData
 from zeromesh.trainer.data.loader import BatchLoader, Workers
 from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -293,7 +293,12 @@ class RunContext:
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
         """This rank's batches of a feed; see `BatchLoader`."""
-        waiting = partial(self.mesh.post, Activity.DATA)
+
+        def waiting() -> None:
+            self.mesh.post(Activity.DATA)
+            if isinstance(feed.dataset, StreamedDataset):
+                feed.dataset.show(self.console.note, self.console.status)
+
         return BatchLoader(feed, self.mesh.data_index, self.workers, last=last, state=state, waiting=waiting)
 
     def learning_rate_of(self, step: int) -> float:

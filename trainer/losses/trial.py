@@ -28,7 +28,7 @@ from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
-_ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
+ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
 # Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
 _SMALL = {
     "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
@@ -37,7 +37,9 @@ _SMALL = {
     "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
     "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "chunk_size": 16, "mamba_chunk_size": 16,
+    "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
 }  # fmt: skip
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
 # Tried in turn: sizes depend on each other in ways that differ between architectures; hybrids need several layers.
@@ -45,8 +47,10 @@ _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
     ({**_SMALL, "head_dim": 8}, 2),
     (_SMALL, 2),
     ({**_SMALL, "head_dim": 8}, 8),
+    ({**_SMALL, "head_dim": 8, "num_key_value_heads": 4}, 2),
     (_WIDTHS, 2),
     ({}, 2),
+    ({}, 10**6),
 )
 _SPECIAL_IDS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
@@ -107,8 +111,8 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
 
     `known`: whether its class is known to shift labels, which stands where no small copy can be made.
     """
-    small = _small_copy(model)
-    if small is None:
+    small = small_copy(model, lambda each: each(**_inputs(each)).loss)
+    if isinstance(small, str):
         return Verdict(causal=known, reason="no small copy of it could be tried")
     auxiliary = bool(getattr(small.config, "output_router_logits", False))
     small.config.output_router_logits = False
@@ -167,7 +171,7 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
                     if chunked.found in (None, change):
                         raise
                     change = chunked.found  # The first run has shown it.
-    except _ERRORS as error:
+    except ERRORS as error:
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
@@ -219,13 +223,14 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     try:
         with InFloat64(), torch.no_grad():
             sums = [float(small(**part).loss) * count_targets(part["labels"], causal=causal) for part in parts]
-    except _ERRORS:
+    except ERRORS:
         return False
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
 
 
-def _small_copy(model: Any) -> Any | None:
-    """The first small copy that can be built and gives a finite loss."""
+def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
+    """The first small copy, in float64, that can be built and of which `run` gives finite numbers; else why there is none."""
+    reason = "none of them is small"
     for sizes, layers in _REDUCTIONS:
         try:
             config = smaller(model.config, sizes, layers)
@@ -236,12 +241,14 @@ def _small_copy(model: Any) -> Any | None:
             with seeded_cpu(0, "small copy"), torch.enable_grad():
                 small = type(model)(config).double().eval()
                 with InFloat64():
-                    finite = bool(torch.isfinite(small(**_inputs(small)).loss))
-        except _ERRORS:
+                    finite = bool(torch.isfinite(run(small)).all())
+        except ERRORS as error:
+            reason = summary(error)
             continue
         if finite:
             return small
-    return None
+        reason = "its numbers are not finite"
+    return reason
 
 
 def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
@@ -257,7 +264,10 @@ def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
                 setattr(small, name, value[:layers])
         small.num_hidden_layers = min(before, layers)
     for name, size in sizes.items():
-        value = getattr(small, name, None)
+        try:
+            value = getattr(small, name, None)
+        except ERRORS:  # Layers have one each.
+            continue
         if isinstance(value, int) and value > size:
             setattr(small, name, size)
     for name in _SPECIAL_IDS:

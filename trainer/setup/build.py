@@ -355,4 +355,5 @@ def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
         raise ConfigError(
             f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
         )
-    return StreamedDataset(source, block=-(-least // size) * size)
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    return StreamedDataset(source, block=-(-least // size) * size, seed=seed, resume=config.data.resume)

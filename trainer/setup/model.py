@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
@@ -20,6 +22,7 @@ from zeromesh.offload import Tier, Tiers, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
+from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules, is_library
@@ -31,6 +34,7 @@ from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
+from zeromesh.trainer.losses.documents import require_separate_documents
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.attention import use_attention
@@ -112,6 +116,8 @@ def build_trained_model(
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
         )
+        if config.data.separates if data.loaded is not None else config.data.separate_documents:
+            require_separate_documents(model)
         start_times.end("loss")
         hub_form = HubForm(model)
         divided = divide(model, mesh, cuts_of(config))
@@ -372,6 +378,8 @@ def _check_first_batches(
         samples = f"{len(train)} samples are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
+        if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):
+            continue  # Its beginning was checked when the run began, and is not what comes next.
         batch = feed.first_batch()
         sample = feed.dataset[feed.order.dataset_index(0)]
         unseen = (
@@ -391,6 +399,12 @@ def _check_first_batches(
     return notes
 
 
+def _goes_on(config: TrainerConfig) -> bool:
+    """Return True for a run that an earlier process began."""
+    named = config.checkpoint.resume not in ("auto", "never")
+    return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
+
+
 def _check_settings(
     config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs, *, text: bool
 ) -> None:
@@ -402,12 +416,6 @@ def _check_settings(
             raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
         if config.batch.average == "samples":
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
-    separates = config.data.separates if text else config.data.separate_documents
-    if separates and forward.fields is not None and "position_ids" not in forward.fields:
-        raise ConfigError(
-            f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false, or for "
-            "conversations and pairs data.packing: false"
-        )
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
         if inputs.collate is None and loss.kind == "labels" and not loss.causal:

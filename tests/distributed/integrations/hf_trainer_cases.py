@@ -7,6 +7,7 @@ import peft
 import torch
 import transformers as tf
 from accelerate_cases import fresh_state
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from trainer_cases import VOCABULARY, WIDE, llama, seeded, sentences
@@ -233,6 +234,28 @@ def generating_together(mesh: Mesh, folder: str) -> dict[str, Any]:
                 "beams": trainer.predict(sentences(5), max_new_tokens=4, num_beams=3).predictions.tolist(),
             }
     return found
+
+
+def streams(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """The losses of a run over three epochs of a stream that is shuffled in a buffer, and of one that was stopped in the second."""
+
+    class Stop(tf.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            control.should_training_stop |= state.global_step == 4
+
+    def losses(name: str, resume: bool = False, **named: Any) -> list[float]:
+        fresh_state()
+        stream = Dataset.from_list(sentences(11)).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=4)
+        changes = {"eval_strategy": "no", "load_best_model_at_end": False, "max_steps": 6, "save_steps": 4}
+        arguments = arguments_of(Path(folder) / name, gradient_accumulation_steps=1, **changes)
+        arguments.per_device_train_batch_size = 4
+        trainer = on_zeromesh(tf.Trainer)(seeded(llama), arguments, train_dataset=stream, **named)
+        trainer.train(resume_from_checkpoint=resume)
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    whole = losses("whole")
+    losses("part", callbacks=[Stop()])
+    return {"whole": whole, "resumed": losses("part", resume=True)}
 
 
 def refused(mesh: Mesh, folder: str, name: str) -> str:

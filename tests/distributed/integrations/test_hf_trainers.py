@@ -42,6 +42,11 @@ def test_ranks_that_share_layers_predict_each_sample_once(workers: Workers, tmp_
         assert len({tuple(each) for each in mine["tokens"]}) > 1
 
 
+def test_a_stream_goes_on_in_its_second_epoch(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(1, "hf_trainer_cases:streams", folder=str(tmp_path))[0]
+    assert found["resumed"] == found["whole"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_people_do_with_a_trainer_is_what_the_original_does(workers: Workers, tmp_path: Path, stage: int) -> None:

@@ -1,11 +1,15 @@
 """Streams dealt by index: every sample once, and found again, by the stream's own state or without it."""
 
+import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from datasets.distributed import split_dataset_by_node
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
@@ -56,28 +60,138 @@ def test_a_stream_is_found_again(make: Any, position: int) -> None:
     assert values(second, range(position, position + 13)) == wanted
 
 
+class Stateful:
+    """A stream of one's own whose state leads `short` samples before the place where it was taken."""
+
+    def __init__(self, length: int, short: int = 0) -> None:
+        self.length, self.short, self.place, self.loaded = length, short, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": max(0, self.place - self.short)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+        self.loaded += 1
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        while self.place < self.length:
+            self.place += 1
+            yield {"x": self.place - 1}
+        self.place = 0
+
+
+class Drawn:
+    """A stream that draws from the global generators, and drops what it draws."""
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        yield from ({"x": random.random() + float(torch.rand(()))} for _ in range(40) if np.random.rand() < 0.5)
+
+
+def two(shuffled: bool = False) -> list[IterableDataset]:
+    """Two streams, of which the first may be shuffled in a buffer."""
+    first = Dataset.from_dict({"x": list(range(100, 130))}).to_iterable_dataset(num_shards=3)
+    return [first.shuffle(seed=1, buffer_size=8) if shuffled else first, stream(20)]
+
+
+def mixed(strategy: str, **options: Any) -> IterableDataset:
+    return interleave_datasets(two(shuffled=True), stopping_strategy=strategy, **options)  # type: ignore[type-var]
+
+
+KINDS: dict[str, Any] = {
+    "plain": lambda: stream(40, 4),
+    "shuffled": lambda: stream(40, 4).shuffle(seed=3, buffer_size=10),
+    "interleaved": lambda: mixed("first_exhausted"),
+    "interleaved with probabilities": lambda: mixed("first_exhausted", probabilities=[0.3, 0.7], seed=2),
+    "all exhausted": lambda: mixed("all_exhausted", probabilities=[0.6, 0.4], seed=2),
+    "mapped, filtered": lambda: stream(60).map(lambda row: {"x": 3 * row["x"]}).filter(lambda row: row["x"] % 2 == 0),
+    "mapped in batches": lambda: stream(40).map(lambda rows: {"x": rows["x"][::-1]}, batched=True, batch_size=7),
+    "taken and left": lambda: stream(60).shuffle(seed=4, buffer_size=6).skip(5).take(33),
+    "concatenated": lambda: concatenate_datasets(two(shuffled=True)),
+    "repeated": lambda: stream(9).shuffle(seed=5, buffer_size=4).repeat(3),
+    "several epochs": lambda: stream(7).shuffle(seed=6, buffer_size=5),
+    "a node's part": lambda: split_dataset_by_node(stream(80, 4).shuffle(seed=7, buffer_size=6), rank=1, world_size=2),
+    "one's own": lambda: Stateful(17),
+    "one's own, near": lambda: Stateful(17, short=1),
+    "drawn": Drawn,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("proof", [4096, 12], ids=["read again", "by the state"])
+def test_a_stream_of_any_kind_goes_on_at_the_very_next_sample(kind: str, proof: int) -> None:
+    whole = values(StreamedDataset(KINDS[kind](), block=4), range(60))
+    for position in (4, 12, 20, 32):
+        first = StreamedDataset(KINDS[kind](), block=4, proof=proof)
+        values(first, range(position))
+        state = json.loads(json.dumps(first.state(position)))
+        second = StreamedDataset(KINDS[kind](), block=4, proof=proof)
+        second[0]  # The first batch is checked before.
+        second.restore(state, "here")
+        assert values(second, range(position, 40)) == whole[position:40]
+        again = StreamedDataset(KINDS[kind](), block=4, proof=proof)
+        again.restore(second.state(40), "here")
+        assert values(again, range(40, 60)) == whole[40:]
+
+
+def lines(dataset: StreamedDataset) -> list[str]:
+    shown: list[str] = []
+    dataset.show(shown.append, lambda text: None)
+    return shown
+
+
 def test_a_state_spares_reading() -> None:
-    first = StreamedDataset(stream(), block=2)
-    values(first, range(8))
-    assert first.state(8)["stream"] is not None
-    plain = Numbers(10)
-    again = StreamedDataset(plain, block=2)
-    again.restore(StreamedDataset(Numbers(10), block=2).state(6), "here")
-    assert plain.read == 7
-
-
-def test_a_state_that_leads_elsewhere_is_found_out() -> None:
-    first = StreamedDataset(stream(), block=4)
-    values(first, range(9))
-    state = {**first.state(8), "stream": StreamedDataset(stream(), block=4).state(0)["stream"]}
-    second = StreamedDataset(stream(), block=4)
+    first = StreamedDataset(Stateful(1000), block=4, proof=16)
+    state = first.state(600)
+    assert state["earlier"]["position"] == 584
+    source = Stateful(1000)
+    second = StreamedDataset(source, block=4, proof=16)
     second.restore(state, "here")
-    assert values(second, range(8, 12)) == values(first, range(8, 12))
+    assert (second[600]["x"], source.loaded, second.reading[1]) == (600, 1, 16)
+    assert "goes on from its own state" in lines(second)[0]
+    near = StreamedDataset(Stateful(1000, short=1), block=4, proof=16)
+    state = near.state(600)
+    near.restore(state, "here")
+    assert (near[600]["x"], near.reading[1]) == (600, 600)
+    assert "does not lead to its very next sample" in lines(near)[0]
+    assert lines(near) == []
+
+
+def test_a_state_is_taken_as_it_is_on_request() -> None:
+    state = StreamedDataset(Stateful(100, short=1), block=4).state(40)
+    taken = StreamedDataset(Stateful(100), block=4, resume="state")
+    taken.restore(state, "here")
+    assert taken[40]["x"] == 39
+    assert "samples may be missing, or come twice" in lines(taken)[0]
+    again = StreamedDataset(Stateful(100), block=4, resume="state")
+    again.restore({**state, "stream": {}}, "here")
+    assert again[40]["x"] == 40
+
+
+def test_a_state_that_nothing_proves_is_not_trusted() -> None:
+    """A digest says nothing of an object that is represented by its address."""
+
+    class Objects(Stateful):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            yield from ({"x": object()} for _ in super().__iter__())
+
+    first = StreamedDataset(Objects(100), block=4, proof=4)
+    assert first.state(40)["earlier"] is None
+    arrays = StreamedDataset([{"x": np.arange(5000)}, {"x": np.arange(5000) % 4000}], block=2)
+    others = StreamedDataset([{"x": np.arange(5000)}, {"x": np.arange(5000) % 3000}], block=2)
+    assert arrays.state(2)["chain"] != others.state(2)["chain"]
+
+
+def test_an_iterator_is_read_on() -> None:
+    first, second = (StreamedDataset(iter(Numbers(40)), block=4) for _ in range(2))
+    state = first.state(12)
+    second[0]
+    second.restore(state, "here")
+    assert values(second, range(12, 20)) == list(range(12, 20))
 
 
 def test_another_stream_is_refused() -> None:
     state = StreamedDataset(Numbers(10), block=4).state(8)
-    with pytest.raises(DataError, match="sample 8 of the stream is not what it was"):
+    with pytest.raises(DataError, match="samples before sample 8 of the stream are not what they were"):
         StreamedDataset(Numbers(7), block=4).restore(state, "here")
     with pytest.raises(DataError, match="has no samples"):
         StreamedDataset(Numbers(0), block=4)[0]

@@ -118,6 +118,9 @@ class DataSection(Section):
     remove_unused: bool | None = None
     """Leave out what the model does not take before a data_collator sees a sample, as transformers does (true), or after it
     (false). null: before it for text beside tokens, and for all fields where the collator is one of transformers."""
+    resume: Literal["exact", "state"] = "exact"
+    """A streamed dataset of a run that goes on. exact: the very next sample comes; where the stream's own state does not lead to
+    it, as with a shuffle buffer, the stream is read again from its beginning. state: its own state is taken as it is."""
     seed: Seed | None = None
     """Seed of the order of the data; null: that of the run."""
     workers: Literal["auto"] | CountOrOff = "auto"

@@ -1,0 +1,115 @@
+"""The trial, on a small copy, of whether documents that are packed into one sequence stay apart.
+
+Positions that begin anew separate documents in the models whose code asks them. Others take them and mix the tokens all the same:
+their masks are made without positions, or tokens are mixed by recurrence or convolution.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError, summary
+from zeromesh.trainer.losses.trial import ERRORS, InFloat64, small_copy
+from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.user_model import ForwardInputs
+from zeromesh.zero.hooks import tensors_in, watch_outputs
+
+_TOKENS = 11
+_DOCUMENTS = ((0, 0, 5), (0, 5, 6), (1, 0, 4), (1, 4, 3), (1, 7, 4))
+"""The row of each document in a batch of two, where it begins, and how many of the `_TOKENS` of that row it has."""
+_TOLERANCE = 1e-8
+_Calls = list[tuple[str, Sequence[Tensor]]]
+"""The name of each module that was called, in the order in which the calls ended, and copies of what came out."""
+
+
+def require_separate_documents(model: nn.Module) -> None:
+    """Run packed documents through a small copy of a model, beside others and alone; what comes out must agree.
+
+    Raises:
+        ConfigError: where it differs, by the name of the module that mixes tokens, and where nothing could be tried.
+    """
+    inside = pretrained_of(model)
+    if "position_ids" not in ForwardInputs.of(model, users_loss=False).named:
+        found = "takes no position_ids, which separate documents"
+    else:
+        found = _difference(inside)
+    if found:
+        raise ConfigError(
+            f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "
+            "data.packing: false, which gives each a sequence of its own",
+            where="data.separate_documents",
+        )
+
+
+def _difference(model: Any | None) -> str:
+    """Why documents do not stay apart, or why that cannot be found out; empty where they do."""
+    small = "no model of transformers" if model is None else small_copy(model, lambda each: _calls(each, 0)[-1][1][0])
+    if isinstance(small, str):
+        return f"cannot be tried with packed documents, as no small copy of it runs ({small})"
+    generator = torch.Generator().manual_seed(0)
+    with InFloat64(), torch.no_grad():
+        for parameter in small.parameters():  # What begins at zero, such as a gate, would hide what lies behind it.
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
+        try:
+            together, alone = _calls(small), [_calls(small, number) for number in range(len(_DOCUMENTS))]
+        except ERRORS as error:
+            return f"cannot run packed documents ({summary(error)}, in a trial on a small copy)"
+    if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in zip(alone, _DOCUMENTS, strict=True)):
+        return ""
+    name = next(
+        filter(None, (_mixing(together, calls, *where) for calls, where in zip(alone, _DOCUMENTS, strict=True))), ""
+    )
+    module = small.get_submodule(name)
+    if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
+        name = name.rpartition(".")[0]  # The last step of one that mixes, which looks at each token by itself.
+    by = f"by {name or 'the model'}, a {type(small.get_submodule(name)).__name__}"
+    return f"gives a document other values beside another one than alone ({by}, in a trial on a small copy)"
+
+
+def _calls(small: Any, document: int | None = None) -> _Calls:
+    """Run a document alone, or all of them packed; the last entry is the logits, or the hidden states of a model without a head."""
+    vocabulary = small.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
+    if document is not None:
+        row, begin, length = _DOCUMENTS[document]
+        ids, positions = (each[row : row + 1, begin : begin + length] for each in (ids, positions))
+    made: _Calls = []
+    end = watch_outputs(
+        small.named_modules(), lambda name, found: made.append((name, [each.clone() for each in tensors_in(found)]))
+    )
+    try:
+        given = {"use_cache": False} if "use_cache" in inspect.signature(type(small).forward).parameters else {}
+        found = small(input_ids=ids, position_ids=positions, **given)
+    finally:
+        end()
+    logits = getattr(found, "logits", None)
+    return [*made, ("", [found[0] if logits is None else logits])]
+
+
+def _mixing(together: _Calls, alone: _Calls, row: int, begin: int, length: int) -> str:
+    """The first module whose results differ beside another document."""
+    left: dict[str, list[Sequence[Tensor]]] = {}
+    for name, found in alone:
+        left.setdefault(name, []).append(found)
+    for name, found in together:
+        if left.get(name) and _differ(found, left[name].pop(0), row, begin, length):
+            return name
+    return ""
+
+
+def _differ(together: Sequence[Tensor], alone: Sequence[Tensor], row: int, begin: int, length: int) -> bool:
+    """Return True if a tensor of all documents has other values at one of them than the tensor of that document alone.
+
+    Tensors of other shapes, such as those of the tokens of one expert, are not compared.
+    """
+    for one, other in zip(together, alone, strict=False):
+        changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
+        if [(one.shape[dim], other.shape[dim]) for dim in changed] == [(2, 1), (_TOKENS, length)]:
+            part = one.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
+            if not torch.allclose(part.double(), other.double(), rtol=_TOLERANCE, atol=_TOLERANCE):
+                return True
+    return False
