@@ -11,10 +11,12 @@ zeromesh.save("out", model, optimizer)
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -57,6 +59,8 @@ _LOOP = "loop"
 """The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
 _SHARDING = "_zeromesh_sharding"
 """The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
+_ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""The partitioned model of which a module is a part."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,10 @@ def shard(
             use_float8_linear(model, mesh.device)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
+    for module in model.modules():
+        _ROOTS[module] = weakref.ref(model)
+        loaders = {name: MethodType(call, module) for name, call in _LOADERS.items() if hasattr(type(module), name)}
+        vars(module).update(loaders)
     vars(model)["zero_grad"] = MethodType(_zero_grad, model)
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     if callable(getattr(model, "generate", None)):
@@ -233,6 +241,19 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
     return generate(model, engine.mesh, arguments, seed=None, engine=engine)
 
 
+def _loader(name: str) -> Callable[..., Any]:
+    """The method `name` of modules of a partitioned model that loads whole values, the same on all ranks, which all call it."""
+
+    def method(module: Any, *arguments: Any, **named: Any) -> Any:
+        load = partial(getattr(type(module), name), module, *arguments, **named)
+        model = _ROOTS.get(module, lambda: None)()
+        return load() if model is None or not is_sharded(model) else engine_of(model).load_whole(load)
+
+    method.__name__ = name
+    return method
+
+
+_LOADERS = {name: _loader(name) for name in ("load_state_dict", "load_adapter")}
 # Copies and pickles of a model find the methods of its class by these names.
 _zero_grad.__name__, _generate.__name__ = "zero_grad", "generate"
 
@@ -293,6 +314,8 @@ def unshard(model: nn.Module) -> None:
         parameter.requires_grad_(True)
     for name in (_SHARDING, "zero_grad", "no_sync", "generate"):
         vars(model).pop(name, None)
+    for module, name in product(model.modules(), _LOADERS):
+        vars(module).pop(name, None)
 
 
 def save(

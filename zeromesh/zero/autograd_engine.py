@@ -11,11 +11,12 @@ parameters have other values now.
 """
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from zeromesh.zero.passes import Forward, Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_Result = TypeVar("_Result")
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -400,6 +402,7 @@ class AutogradEngine(ZeroEngine):
         self._norm: tuple[int, float] | None = None
         """The norm of the present gradients, once it was asked for, and after how many backwards."""
         self._clip = 1.0
+        self._takes = False
         kinds = {kind: GuardedParameter.of(kind, self._passes) for kind in self._kinds()}
         for bucket in self._buckets:
             bucket.set_kinds([kinds[kind_of(each)] for each in bucket.parameters])
@@ -445,6 +448,22 @@ class AutogradEngine(ZeroEngine):
         self.begin_step(self._optimizer_step.updates)
         for bucket in (each for unit in self._passes.units if unit.phase is Phase.LIVE for each in unit.buckets):
             bucket.drop_casts()
+
+    def load_whole(self, load: Callable[[], _Result]) -> _Result:
+        """Call `load()`, which copies whole values into the model's parameters, and take them over. All ranks call it alike."""
+        if self._takes:  # The call that this one is part of takes them over.
+            return load()
+        self._passes.require_idle()
+        self._takes = True
+        try:
+            # torch warns that parameters on meta get no values.
+            with self.state.taking() as given, warnings.catch_warnings(action="ignore", category=UserWarning):
+                result = load()
+        finally:
+            self._takes = False
+        with self.loading(averaged_updates=0):
+            self.checkpoint_state.fill(given)
+        return result
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block no backward is the last one of a step; see `shard`."""

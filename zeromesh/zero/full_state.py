@@ -4,10 +4,11 @@
 `FullState` reads whole parameters and gradients: one bucket is gathered at a time.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,6 +93,17 @@ class CheckpointState:
         for bucket in self._buckets:
             found += self._of(bucket, bucket.interval, reading=True)
         return [*found, *(_of_buffer(name, buffer) for name, buffer in saved_buffers(self._model).items())]
+
+    def fill(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite this rank's part of the parameters of these names with whole tensors, in `ZeroEngine.loading`."""
+        for shard in self.wanted():
+            value, region = given.get(shard.spec.name), shard.region
+            if value is None or shard.spec.kind not in (MODEL, MASTER):
+                continue
+            local = value if region.is_whole else value.new_empty(region.local_shape)
+            for here, there in () if region.is_whole else region.boxes():
+                local[here] = value[there]
+            shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
 
     def order(self) -> dict[int, int]:
         """The position of each bucket in the next update, as far as the last one tells."""
@@ -209,6 +221,17 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             seen.add(id(buffer))
             found[f"{fqn}.{name}" if fqn else name] = buffer
     return found
+
+
+class _StandIn(nn.Parameter):
+    """Stands for a parameter, on the meta device, and keeps what is copied into it."""
+
+    taken: torch.Tensor | None = None
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        """Keep the values, `source`, of this shape or one that is expanded to it."""
+        self.taken = source.expand(self.shape)
+        return self
 
 
 class FullState:
@@ -377,6 +400,30 @@ class FullState:
         """The tables of modules in which a parameter stands, with its key in each."""
         parts = [each.rpartition(".") for each in self._names[name]]
         return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
+
+    @contextmanager
+    def taking(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Inside the block whole parameters without memory stand in the model; no pass over it is open.
+
+        What is copied into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name.
+        """
+        given: dict[str, torch.Tensor] = {}
+        before: list[tuple[dict[str, Any], dict[str, Any]]]
+        before = [(module._parameters, dict(module._parameters)) for module in self._model.modules()]
+        stood = {n: _StandIn(torch.empty(self._specs[n].shape, device="meta"), self._trained[n]) for n in self.names()}
+        try:
+            for name, made in stood.items():
+                for table, leaf in self._places(name):
+                    table[leaf] = made
+            yield given
+            for name, made in stood.items():
+                for each in (made.taken, *(table.get(leaf) for table, leaf in self._places(name))):
+                    if each is not None and not each.is_meta:
+                        given[name] = each.detach()
+        finally:
+            for table, old in before:
+                table.clear()
+                table.update(old)
 
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.

@@ -270,3 +270,24 @@ def refused(mesh: Mesh, folder: str, name: str) -> str:
         except ConfigError as error:
             return str(error)
     return ""
+
+
+def weights_alone(mesh: Mesh, folder: str, zeromesh: dict[str, Any], adapted: bool) -> dict[str, Any]:
+    """Checkpoints without states of the optimizer: the best one at the end, and what loading one into a divided model gives."""
+    alone = {"save_only_model": True, "learning_rate": 0.5, "metric_for_best_model": "eval_loss"}
+    with fresh_state():
+        trainer = _trainer(tf.Trainer, Path(folder), _model(adapted), zeromesh=zeromesh, **alone)
+        trainer.train()
+        last = next(row["eval_loss"] for row in reversed(trainer.state.log_history[:-1]) if "eval_loss" in row)
+        found = {"loaded": trainer.evaluate()["eval_loss"], "best": trainer.state.best_metric, "last": last}
+        head = trainer.model.get_submodule("base_model.model.model.embed_tokens" if adapted else "model.embed_tokens")
+        given = torch.full((VOCABULARY, head.embedding_dim), 0.5)
+        head.load_state_dict({"weight": given})
+        values = {name: tensor.clone() for name, tensor in trainer.accelerator.get_state_dict(trainer.model).items()}
+        name = next((each for each in values if each.endswith("embed_tokens.weight")), None)
+        found["part"] = float((values[name] - given).abs().max()) if name else 0.0
+        try:
+            trainer.model.load_state_dict({"unknown": given})
+        except RuntimeError as error:
+            found["strict"] = "Unexpected key" in str(error) and "Missing key" in str(error)
+    return found

@@ -47,6 +47,20 @@ def test_a_stream_goes_on_in_its_second_epoch(workers: Workers, tmp_path: Path) 
     assert found["resumed"] == found["whole"]
 
 
+@pytest.mark.parametrize(
+    ("zeromesh", "adapted"),
+    [({"zero": {"stage": 2}}, False), ({"zero": {"stage": 3}}, True), ({"parallel": {"tensor": 2}}, False)],
+)
+def test_plain_weights_are_loaded_into_a_divided_model(
+    workers: Workers, tmp_path: Path, zeromesh: dict[str, dict[str, int]], adapted: bool
+) -> None:
+    arguments = {"folder": str(tmp_path), "zeromesh": zeromesh, "adapted": adapted}
+    for found in workers.run(2, "hf_trainer_cases:weights_alone", **arguments):
+        assert found["loaded"] == pytest.approx(found["best"], rel=1e-6), found
+        assert found["part"] == 0
+        assert found["strict"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_people_do_with_a_trainer_is_what_the_original_does(workers: Workers, tmp_path: Path, stage: int) -> None:
