@@ -150,6 +150,12 @@ class Feeds:
             name: self.evaluation(dataset) for name, dataset in self.data.evaluated().items()
         }
 
+    def example(self) -> dict[str, Any] | None:
+        """Return the first batch of the run, with the fields that the model accepts; None where there are no data."""
+        batch = next((feed.first_batch() for feed in self.named().values()), None)
+        fields = self.rules.fields
+        return batch and {name: value for name, value in batch.items() if fields is None or name in fields}
+
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Raises `DataError` for token ids that the vocabulary does not have."""
         size = self.rules.vocab_size

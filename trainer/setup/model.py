@@ -120,10 +120,6 @@ def build_trained_model(
             require_separate_documents(model)
         start_times.end("loss")
         hub_form = HubForm(model)
-        divided = divide(model, mesh, cuts_of(config))
-        if config.precision.linear is not None:
-            console.note(use_float8_linear(model, mesh.device))
-        away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
         feeds = Feeds(
             data=data,
             plan=plan,
@@ -139,8 +135,13 @@ def build_trained_model(
                 cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,
             ),
         )
+        checked = _check_first_batches(feeds, config, forward, loss, inputs)
+        divided = divide(model, mesh, cuts_of(config), feeds.example() if mesh.pipeline.size > 1 else None)
+        if config.precision.linear is not None:
+            console.note(use_float8_linear(model, mesh.device))
+        away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
         console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
-        console.note(*_check_first_batches(feeds, config, forward, loss, inputs))
+        console.note(*checked)
         length = config.data.sequence_length if data.loaded is not None else 0
         kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
         engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)

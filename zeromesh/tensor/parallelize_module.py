@@ -203,9 +203,13 @@ class Parallelized:
                 block = self._model.get_submodule(name)
                 ends = {"first": name == stack[0], "last": name == stack[-1]}
                 self._set(block, "forward", partial(_run, block, block.forward, shares, self.randomness, **ends))
+        rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._readers:
             reader = self._model.get_submodule(name)
-            self._set(reader, "forward", partial(_read, reader.forward, self._sources[name], shares))
+            run = partial(_read, reader.forward, self._sources[name])
+            if name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows):
+                run = partial(_route, reader.forward)  # Linear attention, say, whose outputs are all gathered.
+            self._set(reader, "forward", partial(run, shares))
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
                 module = self._model.get_submodule(layer.parent)
@@ -251,7 +255,8 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
     off = "set parallel.sequence: false"
     if not plan.stacks:
         raise LayoutError(
-            f"{type(model).__name__} has no repeated blocks in which a sequence could be shared out; {off}"
+            f"{type(model).__name__} has no repeated blocks with a layer that its plan divides among tensor ranks, so there is none "
+            f"in which a sequence could be shared out; {off}"
         )
     known = (*plan.readers(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
     for block in (name for stack in plan.stacks for name in stack):
@@ -306,7 +311,8 @@ def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShar
 
 
 def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block of experts, of the whole sequence, with a share of what it gives: tokens may be in one row."""
+    """The forward of a block of experts or of linear attention, of the whole sequence, with a share of what it gives: tokens may be
+    in one row."""
     if not shares.active:
         return forward(*args, **kwargs)
     args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.gather(x, 1, shares.exchange))

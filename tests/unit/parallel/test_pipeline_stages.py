@@ -127,11 +127,11 @@ def own_parameter() -> Any:
         (t5, "every decoder block needs the encoder's output"),
         (opt, "leaves out blocks at random"),
         (per_layer_inputs, "block 1 takes its argument 2, which is computed from parameters of earlier stages"),
-        (skip, "norm takes what is computed from parameters of the first stage"),
+        (skip, "norm takes what is computed from parameters of earlier stages"),
         (scaled, "block 1 does not take what the block before it returns"),
         (own_parameter, "scale is a parameter of a module that runs blocks"),
         (models.reused, r"run in the order \[0, 1, 0\]"),
-        (lambda: nn.Sequential(nn.Linear(2, 2)), "no list of equal modules"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "no list of modules"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.overrides import override
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, refusal
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
 from zeromesh.units.plan import names_by_parameter
@@ -181,8 +183,11 @@ class Stages:
         """The stage of each module that belongs to one, by its name."""
         self._stages |= dict.fromkeys(anatomy.before, 0) | dict.fromkeys(anatomy.after, self.count - 1)
         self._slot = StageSlot(anatomy.count - 1, shares)
+        outside = outside or copies_outside(model, anatomy)
+        idle = [(name, each) for name in anatomy.idle for each in (model.get_submodule(name), outside[name])]
+        self._undo = [override(module, "forward", partial(_refuse_to_run, model, name)) for name, module in idle]
         self._balance = _balance_names(model) if self.count > 1 else None
-        self._places = self._find_places(outside or copies_outside(model, anatomy))
+        self._places = self._find_places(outside)
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
         self.ties = self._find_ties()
         """Parameters of which several stages have a copy."""
@@ -197,7 +202,9 @@ class Stages:
             if name in outside:
                 stub: nn.Module = NanStub(module, outside[name], self._slot, before=name in anatomy.before)
             else:
-                stub = BlockStub(module, int(leaf), anatomy.outputs[int(leaf)], anatomy.hidden_argument, self._slot)
+                shape = NanStub(module, meta_copy(module), self._slot, before=False) if anatomy.reshapes else None
+                output = anatomy.outputs[int(leaf)]
+                stub = BlockStub(module, int(leaf), output, anatomy.hidden_argument, self._slot, shape)
             holder = self.model.get_submodule(parent)
             places.append(_ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=stage))
         return places
@@ -281,6 +288,8 @@ class Stages:
 
     def restore(self) -> None:
         """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
+        while self._undo:
+            self._undo.pop()()
         for place in self._places:
             place.put(real=True)
         for names in self._names:
@@ -289,6 +298,14 @@ class Stages:
             for name in names:
                 parent, _, leaf = name.rpartition(".")
                 self.model.get_submodule(parent)._parameters[leaf] = best
+
+
+def _refuse_to_run(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    raise refusal(
+        model,
+        f"{name} did not run for the first batch, so it is not known which stage it belongs to, and now it is to run; "
+        "let the first batch have all fields that any batch has",
+    )
 
 
 _BALANCE = "load_balancing_loss_func"

@@ -55,6 +55,10 @@ class Anatomy:
     """Modules with parameters that run before the blocks; they belong to the first stage."""
     after: tuple[str, ...]
     """Those that run after them, or not at all; they belong to the last stage."""
+    reshapes: bool
+    """True if some block returns a hidden state of another shape than the block before it, as stages of pictures do."""
+    idle: tuple[str, ...]
+    """Those of the body that did not run at all: which stage could run them is not known."""
 
 
 def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anatomy:
@@ -70,18 +74,20 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
         if getattr(config, name, None):
             raise refusal(model, f"{reason} (config.{name})")
     body = _body(model)
-    blocks = _block_list(model, body)
-    outside = _outside(model, blocks)
-    recorder = _Recorder(model, body, blocks, outside)
     batch = dict(example) if example is not None else {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
     inputs = body_inputs(model, model.get_submodule(body), batch)
-    try:
-        output = recorder.run(inputs)
-    except LayoutError:
-        raise
-    except _RUN_ERRORS as error:
-        raise refusal(model, f"it could not be run for a trial ({summary(error)})") from error
-    return recorder.conclude(output)
+    refusals: list[LayoutError] = []
+    for blocks in _block_lists(model, body):
+        if refusals and len(list(model.get_submodule(blocks).children())) == 1:
+            continue
+        try:
+            recorder = _Recorder(model, body, blocks, _outside(model, blocks))
+            return recorder.conclude(recorder.run(inputs))
+        except LayoutError as error:
+            refusals.append(error)
+        except _RUN_ERRORS as error:
+            raise refusal(model, f"it could not be run for a trial ({summary(error)})") from error
+    raise refusals[0]
 
 
 def refusal(model: nn.Module, reason: str) -> LayoutError:
@@ -96,6 +102,8 @@ _REFUSED = {
 }
 """The reasons why a pipeline cannot run a model, by the number or flag of its configuration that they follow from."""
 
+_WITHOUT_VALUES = (RuntimeError, NotImplementedError, TypeError, ValueError)
+"""Errors of a module that asks for values, and of what is around it, which gets a tensor in place of its results."""
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
 
 
@@ -116,21 +124,26 @@ def _body(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is base), "")
 
 
-def _block_list(model: nn.Module, body: str) -> str:
-    """The largest list of `num_hidden_layers` modules, or without that number the largest list of equal modules."""
-    config = getattr(model, "config", None)
+def _block_lists(model: nn.Module, body: str) -> list[str]:
+    """The lists that may be that of the blocks, the likeliest first: of a model of several towers those of the decoder, then one of
+    as many modules as the configuration says, then the largest."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
     wanted = getattr(config, "num_hidden_layers", None)
-    found: list[tuple[int, str]] = []
-    for name, module in model.get_submodule(body).named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        if len(module) == wanted or (wanted is None and len({type(child) for child in module}) == 1):
+    decoder = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else None
+    inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
+    found: list[tuple[bool, bool, int, str]] = []
+    for name, module in model.get_submodule(body).named_modules(prefix=body):
+        outer = any(name.startswith(f"{other}.") for *_, other in found)
+        plain = all(isinstance(child, nn.Embedding | nn.ModuleList) for child in module.children())
+        if isinstance(module, nn.ModuleList) and not plain and not outer:
             size = sum(parameter.numel() for parameter in module.parameters())
-            found.append((size, f"{body}.{name}".strip(".")))
+            found.append((module in inside, len(module) == wanted, size, name))
     if not found:
-        what = f"no list of {wanted} modules" if wanted else "no list of equal modules"
-        raise refusal(model, f"it has {what}, which its blocks would be")
-    return max(found, key=lambda each: each[0])[1]
+        raise refusal(model, "it has no list of modules, which its blocks would be")
+    found.sort(reverse=True)
+    return [name for among, *_, name in found if among == found[0][0]]
 
 
 def _outside(model: nn.Module, blocks: str) -> list[str]:
@@ -152,7 +165,7 @@ def _outside(model: nn.Module, blocks: str) -> list[str]:
     return found
 
 
-class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about values that are not there, and marks what is computed from what is marked."""
 
     def __torch_dispatch__(
@@ -160,7 +173,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
-            return args[0].dtype == torch.bool
+            return True if args[0].dtype == torch.bool else torch.zeros((), dtype=args[0].dtype).item()
         output = func(*args, **kwargs)
         creates = "like" in func.name() or ".new_" in func.name() or "::new_" in func.name()
         if not creates and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
@@ -193,6 +206,8 @@ class _Recorder:
         self._leaf = 0
         """Which leaf of a block's output is the hidden state."""
         self._order: list[int] = []
+        self._guess = ""
+        """The words about a block whose results were guessed."""
         self._when: dict[str, set[int]] = {}
         """For each module outside: how many blocks had begun when it ran."""
 
@@ -205,7 +220,7 @@ class _Recorder:
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
         # Tensors that modules put aside for later calls, as rotary positions do, have no values here.
-        with tensors_put_aside(body), torch.no_grad(), self._watched(body), _Follower():  # type: ignore[no-untyped-call]
+        with tensors_put_aside(body), torch.no_grad(), self._watched(body), WithoutValues():  # type: ignore[no-untyped-call]
             return functional_call(body, meta, args=(), kwargs=batch)
 
     @contextmanager
@@ -226,10 +241,15 @@ class _Recorder:
 
     def _of_block(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(enumerate(args)) | kwargs
             if self._order:
-                self._enter(index, dict(enumerate(args)) | kwargs)
+                arguments = self._enter(index, arguments)
             self._order.append(index)
-            output = forward(*args, **kwargs)
+            try:
+                output = forward(*(arguments[place] for place in range(len(args))), **{k: arguments[k] for k in kwargs})
+            except _WITHOUT_VALUES as error:
+                self._guess = f", as far as can be told without values ({summary(error)})"
+                output = _like_first(arguments)
             _mark(output)
             self._outputs.append(output)
             if len(self._order) == len(self._list) > 1:
@@ -238,15 +258,20 @@ class _Recorder:
 
         return wrapped
 
-    def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> None:
-        """Check the arguments of a later block: the hidden state may depend on what runs before the blocks, nothing else."""
+    def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
+        """Check the arguments of a later block: the hidden state may depend on what runs before the blocks, nothing else. Returns
+        them with a hidden state that bears no mark; the one that the block before has returned keeps its own."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
-            raise refusal(self._model, f"block {index} does not take what the block before it returns just as it is")
+            reason = f"block {index} does not take what the block before it returns just as it is{self._guess}"
+            raise refusal(self._model, reason)
         self._places.append(places[0])
-        self._leaf = returned.index(id(arguments[places[0]]))
-        _mark(arguments[places[0]], value=False)
+        hidden = arguments[places[0]]
+        self._leaf = returned.index(id(hidden))
+        plain = hidden.detach()
+        _mark(plain, value=False)
+        arguments = {place: plain if value is hidden else value for place, value in arguments.items()}
         for place, value in arguments.items():
             if any(map(_is_marked, pytree.tree_leaves(value))):
                 which = f"its argument {place + 1}" if isinstance(place, int) else place
@@ -254,13 +279,14 @@ class _Recorder:
                     self._model,
                     f"block {index} takes {which}, which is computed from parameters of earlier stages, besides the hidden state",
                 )
+        return arguments
 
     def _of_outside(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             begun = len(self._order)
             self._when.setdefault(name, set()).add(begun)
             if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
-                raise refusal(self._model, f"{name} takes what is computed from parameters of the first stage")
+                raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
             output = forward(*args, **kwargs)
             if not begun:
                 _mark(output)
@@ -286,9 +312,14 @@ class _Recorder:
             count=count,
             hidden_argument=self._places[0] if self._places else 0,
             outputs=tuple(map(self._form, self._outputs)),
+            reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
             before=tuple(name for name in self._outside if self._when.get(name) == {0}),
             after=tuple(name for name in self._outside if self._when.get(name) != {0}),
+            idle=tuple(name for name in self._outside if name not in self._when and self._in_body(name)),
         )
+
+    def _in_body(self, name: str) -> bool:
+        return name.startswith(f"{self._body}.") if self._body else True
 
     def _form(self, output: Any) -> BlockOutput:
         leaves, structure = pytree.tree_flatten(output)
@@ -304,10 +335,15 @@ def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if not tensors:
-                raise
-            return torch.empty_like(tensors[0])
+        except _WITHOUT_VALUES:
+            return _like_first((args, kwargs))
 
     return wrapped
+
+
+def _like_first(arguments: Any) -> torch.Tensor:
+    """A tensor like the first one among arguments. Raises the error in force where there is none."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise  # noqa: PLE0704
+    return torch.empty_like(tensors[0])

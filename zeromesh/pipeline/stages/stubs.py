@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeromesh.errors import PhaseError
-from zeromesh.pipeline.stages.model_anatomy import BlockOutput
+from zeromesh.pipeline.stages.model_anatomy import BlockOutput, WithoutValues
 
 if TYPE_CHECKING:
     from zeromesh.tensor.shared_input import SequenceShares
@@ -65,10 +65,18 @@ class BlockStub(Stub):
     """Stands for block `index`. `argument` is the position or name of a block's hidden state among its arguments."""
 
     def __init__(
-        self, foreign: nn.Module, index: int, output: BlockOutput, argument: int | str, slot: StageSlot
+        self,
+        foreign: nn.Module,
+        index: int,
+        output: BlockOutput,
+        argument: int | str,
+        slot: StageSlot,
+        shape: NanStub | None = None,
     ) -> None:
+        """`shape` tells the shapes of what the block returns; None where its hidden state keeps its shape."""
         super().__init__(foreign)
         self._index, self._output, self._argument, self._slot = index, output, argument, slot
+        self._shape = (shape,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: torch.Tensor = args[self._argument] if isinstance(self._argument, int) else kwargs[self._argument]
@@ -85,6 +93,11 @@ class BlockStub(Stub):
             hidden = slot.received
         if self._index == slot.capture_at:
             slot.captured = hidden
+        if self._shape[0] is not None:
+            leaves, structure = pytree.tree_flatten(self._shape[0](*args, **kwargs))
+            if self._index == slot.inject_at:
+                leaves[self._output.place] = hidden
+            return pytree.tree_unflatten(leaves, structure)
         cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
         if cache is not None and not getattr(cache, "length_without_layers", False):
             # Models ask one layer for the length of all, and need not ask one that is here: this one has one too, of width 1.
@@ -120,7 +133,7 @@ class NanStub(Stub):
             return tensor.to("meta", floats[0] if floats and tensor.is_floating_point() else None)
 
         to_meta = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), WithoutValues():  # type: ignore[no-untyped-call]
             output = self._copy[0](*to_meta[0], **to_meta[1])
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 

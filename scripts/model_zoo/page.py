@@ -1,0 +1,1 @@
+def page(lines): return "# Supported models\n"
