@@ -23,7 +23,6 @@ from zeromesh.offload import (
     TieredTensor,
     Tiers,
     allocate_lasting,
-    available_bytes,
 )
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
@@ -60,8 +59,6 @@ _PASSING = 1 << 20
 """Elements of a parameter that are on their way to another tier at a time."""
 _LEAST_RUN = 1 << 18
 """Bytes. Shorter runs of rows are read together."""
-_SHARE_OF_MEMORY = 4
-"""Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +104,8 @@ def build_units(
     # Memory is reserved meanwhile.
     source.expect(_ranges(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
-    keep = _persistent(layouts, mesh, options, kind)
+    stays = kept_units(layouts, options, mesh.device, kind)
+    keep = [kept for unit, kept in zip(layouts, stays, strict=True) for _ in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
         None if kept else _stored(layout, _interval(layout, mesh, options), options, source) for layout, kept in pairs
@@ -174,40 +172,39 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: to
     )
 
 
-def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
-    """Which buffers keep their memory. All ranks of the data axes decide the same."""
-    sizes = [sum(each.nbytes for each in unit) for unit in layouts]
-    budget = gathered_budget(
-        sum(sizes), options, mesh.device, kind, options.gathered_budget, available_bytes() // _SHARE_OF_MEMORY
-    )
-    # Of those that gather the same units: stages of a pipeline have others.
-    budget = min(row[0] for row in mesh.data.gather_integers([budget]))
-    kept = kept_units(sizes, budget)
-    return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+def kept_units(
+    units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str
+) -> list[bool]:
+    """Which units, given as the layouts of their buckets with the root first, keep their gathered parameters between uses.
 
-
-def gathered_budget(
-    whole: int, options: ZeroOptions, device: torch.device, kind: str, wanted: int | None, free: int
-) -> int:
-    """Bytes of gathered parameters, of `whole` in all, that stay between uses: as many as are `wanted`; None: where ranks share
-    pages, those that are `free`."""
+    Without a budget these are, where ranks share pages, those that take no more memory for it: the root, which is there all the time
+    that others come and go, and units of whose parameters what is gathered is all that there is.
+    """
     away = options.offload.parameters.leaves(device)
     if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
-        return whole
-    if wanted is not None:
-        return wanted
-    return free if kind == "shared" and not away else 0
-
-
-def kept_units(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Which units, of `sizes` bytes each, keep their gathered parameters between uses within `budget` bytes."""
-    kept = [False] * len(sizes)
+        return [True] * len(units)
+    sizes = [sum(each.nbytes for each in unit) for unit in units]
+    kept = [False] * len(units)
     # A unit near the end of forward is the first of backward: keeping it saves a gather at once. The root is always last.
-    for unit in [*range(len(sizes) - 1, 0, -1), 0]:
-        if sizes[unit] <= budget:
-            budget -= sizes[unit]
-            kept[unit] = True
+    last_first = [*range(len(units) - 1, 0, -1), 0]
+    if options.gathered_budget is not None:
+        left = options.gathered_budget
+        for unit in last_first:
+            if sizes[unit] <= left:
+                left -= sizes[unit]
+                kept[unit] = True
+    elif kind == "shared" and not away:
+        kept = [
+            number == 0 or all(_rests_as_gathered(each, options) for each in unit) for number, unit in enumerate(units)
+        ]
     return kept
+
+
+def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
+    """True if a shard of a bucket rests in the dtype that is gathered, so that it is a part of that where it stays."""
+    spec = layout.first
+    trained = spec.requires_grad and spec.dtype.is_floating_point
+    return not trained or spec.dtype == options.precision.master
 
 
 def _bucket(
