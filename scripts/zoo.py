@@ -64,7 +64,10 @@ def _run(arguments: argparse.Namespace) -> None:
                 output.write(json.dumps(line) + "\n")
                 output.flush()
                 shown = f"{line.get('difference') or '':.3}" if line.get("difference") else ""
-                print(f"{time.monotonic() - begun:6.0f} {kind:28} {line['column']:17} {line['outcome']:10} {shown} {line.get('reason', '')[:150]}", flush=True)
+                print(
+                    f"{time.monotonic() - begun:6.0f} {kind:28} {line['column']:17} {line['outcome']:10} {shown} {line.get('reason', '')[:150]}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,10 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
     model, begin = small.build(), _Beginning()
     directory = folder / "saved" if column in ("stage 3", SAVED) else None
     try:
-        with whole_passes_in_float64(), Trainer(model, _settings(folder, small.head, COLUMNS[column]), samples, callbacks=[begin]) as trainer:
+        with (
+            whole_passes_in_float64(),
+            Trainer(model, _settings(folder, small.head, COLUMNS[column]), samples, callbacks=[begin]) as trainer,
+        ):
             losses = list(trainer.fit().losses)
             trained = trainer.model
             if directory is not None:
@@ -86,7 +89,11 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
     initial = {name: each.detach().clone() for name, each in reference.named_parameters()}
     wanted = _plain(reference, samples if alone is None else alone)
     worst, where = _difference(trained, reference, initial, losses, wanted)
-    found = Outcome(outcome=EQUAL if worst <= _TOLERANCE else DIFFERENT, reason="" if worst <= _TOLERANCE else where, difference=worst)
+    found = Outcome(
+        outcome=EQUAL if worst <= _TOLERANCE else DIFFERENT,
+        reason="" if worst <= _TOLERANCE else where,
+        difference=worst,
+    )
     return found, None if directory is None else _loaded(small, directory, reference)
 
 
@@ -116,7 +123,9 @@ class _Beginning(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         names = [name for name, _ in trainer.model.named_parameters() if ".lora_" in name]
         with trainer.gathered(names):
-            self.values = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if name in names}
+            self.values = {
+                name: each.detach().clone() for name, each in trainer.model.named_parameters() if name in names
+            }
         self.values[""] = torch.empty(0)  # The run has begun: what is raised now is no refusal.
 
 
@@ -177,7 +186,11 @@ def _documents(samples: Samples) -> tuple[Samples, Samples]:
 
 
 def _difference(
-    trained: nn.Module, reference: nn.Module, initial: Mapping[str, torch.Tensor], losses: Sequence[float], wanted: Sequence[float]
+    trained: nn.Module,
+    reference: nn.Module,
+    initial: Mapping[str, torch.Tensor],
+    losses: Sequence[float],
+    wanted: Sequence[float],
 ) -> tuple[float, str]:
     """The largest relative difference and what has it: of losses, and of the way that each parameter went."""
     found, right = dict(trained.named_parameters()), dict(reference.named_parameters())

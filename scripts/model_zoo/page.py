@@ -1,1 +1,2 @@
-def page(lines): return "# Supported models\n"
+def page(lines):
+    return "# Supported models\n"

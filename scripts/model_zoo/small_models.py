@@ -47,16 +47,41 @@ _MAPPINGS: Mapping[Head, str] = {
     "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 """The tasks, the first that a type has is that in which it is trained."""
-_FIRST: Mapping[str, Head] = dict.fromkeys(
-    ("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart", "mvp", "bigbird_pegasus", "prophetnet"),
-    "seq2seq_lm",
-) | dict.fromkeys(
-    (
-        *("bert", "roberta", "camembert", "electra", "megatron-bert", "data2vec-text", "rembert", "roformer", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod", "ernie", "big_bird", "roberta-prelayernorm", "xlm", "xlnet", "modernbert"),
-    ),
-    "masked_lm",
-) | {"whisper": "speech_seq2seq", "xlnet": "sequence_classification"}
+_FIRST: Mapping[str, Head] = (
+    dict.fromkeys(
+        (
+            "bart",
+            "mbart",
+            "pegasus",
+            "marian",
+            "blenderbot",
+            "blenderbot-small",
+            "plbart",
+            "mvp",
+            "bigbird_pegasus",
+            "prophetnet",
+        ),
+        "seq2seq_lm",
+    )
+    | dict.fromkeys(
+        (
+            *(
+                "bert",
+                "roberta",
+                "camembert",
+                "electra",
+                "megatron-bert",
+                "data2vec-text",
+                "rembert",
+                "roformer",
+                "xlm-roberta",
+            ),
+            *("xlm-roberta-xl", "xmod", "ernie", "big_bird", "roberta-prelayernorm", "xlm", "xlnet", "modernbert"),
+        ),
+        "masked_lm",
+    )
+    | {"whisper": "speech_seq2seq", "xlnet": "sequence_classification"}
+)
 """Types of which the first task is not that for which they were made."""
 
 
@@ -116,7 +141,9 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
     """The small values of a configuration's own fields."""
     found: dict[str, Any] = {}
     whole = {name: value for name, value in config.to_dict().items() if not isinstance(value, dict)}
-    depth = next((whole[each] for each in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(whole.get(each), int)), 0)
+    depth = next(
+        (whole[each] for each in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(whole.get(each), int)), 0
+    )
     for name, value in whole.items():
         small = _rule(name)
         if isinstance(value, bool) or (skipped and re.fullmatch(skipped, name)):
@@ -140,7 +167,9 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
 _AS_HEADS = {"num_key_value_heads": 4}
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minicpm3", "axk1", "axk2", "kimi_k2"), _AS_HEADS),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minicpm3", "axk1", "axk2", "kimi_k2"), _AS_HEADS
+    ),
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl"), _ROTARY),
     "mamba2": {"num_heads": 8},
     "esm": {"vocab_size": _VOCABULARY, "pad_token_id": 0, "mask_token_id": 1},
@@ -153,7 +182,12 @@ _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
 
 _PICTURE_TOKENS = {"image_token_id": 80, "image_token_index": 80, "video_token_id": 82, "video_token_index": 82}
 _PICTURE_TOKENS |= {"boi_token_index": 81, "eoi_token_index": 83, "audio_token_id": 84, "audio_token_index": 84}
-_PICTURE_TOKENS |= {"vision_start_token_id": 85, "vision_end_token_id": 86, "image_start_token_id": 85, "image_end_token_id": 86}
+_PICTURE_TOKENS |= {
+    "vision_start_token_id": 85,
+    "vision_end_token_id": 86,
+    "image_start_token_id": 85,
+    "image_end_token_id": 86,
+}
 
 
 def _small_config(config: Any, layers: int, skipped: str, *, anew: bool) -> Any:
@@ -199,7 +233,9 @@ class SmallModel:
 
 def _built(config: Any, head: Head) -> Any:
     torch.manual_seed(11)
-    made = getattr(tf, AUTO_CLASSES[head]).from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+    made = getattr(tf, AUTO_CLASSES[head]).from_config(
+        copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
+    )
     without_dropout(made)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -245,14 +281,19 @@ def small_model(kind: str, heads: tuple[Head, ...]) -> SmallModel:
                     config = _without_fused(_small_config(whole, layers, skipped, anew=anew))
                     type(config).from_dict(config.to_dict())  # It is read again from a directory.
                     with torch.device("meta"):
-                        size = sum(p.numel() for p in getattr(tf, AUTO_CLASSES[head]).from_config(copy.deepcopy(config)).parameters())
+                        size = sum(
+                            p.numel()
+                            for p in getattr(tf, AUTO_CLASSES[head]).from_config(copy.deepcopy(config)).parameters()
+                        )
                     if size > LARGEST:
                         failures.append(f"{head}: {size:,} parameters")
                         continue
                     model = _built(config, head).train()
                     samples, note = _samples_with_loss(model, head)
                 except ERRORS as error:
-                    failures.append(f"{head}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+                    failures.append(
+                        f"{head}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                    )
                     continue
             return SmallModel(kind=kind, head=head, config=config, samples=samples, note=note)
     raise NotBuiltError("; ".join(dict.fromkeys((failures or ["it has no task"])[:: max(1, len(failures) - 1)])))
@@ -335,30 +376,101 @@ def _possible_samples(model: Any, head: Head) -> Iterator[tuple[Samples, str]]:
     if head in ("causal_lm", "masked_lm"):
         yield each(lambda index: (lambda ids: {"input_ids": ids, "labels": ids.clone()})(tokens())), ""
     elif head == "seq2seq_lm":
-        yield each(lambda index: {"input_ids": tokens(), "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": tokens(LENGTH - 2)}), ""
+        yield (
+            each(
+                lambda index: {
+                    "input_ids": tokens(),
+                    "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+                    "labels": tokens(LENGTH - 2),
+                }
+            ),
+            "",
+        )
     elif head == "sequence_classification":
-        yield each(lambda index: {"input_ids": tokens(), "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": classes(index)}), ""
+        yield (
+            each(
+                lambda index: {
+                    "input_ids": tokens(),
+                    "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+                    "labels": classes(index),
+                }
+            ),
+            "",
+        )
     elif head == "image_text_to_text":
-        yield _with_picture_tokens(model, each(lambda index: {"input_ids": tokens(), "pixel_values": pictures(channels, size)}), 16), ""
-        yield _with_picture_tokens(model, each(lambda index: {"input_ids": tokens(), "pixel_values": pictures(channels, size)}), 0), ""
+        yield (
+            _with_picture_tokens(
+                model, each(lambda index: {"input_ids": tokens(), "pixel_values": pictures(channels, size)}), 16
+            ),
+            "",
+        )
+        yield (
+            _with_picture_tokens(
+                model, each(lambda index: {"input_ids": tokens(), "pixel_values": pictures(channels, size)}), 0
+            ),
+            "",
+        )
         yield each(lambda index: (lambda ids: {"input_ids": ids, "labels": ids.clone()})(tokens())), "text alone"
-        yield each(lambda index: (lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()})(tokens())), "text alone"
-        yield each(lambda index: (lambda ids: {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids), "labels": ids.clone()})(tokens())), "text alone"
+        yield (
+            each(
+                lambda index: (
+                    lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+                )(tokens())
+            ),
+            "text alone",
+        )
+        yield (
+            each(
+                lambda index: (
+                    lambda ids: {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids), "labels": ids.clone()}
+                )(tokens())
+            ),
+            "text alone",
+        )
     elif head in ("image_classification", "semantic_segmentation"):
         for wide in (size, 64, 224):
             if head == "image_classification":
-                yield each(lambda index, wide=wide: {"pixel_values": pictures(channels, wide), "labels": classes(index)}), ""
+                yield (
+                    each(lambda index, wide=wide: {"pixel_values": pictures(channels, wide), "labels": classes(index)}),
+                    "",
+                )
             else:
-                yield each(lambda index, wide=wide: {"pixel_values": pictures(channels, wide), "labels": torch.randint(0, 2, (wide, wide), generator=generator)}), ""
+                yield (
+                    each(
+                        lambda index, wide=wide: {
+                            "pixel_values": pictures(channels, wide),
+                            "labels": torch.randint(0, 2, (wide, wide), generator=generator),
+                        }
+                    ),
+                    "",
+                )
     elif head == "video_classification":
         frames = int(getattr(model.config, "num_frames", None) or getattr(model.config, "frames_per_clip", None) or 4)
-        yield each(lambda index: {"pixel_values": torch.stack([pictures(channels, size) for _ in range(frames)]), "labels": classes(index)}), ""
-        yield each(lambda index: {"pixel_values_videos": torch.stack([pictures(channels, size) for _ in range(frames)]), "labels": classes(index)}), ""
+        yield (
+            each(
+                lambda index: {
+                    "pixel_values": torch.stack([pictures(channels, size) for _ in range(frames)]),
+                    "labels": classes(index),
+                }
+            ),
+            "",
+        )
+        yield (
+            each(
+                lambda index: {
+                    "pixel_values_videos": torch.stack([pictures(channels, size) for _ in range(frames)]),
+                    "labels": classes(index),
+                }
+            ),
+            "",
+        )
     else:
         yield from _sounds(model, head, tokens, classes, generator, each)
 
 
-def _sounds(model: Any, head: Head, tokens: Any, classes: Any, generator: torch.Generator, each: Any) -> Iterator[tuple[Samples, str]]:
+def _sounds(
+    model: Any, head: Head, tokens: Any, classes: Any, generator: torch.Generator, each: Any
+) -> Iterator[tuple[Samples, str]]:
     bins = next((int(value) for name in ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
         if (value := getattr(model.config, name, None) or getattr(getattr(model.config, "encoder_config", None), name, None))), 8)  # fmt: skip
     length = 2 * int(getattr(model.config, "max_source_positions", None) or 32)
@@ -371,20 +483,52 @@ def _sounds(model: Any, head: Head, tokens: Any, classes: Any, generator: torch.
 
     yield each(lambda index: {"input_features": spectrum(bins, length), "labels": labels(index)}), ""
     yield each(lambda index: {"input_features": spectrum(length, bins), "labels": labels(index)}), ""
-    yield each(lambda index: {"input_features": spectrum(length, bins), "attention_mask": torch.ones(length, dtype=torch.long), "labels": labels(index)}), ""
+    yield (
+        each(
+            lambda index: {
+                "input_features": spectrum(length, bins),
+                "attention_mask": torch.ones(length, dtype=torch.long),
+                "labels": labels(index),
+            }
+        ),
+        "",
+    )
     yield each(lambda index: {"input_values": spectrum(6400), "labels": labels(index)}), ""
-    yield each(lambda index: {"input_values": spectrum(int(getattr(model.config, "max_length", 64) or 64), bins), "labels": labels(index)}), ""
+    yield (
+        each(
+            lambda index: {
+                "input_values": spectrum(int(getattr(model.config, "max_length", 64) or 64), bins),
+                "labels": labels(index),
+            }
+        ),
+        "",
+    )
 
 
 def _with_picture_tokens(model: Any, samples: Samples, count: int) -> Samples:
     """The samples with `count` tokens of a picture before their text."""
-    token = next((value for name in ("image_token_id", "image_token_index") if isinstance(value := getattr(model.config, name, None), int)), 80)
+    token = next(
+        (
+            value
+            for name in ("image_token_id", "image_token_index")
+            if isinstance(value := getattr(model.config, name, None), int)
+        ),
+        80,
+    )
     found = []
     for sample in samples:
         text = sample["input_ids"][sample["input_ids"] != token]
         ids = torch.cat([torch.full((count,), token), text])
         more = {"token_type_ids": (ids == token).long()} if "gemma3" in model.config.model_type else {}
-        found.append({**sample, "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids == token, _IGNORED), **more})
+        found.append(
+            {
+                **sample,
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "labels": ids.masked_fill(ids == token, _IGNORED),
+                **more,
+            }
+        )
     return found
 
 

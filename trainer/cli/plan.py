@@ -17,7 +17,6 @@ from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.planning.machine import Machine
     from zeromesh.trainer.planning.measuring.clock import Clock
 
 _WAIT_SECONDS = 300.0
@@ -130,55 +129,11 @@ def _measure_here(options: argparse.Namespace) -> None:
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
-            sys.stdout.writelines(f"{line}\n" for line in (*_lines(machine), *_spread(meter.clock), f"written: {path}"))
+            sys.stdout.writelines(
+                f"{line}\n" for line in (*_spread(meter.clock), f"written: {path}, which says what was measured")
+            )
     finally:
         mesh.close()
-
-
-def _lines(machine: Machine) -> list[str]:
-    """Return lines for a person about what was measured."""
-    from zeromesh.trainer.formatting import table_lines
-
-    rows = [
-        (f"products in {name}", f"{rates.peak / 1e9:,.0f} Gop/s at most")
-        for name, rates in machine.device.products.items()
-    ]
-    rows.append(
-        (
-            "memory",
-            f"{machine.device.memory_bandwidth / 1e9:,.1f} GB/s of one rank, {machine.host.memory_bandwidth / 1e9:,.1f} of all",
-        )
-    )
-    rows.append(("an operation's launch", f"{machine.device.launch_seconds * 1e6:.1f} us"))
-    for ranks, factor in machine.host.crowding or ():
-        waits = ", ".join(
-            f"{waited * 1e3:.2f} ms after {computing * 1e3:.1f}"
-            for of, computing, waited in machine.host.waiting or ()
-            if of == ranks
-        )
-        waiting = f", waiting at an exchange {waits}" if waits else ""
-        rows.append((f"{ranks} ranks at once", f"{factor:.2f} times as long{waiting}"))
-    for where, links in (("inside a host", machine.links.inside), ("between hosts", machine.links.between)):
-        for name in type(links).model_fields:
-            link = getattr(links, name)
-            if link is not None:
-                rows.append(
-                    (f"{name} {where}", f"{link.latency_seconds * 1e6:.1f} us, {link.bandwidth / 1e9:.2f} GB/s")
-                )
-    if machine.device.copies is not None:
-        rows.append(
-            (
-                "copies to the device",
-                f"{machine.device.copies.to_device / 1e9:.1f} GB/s, back {machine.device.copies.to_host / 1e9:.1f}",
-            )
-        )
-    if machine.update.device is not None:
-        rows.append(("AdamW", f"{1e-6 / machine.update.device:,.0f} million elements/s"))
-    if machine.disk is not None:
-        rows.append(
-            ("disk", f"{machine.disk.read / 1e6:,.0f} MB/s read, {machine.disk.written / 1e6:,.0f} MB/s written")
-        )
-    return table_lines(("measured", machine.name), rows)
 
 
 def _spread(clock: Clock) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
@@ -61,13 +61,13 @@ def _is_compiled(model: Any) -> bool:
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
-def require_layout_fits(model: nn.Module, mesh: Mesh, *, trains: bool) -> None:
-    """Raise `ConfigError` for a model that this layout cannot run, or cannot train where it `trains`.
+def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> None:
+    """Raise `ConfigError` for a model that this mesh cannot run, or cannot train where it `trains`. A plan asks this too.
 
     Data ranks gather layers and sum gradients together. One that leaves a layer out at random (LayerDrop, Fan et al., 2020) would
     have the others wait for it.
     """
-    divides = mesh.tensor.size > 1 or mesh.pipeline.size > 1
+    divides, data = mesh.tensor * mesh.pipeline > 1, mesh.replicate * mesh.shard
     if divides and is_adapted(model):
         raise ConfigError(
             "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
@@ -78,11 +78,11 @@ def require_layout_fits(model: nn.Module, mesh: Mesh, *, trains: bool) -> None:
             f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "
             "parameters and gradients; set both to 1, or take the hook off"
         )
-    inside = pretrained_of(model) if trains and mesh.data.size > 1 else None
+    inside = pretrained_of(model) if trains and data > 1 else None
     dropped = list(_layer_drops(inside.config.to_dict())) if inside is not None else []
     if dropped:
         raise ConfigError(
-            f"{', '.join(dropped)}: each of {mesh.data.size} data ranks would leave out other layers, and they gather layers "
+            f"{', '.join(dropped)}: each of {data} data ranks would leave out other layers, and they gather layers "
             "together; set it to 0 in the model's configuration, or train on one rank",
             where="model.config",
         )

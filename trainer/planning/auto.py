@@ -18,30 +18,26 @@ from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
-from zeromesh.trainer.planning.layouts import NAMES, Layout
-from zeromesh.trainer.planning.machine import Machine, find_machine, shipped
+from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
+from zeromesh.trainer.planning.machine import Machine, find_machine, named_in
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
 
-FIELDS: dict[str, str] = {key: key.rpartition(".")[2] for key in dict(Layout().keys())} | {
-    "zero.stage": "stage",
-    "batch.micro_size": "micro",
-    "model.activation_checkpointing": "recompute",
-}
-"""The field of a layout for each key of a configuration that it decides."""
+_CARDS = 8
+"""The cards of a host, at most, where nobody says how many it has."""
 
 
-def machine_here(name: str | None) -> Machine:
-    """The machine of a name or a file; without one that which was measured here, or the one that has this host's accelerators.
+def machine_here(name: str | None, devices: int = 1) -> Machine:
+    """The machine of a name, a size or a file; without one that which was measured here, or the one that has this host's
+    accelerators. `devices` are the cards of a host that nothing else says.
 
     Raises:
         ConfigError: for a machine that is not known.
     """
     if name is None and accelerator.found() is not None:
-        device = accelerator.device_name(accelerator.begin()[0]).lower()
-        name = next((each for each in shipped() if each in device), None)
-    return find_machine(name)
+        name = named_in(accelerator.device_name(accelerator.begin()[0]))
+    return find_machine(name, devices=devices)
 
 
 def ranks_here(machine: Machine) -> int:
@@ -59,8 +55,7 @@ def fixed_fields(config: TrainerConfig, keys: Sequence[str]) -> dict[str, Any]:
         if field in NAMES:
             section, _, name = key.partition("=")[0].strip().partition(".")
             value = getattr(getattr(config, section), name)
-            tiers = field in ("optimizer", "parameters", "activations")
-            found[field] = TierChoice(tier=value.tier, fraction=value.fraction) if tiers else value
+            found[field] = TierChoice(tier=value.tier, fraction=value.fraction) if field in TIERS else value
     if "schedule" in found or "chunks" in found:
         found |= {"schedule": config.parallel.schedule, "chunks": config.parallel.chunks}
     return found
@@ -82,7 +77,7 @@ def plan_config(
     Raises:
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
     """
-    machine = machine_here(device)
+    machine = machine_here(device, host or min(ranks or 1, _CARDS))
     subject = Subject.of(config, device=machine.device.kind)
     planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
     ranks = ranks or ranks_here(machine)
@@ -103,31 +98,45 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     Raises:
         ConfigError: where no layout fits, and for a model or a machine that cannot be planned.
     """
-    automatic = config.parallel.auto
-    plan = plan_inputs(config, inputs, environment.world_size, host=environment.local_world_size)
+    ranks, host, free = environment.world_size, environment.local_world_size, _free(config)
+    plan = plan_inputs(config, inputs, ranks, host=host)
+    more = {
+        key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set
+    }
+    if plan.best is None and more - free:
+        free |= more
+        plan = plan_inputs(config, inputs, ranks, host=host, free=free)
     if plan.best is None:
-        least = min(plan.rows, key=lambda row: row.estimate.device_bytes)
+        least = plan.least
         raise ConfigError(
-            f"no layout fits on {environment.world_size} ranks; the least is {least.estimate.layout}: {least.lacks}; leave "
-            "other keys to the plan too, or take more ranks",
-            where=", ".join(automatic),
+            f"no layout fits on {ranks} ranks; the least is {least.estimate.layout}: {least.lacks}; leave keys that are given to "
+            "the plan too, or take more ranks",
+            where=", ".join(config.parallel.auto),
         )
     best = plan.best.estimate
-    return with_layout(config, best.layout, _free(config)), best
+    note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
+    return with_layout(config, best.layout, free).with_notes((*config.notes, note)), best
 
 
 def plan_inputs(
-    config: TrainerConfig, inputs: UserInputs, ranks: int, *, host: int | None = None, device: str | None = None
+    config: TrainerConfig,
+    inputs: UserInputs,
+    ranks: int,
+    *,
+    host: int | None = None,
+    device: str | None = None,
+    free: Collection[str] | None = None,
 ) -> Plan:
-    """Plan a trainer with its own model and data for so many ranks, `host` of them on each host.
+    """Plan a trainer with its own model and data for so many ranks, `host` of them on each host. `free` are the keys that the plan
+    chooses, by default those that are automatic, or all where none is.
 
     Raises:
         ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
     """
-    machine = machine_here(device)
+    machine = machine_here(device, host or min(ranks, _CARDS))
     subject = subject_of(config, inputs, device=machine.device.kind)
     try:
-        free = _free(config)
+        free = _free(config) if free is None else free
         fixed = fixed_fields(config, [key for key in FIELDS if key not in free])
         return Planner(subject, machine, host=host, fixed=fixed).plan(ranks)
     finally:
@@ -141,18 +150,6 @@ def _free(config: TrainerConfig) -> set[str]:
         return set(FIELDS)
     axes = {f"parallel.{name}" for name in _AXES if name not in config.parallel.model_fields_set}
     return (axes if "parallel" in automatic else set()) | set(automatic)
-
-
-def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str]) -> TrainerConfig:
-    """The configuration with the keys of `free` as a layout has them, and nothing automatic any more."""
-    changes: dict[str, dict[str, Any]] = {"parallel": {"auto": ()}}
-    for key, value in layout.keys().items():
-        if key in free:
-            section, _, name = key.partition(".")
-            changes.setdefault(section, {})[name] = value
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    note = f"auto: {layout}, the first row of the plan (zeromesh plan shows the others)"
-    return config.model_copy(update=sections).with_notes((*config.notes, note))
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Subject:

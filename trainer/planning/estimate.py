@@ -24,7 +24,7 @@ from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import Prediction
-from zeromesh.trainer.planning.layouts import Layout
+from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.stage_times import Chunk, StageChunks, StageTimes, schedule_of
 from zeromesh.trainer.planning.subject import StageUnits, Subject
@@ -131,7 +131,7 @@ class Estimator:
 
     def options(self, layout: Layout) -> ZeroOptions:
         """The options of the engine for a layout."""
-        key = (layout.stage, layout.accumulation, layout.optimizer, layout.parameters, layout.activations)
+        key = (layout.stage, layout.accumulation, layout.prefetch, *(getattr(layout, name) for name in TIERS))
         if key not in self._options:
             self._options[key] = self._options_of(layout, self._subject.zero)
         return self._options[key]
@@ -140,12 +140,13 @@ class Estimator:
         offload = replace(
             zero.offload,
             optimizer=layout.optimizer,
-            gradients=None,
             parameters=layout.parameters if layout.stage == 3 else TierChoice(),
             activations=layout.activations,
             staging_bytes=self._staging(zero),
         )
-        return replace(zero, stage=layout.stage, accumulation=layout.accumulation, offload=offload)
+        return replace(
+            zero, stage=layout.stage, accumulation=layout.accumulation, prefetch=layout.prefetch, offload=offload
+        )
 
     def _staging(self, zero: ZeroOptions) -> int | None:
         """Bytes of buffers on the way from tiers, as the machine's device would have them."""
@@ -229,9 +230,10 @@ class Estimator:
 
     def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
         transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
-        key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.optimizer, layout.parameters)
+        tiers = layout.optimizer, layout.parameters
+        key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:
-            self._memory[key] = predict_layouts(units.layouts, options, layout.shard, transport, None, self._device)
+            self._memory[key] = predict_layouts(units.layouts, options, layout.shard, transport, self._device)
         return self._memory[key]
 
     def _bytes(
@@ -324,6 +326,7 @@ class Estimator:
         data = [self._data_seconds(layout, options, memory, units, compute) for memory, units in distinct]
         updates = [self._update_seconds(layout, options, units) for _, units in distinct]
         optimizer, offload = max(updates, key=sum)
+        away = max(self._away_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
         phases = {
             PlanPhase.FORWARD: forward * (1 - share),
             PlanPhase.BACKWARD: backward * (1 - share),
@@ -331,7 +334,7 @@ class Estimator:
             PlanPhase.DATA: max(data),
             PlanPhase.PIPELINE: length - forward - backward,
             PlanPhase.OPTIMIZER: optimizer,
-            PlanPhase.OFFLOAD: offload,
+            PlanPhase.OFFLOAD: offload + away,
         }
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
@@ -386,6 +389,32 @@ class Estimator:
             else:
                 moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
         return self._machine.moved_seconds(moved)
+
+    def _away_seconds(
+        self, layout: Layout, options: ZeroOptions, pipeline: StageChunks, units: StageUnits, compute: float
+    ) -> float:
+        """Seconds in which parameters and activations come from tiers and go there, which are not hidden behind computing."""
+        machine, busy, count = self._machine, min(self._host, layout.ranks), layout.accumulation
+        offload, hidden, open_ = options.offload, 0.0, 0.0
+
+        def moved(choice: TierChoice, come: float, go: float) -> float:
+            if choice.tier == "file":
+                return machine.disk_seconds(come, go, ranks_on_host=busy)
+            return machine.copy_seconds(come, to="device") + machine.copy_seconds(go)
+
+        if offload.parameters.leaves(self._device):
+            trained = sum(own * dtype.itemsize for dtype, (_, own) in units.trained.items())
+            resting = units.gathered_bytes / layout.shard
+            if not offload.optimizer.leaves(self._device) and options.precision.master != options.precision.compute:
+                resting -= trained  # They are made of master weights, which are here.
+            seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
+            hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
+        if layout.recompute != "none" and offload.activations.leaves(self._device):
+            kept = max(sum(each.kept for each in pipeline.of_rank(rank)) for rank in range(pipeline.ranks))
+            passed = count * offload.activations.fraction * kept
+            hidden += moved(offload.activations, passed, passed)
+        first = hidden / max(1, len(units.layouts) * count)
+        return open_ + max(hidden - compute, first)
 
     def _update_seconds(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> tuple[float, float]:
         """Seconds of the update of what a rank owns, and those for which it waits for tiers besides."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
 from zeromesh.offload import TierChoice
+from zeromesh.offload.tiers import TierName
 from zeromesh.pipeline.schedule import ScheduleName
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
 
 _HERE = TierChoice()
+TIERS = ("optimizer", "parameters", "activations")
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+"""The parts of states that are looked at away from the device."""
 MOST_MICRO = 64
 """The largest microbatch that is looked at, in samples."""
 
@@ -31,6 +36,8 @@ class Layout:
     micro: int = 1
     accumulation: int = 1
     recompute: Mode = "none"
+    prefetch: int = 1
+    """Units that are gathered ahead at stage 3."""
     optimizer: TierChoice = _HERE
     """The tier in which master weights, moments and gradient shards rest."""
     parameters: TierChoice = _HERE
@@ -54,9 +61,10 @@ class Layout:
             "parallel.schedule": self.schedule,
             "parallel.chunks": self.chunks,
             "zero.stage": self.stage,
+            "zero.prefetch": self.prefetch,
             "batch.micro_size": self.micro,
             "model.activation_checkpointing": self.recompute,
-            **{f"offload.{name}": _key_of(getattr(self, name)) for name in ("optimizer", "parameters", "activations")},
+            **{f"offload.{name}": _key_of(getattr(self, name)) for name in TIERS},
         }
 
     def __str__(self) -> str:
@@ -69,7 +77,9 @@ class Layout:
             parts.append("sequence")
         if self.recompute != "none":
             parts.append("recomputed" if self.recompute == "block" else "partly recomputed")
-        for name in ("optimizer", "parameters", "activations"):
+        if self.stage == 3 and not self.prefetch:
+            parts.append("nothing gathered ahead")
+        for name in TIERS:
             choice: TierChoice = getattr(self, name)
             if choice.away:
                 share = "" if choice.fraction == 1 else f" {choice.fraction:.0%}"
@@ -111,8 +121,12 @@ class Space:
 
     def _of_mesh(self, tensor: int, pipeline: int, replicate: int, shard: int) -> Iterator[Layout]:
         data = replicate * shard
-        modes = ("none", "selective", "block") if self.recompute else ("none",)
-        stages = (0, 1, 2, 3) if data > 1 and shard > 1 else (1,)
+        given = {name: self.fixed[name] for name in (*TIERS, "prefetch") if name in self.fixed}
+        modes: tuple[Mode, ...] = ("none", "selective", "block") if self.recompute else ("none",)
+        if self.recompute and given.get("activations", _HERE).away:
+            modes = modes[1:]
+        stages = (0, 1, 2, 3) if shard > 1 else (1,)
+        stages = (3,) if given.get("parameters", _HERE).away else stages
         micros = [size for size in _powers(MOST_MICRO) if size * data <= self.samples] or [1]
         for stage, micro, recompute in product(
             self._given("stage", stages), self._given("micro", micros), self._given("recompute", modes)
@@ -131,8 +145,26 @@ class Space:
                     micro=micro,
                     accumulation=accumulation,
                     recompute=recompute,
-                    **{name: self.fixed[name] for name in _TIERS if name in self.fixed},
+                    **given,
                 )
+
+    def shorter(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[Layout]]:
+        """For each thing that can leave the device: the layout itself, and with less and less of that there. Parameters leave it at
+        stage 3 alone, which on one rank of the shard axis is as any other."""
+        parts = [TierChoice(tier=tier, fraction=fraction) for tier in tiers for fraction in FRACTIONS]
+        away = {"optimizer": parts, "parameters": parts[1::2], "activations": parts[3::4]}
+        if not (layout.stage == 3 or (layout.shard == 1 and "stage" not in self.fixed)):
+            del away["parameters"]
+        if layout.recompute == "none":
+            del away["activations"]
+        for name, choices in away.items():
+            if name not in self.fixed:
+                changes: list[dict[str, Any]] = [
+                    {name: choice, "stage": 3 if name == "parameters" else layout.stage} for choice in choices
+                ]
+                yield [layout, *(replace(layout, **each) for each in changes)]
+        if "parameters" in away and "prefetch" not in self.fixed:
+            yield [layout, replace(layout, prefetch=0)]
 
     def _given(self, name: str, choices: Iterable[Any]) -> Iterable[Any]:
         return (self.fixed[name],) if name in self.fixed else choices
@@ -166,9 +198,29 @@ class Space:
         yield from every
 
 
-_TIERS = ("optimizer", "parameters", "activations")
 NAMES = frozenset(each.name for each in fields(Layout)) - {"accumulation"}
 """Fields of a layout that can be given."""
+FIELDS: dict[str, str] = {key: key.rpartition(".")[2] for key in dict(Layout().keys())} | {
+    "zero.stage": "stage",
+    "batch.micro_size": "micro",
+    "model.activation_checkpointing": "recompute",
+}
+"""The field of a layout for each key of a configuration that it decides."""
+
+
+def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = FIELDS.keys()) -> TrainerConfig:
+    """The configuration with the keys of `free` as a layout has them, and nothing automatic any more."""
+    changes: dict[str, dict[str, Any]] = {"parallel": {"auto": ()}}
+    for key, value in layout.keys().items():
+        if key in free:
+            section, _, name = key.partition(".")
+            changes.setdefault(section, {})[name] = value
+    sections = {}
+    for name, values in changes.items():
+        section = getattr(config, name)
+        given = {key: getattr(section, key) for key in section.model_fields_set}
+        sections[name] = type(section).model_validate(given | values)
+    return config.model_copy(update=sections)
 
 
 def divisors(number: int) -> list[int]:

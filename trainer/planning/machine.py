@@ -10,9 +10,11 @@ Bytes are bytes (not bits), rates are a second, times are seconds.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,6 +45,8 @@ from zeromesh.trainer.planning.work import Product, Work
 
 SHIPPED = Path(__file__).resolve().parent.parent / "machines"
 """Files of machines that many have, from public data."""
+CARDS = SHIPPED / "cards.yaml"
+"""A table of cards without a file of their own."""
 Place = Literal["device", "host"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "point to point", "agreement"]
 """The values of `Collective`."""
@@ -232,8 +236,8 @@ class Machine(Section):
         if rates is None:
             known = ", ".join(self.device.products)
             raise ConfigError(
-                f"the machine {self.name} has no rates of {dtype} products, only of {known}; add device.products.{dtype} to its "
-                "file, or measure them (zeromesh plan --measure)"
+                f"the machine {self.name} has no rates of {dtype} products, only of {known}; set precision.compute to one of them, "
+                f"add device.products.{dtype} to its file, or measure it (zeromesh plan --measure)"
             )
         return rates
 
@@ -471,27 +475,80 @@ def machine_file() -> Path:
 
 def shipped() -> tuple[str, ...]:
     """The names of the machines that zeromesh knows."""
-    return tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()} - {CARDS.stem}))
 
 
-def find_machine(given: str | None = None) -> Machine:
-    """The machine of a name (`h100`), of a file, or, for None, the one that was measured here.
+def named_in(text: str) -> str | None:
+    """The known machine whose name is most of `text`, such as `NVIDIA GeForce RTX 4090`; None where there is none."""
+    words = _words(text)
+    parts = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
+    return max((name for name in shipped() if _plain(name) in parts), key=len, default=None)
+
+
+def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
+    """The machine of a name (`h100`), a size (`24GB`) or a file, or, for None, the one that was measured here. `devices` are the
+    cards of a host, where a name or a size says nothing of hosts.
 
     Raises:
         ConfigError: no such machine, or a file that describes none.
     """
-    if given in shipped():
-        return read_machine(SHIPPED / f"{given}.yaml")
+    name = next((each for each in shipped() if _plain(each) == _plain(given or "")), None)
+    if given == "cpu" and not machine_file().exists():
+        name = "laptop"
+    if name is not None and (SHIPPED / f"{name}.yaml").exists():
+        return read_machine(SHIPPED / f"{name}.yaml")
+    if name is not None:
+        return _of_card(name, devices)
     if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
         return read_machine(Path(given).expanduser())
-    if given is None and machine_file().exists():
+    if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
-    known = f"{', '.join(shipped())}, or the path of a machine file"
-    if given is None or given == "cpu":
+    if given is not None and (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gi?b?", given.lower())):
+        return _of_size(float(size[1]), devices)
+    known = f"{', '.join(shipped())}, a size such as 24GB, or the path of a machine file"
+    if given is None:
         raise ConfigError(
             f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name {known}"
         )
     raise ConfigError(f"no machine is called {given!r}; allowed are {known}")
+
+
+def _words(name: str) -> list[str]:
+    """A name without what people write or leave out: `NVIDIA GeForce RTX 4090` is `4090`."""
+    return re.findall(
+        "[a-z0-9]+", re.sub(r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb", " ", name.lower())
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(_words(name))
+
+
+@cache
+def _cards() -> dict[str, Any]:
+    table: dict[str, Any] = parse_yaml(read_whole(CARDS, MAX_BYTES).decode(), where=str(CARDS))
+    return table
+
+
+def _of_card(name: str, devices: int) -> Machine:
+    """The card of a name in the table, with so many of them in a host."""
+    card = Machine.model_validate(_cards()[name])
+    shared = ("devices", "cores", "memory_bytes", "memory_bandwidth")
+    host = card.host.model_copy(update={each: devices * getattr(card.host, each) for each in shared})
+    return card.model_copy(update={"host": host})
+
+
+def _of_size(gigabytes: float, devices: int) -> Machine:
+    """A card with so much memory, and the rates of the slowest card of the table of about that size that multiplies bfloat16."""
+    wanted = gigabytes * 2**30
+    cards = [card for name in _cards() if "bfloat16" in (card := _of_card(name, devices)).device.products]
+    off = {card.name: abs(card.device.memory_bytes / wanted - 1) for card in cards}
+    alike = [card for card in cards if off[card.name] <= min(off.values()) + 0.1]
+    slowest = min(alike, key=lambda card: card.device.memory_bandwidth)
+    memory = min(slowest.device.memory_bytes, int(0.97 * wanted))
+    device = slowest.device.model_copy(update={"memory_bytes": memory})
+    name = f"a card of {gigabytes:g} GB with the rates of {slowest.name}"
+    return slowest.model_copy(update={"device": device, "name": name})
 
 
 def read_machine(path: Path) -> Machine:

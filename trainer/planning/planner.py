@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from zeromesh.errors import ConfigError, LayoutError
-from zeromesh.offload import TierChoice
+from zeromesh.offload.tiers import TierName
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.planning.estimate import Estimate, Estimator, PlanPhase
-from zeromesh.trainer.planning.layouts import Layout, Space, divisors
+from zeromesh.trainer.planning.layouts import NAMES, TIERS, Layout, Space, divisors
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 
@@ -19,7 +22,8 @@ _SIMULATED = 48
 """Layouts whose schedules are simulated; of the others the order is that of lower bounds."""
 _SLACK = 0.05
 """The part of an accelerator's memory that its allocator loses to fragments."""
-_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+_ROOM_FOR = 12
+"""Layouts with states on tiers are looked for until so many that fit are faster than any other can be."""
 GIB = 1 << 30
 
 
@@ -83,7 +87,13 @@ class Plan:
     room: Room
     rows: Sequence[PlanRow]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of layouts that the model does not allow, with the reason."""
+    """Why layouts are not in the plan: reasons that a run gives, each with the first layout that it gives it for."""
+
+    @cached_property
+    def least(self) -> PlanRow:
+        """The row that needs least memory: of those that fit, or of all where none does."""
+        fitting = [row for row in self.rows if row.fits]
+        return min(fitting or self.rows, key=lambda row: row.estimate.device_bytes)
 
     @property
     def best(self) -> PlanRow | None:
@@ -136,16 +146,18 @@ class Planner:
                 f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"
             )
         room = Room.of(self._machine, min(ranks, self._host))
-        layouts = list(self._space(ranks).layouts())
-        if not layouts:
-            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self._refused.items())
+        if self._machine.disk is None:
+            reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"
+            self._refused.setdefault(reason, "states on files")
+        space = self._space(ranks)
+        rows = list(self._rows(space.layouts(), room))
+        if not rows:
+            reasons = "; ".join(f"{layout}: {reason}" for reason, layout in self._refused.items())
             given = ", ".join(f"{name} {value}" for name, value in self._fixed.items())
             raise ConfigError(
                 f"no layout has {ranks} ranks{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
-        rows = list(self._rows(layouts, room))
-        if not any(row.fits for row in rows):
-            rows += self._rows(self._offloaded(rows), room)
+        rows += self._shorter(space, rows, room)
         return Plan(
             subject=self._subject.model_name,
             parameters=self._subject.parameters,
@@ -161,18 +173,19 @@ class Planner:
         wanted = [self._fixed["tensor"]] if "tensor" in self._fixed else divisors(min(ranks, self._host))
         tensors = []
         for tensor in wanted:
-            reason = subject.tensor_refusal(tensor)
+            reason = subject.mesh_refusal(tensor=tensor)
             if reason:
-                self._refused[f"tensor {tensor}"] = reason
+                self._refused.setdefault(reason, f"tensor {tensor}")
             else:
                 tensors.append(tensor)
-        if subject.pipeline_refusal:
-            self._refused["pipeline"] = subject.pipeline_refusal
+        not_cut = subject.mesh_refusal(pipeline=2) if ranks > 1 else ""
+        if not_cut:
+            self._refused.setdefault(not_cut, "pipeline")
         return Space(
             ranks=ranks,
             host=self._host,
             samples=subject.config.batch.global_size,
-            blocks=subject.blocks,
+            blocks=0 if not_cut else subject.blocks,
             tensors=tensors,
             sequence=len(tensors) > 1 and subject.can_share_sequence,
             recompute=subject.can_recompute,
@@ -180,13 +193,64 @@ class Planner:
         )
 
     def _rows(self, layouts: Iterable[Layout], room: Room) -> Iterator[PlanRow]:
+        """The layouts that a run takes, with what they need."""
         for layout in layouts:
+            refused = self._subject.refusal(layout)
             try:
-                estimate = self._estimator.estimate(layout, exact=False)
+                estimate = None if refused else self._estimator.estimate(layout, exact=False)
             except LayoutError as error:
-                self._refused.setdefault(f"pipeline {layout.pipeline} x chunks {layout.chunks}", str(error))
+                refused, estimate = str(error), None
+            if estimate is None:
+                self._refused.setdefault(refused, str(layout))
+            else:
+                yield PlanRow(estimate=estimate, lacks=room.lacks(estimate))
+
+    def _shorter(self, space: Space, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
+        """Layouts with less on the device than those of `rows`: the fastest that fit, and those that need least.
+
+        What leaves the device takes time, so layouts that fit need not be looked at, and one is no faster than the layout that it
+        was made of: its time and what each thing adds to that is a lower bound of any combination.
+        """
+        tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
+        tiers += ["file"] if self._machine.disk else []
+        seconds = sorted(row.estimate.seconds for row in rows if row.fits)
+        small, modes = min(row.estimate.layout.micro for row in rows), {row.estimate.layout.recompute for row in rows}
+        found: list[PlanRow] = []
+        for row in sorted(rows, key=lambda row: row.estimate.seconds):
+            layout = row.estimate.layout
+            bound = seconds[_ROOM_FOR - 1] if len(seconds) >= _ROOM_FOR else math.inf
+            wanted = not row.fits and row.estimate.seconds < bound
+            lowest = layout.micro == small and (layout.recompute == "block" or "block" not in modes)
+            if not (wanted or lowest):
                 continue
-            yield PlanRow(estimate=estimate, lacks=room.lacks(estimate))
+            parts = [list(self._rows(each, room)) for each in space.shorter(layout, tiers)]
+            least = [
+                self._combined(layout, [_last(part, tier) for part in parts], room)
+                for tier in (*tiers, None)[: max(1, len(tiers))]
+            ]
+            found += [each for each in least if each is not None and lowest]
+            if not wanted or not any(each and each.estimate.device_bytes <= room.device for each in least):
+                continue
+            combinations = [(sum(_added(row, each) for each in chosen), chosen) for chosen in product(*parts)]
+            for added, chosen in sorted(combinations, key=lambda each: each[0]):
+                if row.estimate.seconds + added >= bound:
+                    break
+                made = self._combined(layout, chosen, room)
+                if made is not None and made.fits:
+                    found.append(made)
+                    insort(seconds, made.estimate.seconds)
+                    break
+        return found
+
+    def _combined(self, layout: Layout, chosen: Iterable[PlanRow], room: Room) -> PlanRow | None:
+        """The layout with what each of the chosen ones has otherwise; None where a run refuses that."""
+        changes = {
+            name: getattr(row.estimate.layout, name)
+            for row in chosen
+            for name in NAMES
+            if getattr(row.estimate.layout, name) != getattr(layout, name)
+        }
+        return next(self._rows([replace(layout, **changes)], room), None)
 
     def _ranked(self, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
         """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
@@ -201,23 +265,15 @@ class Planner:
         others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return [*first, *fitting[_SIMULATED:], *others]
 
-    def _offloaded(self, rows: Sequence[PlanRow]) -> Iterator[Layout]:
-        """Layouts that need least, with more and more of them on tiers."""
-        least = sorted(rows, key=lambda row: row.estimate.device_bytes)[:_SIMULATED]
-        tiers = (["host"] if not self._machine.is_cpu else []) + (["file"] if self._machine.disk else [])
-        for row in least:
-            layout = row.estimate.layout
-            for tier in tiers:
-                for fraction in _FRACTIONS:
-                    choice = TierChoice(tier=tier, fraction=fraction)  # type: ignore[arg-type]
-                    yield replace(layout, optimizer=choice)
-                whole = TierChoice(tier=tier)  # type: ignore[arg-type]
-                if layout.stage == 3:
-                    yield replace(layout, optimizer=whole, parameters=whole)
-                if layout.recompute == "block":
-                    yield replace(layout, optimizer=whole, activations=whole)
-                if layout.stage == 3 and layout.recompute == "block":
-                    yield replace(layout, optimizer=whole, parameters=whole, activations=whole)
+
+def _last(part: Sequence[PlanRow], tier: TierName | None) -> PlanRow:
+    """The row of `part` that has most on a tier, or else the last one."""
+    on = [row for row in part if any(getattr(row.estimate.layout, name).tier == tier for name in TIERS)]
+    return (on or part)[-1]
+
+
+def _added(row: PlanRow, other: PlanRow) -> float:
+    return max(0.0, other.estimate.seconds - row.estimate.seconds)
 
 
 def _place(row: PlanRow) -> tuple[float, int]:

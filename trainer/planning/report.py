@@ -12,6 +12,8 @@ from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 SHOWN = 12
 """Rows of a table."""
 _REFUSALS = 6
+NOISE = 0.03
+"""The part of a step by which times may differ that a plan cannot tell apart."""
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
@@ -21,30 +23,47 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
-    table = _table(plan, fitting[:shown], width) if fitting else []
-    left = len(fitting) - shown
+    alike = _alike(fitting)
+    table = _table(plan, alike[:shown], width) if fitting else []
+    left = sum(map(len, alike[shown:]))
     if left > 0:
         table.append(f"... and {left:,} more that fit")
+    if fitting and plan.least not in [rows[0] for rows in alike[:shown]]:
+        table += ["", *_table(plan, [[plan.least]], width, title="the least memory")]
     after = [""]
     if rest:
         after += [f"{len(rest):,} layouts do not fit; those that need least:"]
         after += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
-    after += [f"  {kind}: not possible: {reason}" for kind, reason in plan.refused.items()]
+    after += [f"  {layout}: not possible: {reason}" for reason, layout in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
     return [*wrapped(lines, width), *table, *wrapped(after, width)]
 
 
-def _table(plan: Plan, rows: Sequence[PlanRow], width: int | None) -> list[str]:
-    """The table, without columns that are empty."""
-    columns = ("layout", "step", "memory", "of", "host", "disk", "longest")
-    cells = [_cells(plan, row) for row in rows]
+def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
+    """Rows that follow each other in groups whose seconds differ by less than a plan can tell."""
+    groups: list[list[PlanRow]] = []
+    for row in rows:
+        first = groups[-1][0].estimate.seconds if groups else 0.0
+        seconds = row.estimate.seconds
+        if groups and (seconds <= (1 + NOISE) * first or human_seconds(seconds) == human_seconds(first)):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
+    """The table of the first rows of groups, without columns that are empty."""
+    columns = (title, "step", "memory", "of", "host", "disk", "longest", "as fast")
+    cells = [_cells(plan, row, others) for row, *others in rows]
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
     shown = [[row[at] for at in used] for row in cells]
     return table_lines([columns[at] for at in used], shown, right=columns[1:6], width=width)
 
 
-def _cells(plan: Plan, row: PlanRow) -> tuple[str, ...]:
+def _cells(plan: Plan, row: PlanRow, others: Sequence[PlanRow]) -> tuple[str, ...]:
     estimate = row.estimate
+    least = min((each.estimate.device_bytes for each in others), default=0)
     longest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
     return (
         str(estimate.layout),
@@ -54,6 +73,7 @@ def _cells(plan: Plan, row: PlanRow) -> tuple[str, ...]:
         human_bytes(estimate.host_bytes) if estimate.host_bytes else "",
         human_bytes(estimate.disk) if estimate.disk else "",
         f"{longest} {estimate.phases[longest] / estimate.seconds:.0%}",
+        f"{len(others):,} more, from {human_bytes(least)}" if others else "",
     )
 
 
@@ -61,7 +81,7 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
     """Say what the best layout is bound by, and what more would buy."""
     best = plan.best
     if best is None:
-        least = min(plan.rows, key=lambda row: row.estimate.device_bytes)
+        least = plan.least
         yield f"nothing fits; the least is {human_bytes(least.estimate.device_bytes)} a rank: {least.estimate.layout}"
     else:
         settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.keys().items())
@@ -69,14 +89,14 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         yield f"its keys: {settings}"
         room = plan.with_more(GIB)
         gain = 0.0 if room is None else 1 - room.estimate.seconds / best.estimate.seconds
-        if room is not None and gain > 0:
-            yield f"1 GiB more for each rank would take {gain:.1%} off a step: {room.estimate.layout}"
-        else:
-            yield "1 GiB more for each rank would buy nothing"
+        if room is not None and gain > NOISE:
+            yield f"1 GiB more for each rank would take {gain:.0%} off a step: {room.estimate.layout}"
     if more is not None and more.best is not None:
         after = more.best.estimate
-        took = "" if best is None else f", {best.estimate.seconds / after.seconds:.2f} times as fast"
-        yield f"{more.ranks} ranks: {human_seconds(after.seconds)} a step{took}: {after.layout}"
+        gain = float("inf") if best is None else best.estimate.seconds / after.seconds
+        took = "" if best is None else f", {gain:.2f} times as fast"
+        if gain > 1 + NOISE:
+            yield f"{more.ranks} ranks: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 
 def _plain(value: Any) -> str:

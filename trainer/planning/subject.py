@@ -5,31 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, pairwise, product
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
+from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.options import ZeroOptions
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, examine
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.prepare import Mode
+from zeromesh.trainer.models.user_model import require_layout_fits
+from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace, TraceOptions, Tracer
 from zeromesh.trainer.planning.work import Product, TensorExchange, Work
 from zeromesh.trainer.setup.engine_options import engine_options, exempted
+from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
 
 _TRACED = (1, 2)
 """Samples of the microbatches that are traced; what others need and do follows from them, since both are straight lines."""
+T = TypeVar("T")
 Batches = Callable[[int], Mapping[str, Any]]
 """Makes a microbatch of so many samples."""
 
@@ -67,11 +72,17 @@ class Subject:
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
         self.zero = exempted(engine_options(config, accumulation=1), config, model)
-        self.pipeline_refusal = ""
-        """Why the model cannot be cut into stages; empty where it can."""
+        self._refused_meshes = {
+            (divides, data): _refused(
+                lambda: require_layout_fits(model, MeshShape(tensor=divides, shard=data), trains=True)  # noqa: B023
+            )[0]
+            for divides, data in product((1, 2), (1, 2))
+        }
+        """Why the model cannot be trained on this many ranks that divide it, and data ranks; of each 2 stands for more."""
+        self._disagreeing: dict[Layout, str] = {}
         self._batches = batches
         self._whole = model
-        self._anatomy = self._examine(model)
+        self._not_cut, self._anatomy = _refused(lambda: examine(model))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         self._tracer = Tracer(model, loss, self.zero.precision.compute)
         self._exact: dict[tuple[TraceOptions, int], Trace] = {}
@@ -100,44 +111,40 @@ class Subject:
         """Give the model back what it had."""
         self._tracer.close()
 
-    def _examine(self, model: nn.Module) -> Anatomy | None:
-        try:
-            return examine(model)
-        except LayoutError as error:
-            self.pipeline_refusal = str(error)
-            return None
-
     @property
     def blocks(self) -> int:
         """Blocks that can be cut into stages."""
         return 0 if self._anatomy is None else self._anatomy.count
 
-    def tensor_refusal(self, tensor: int) -> str:
-        """Why the layers cannot be divided among so many ranks; empty where they can."""
-        try:
-            self.units(tensor)
-        except (ConfigError, LayoutError) as error:
-            return str(error)
-        return ""
+    def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
+        """Why a run refuses the model on a mesh, by what the run itself asks; empty where it takes it."""
+        refused = self._refused_meshes[min(2, tensor * pipeline), min(2, data)] or (pipeline > 1 and self._not_cut)
+        return refused or _refused(lambda: self.units(tensor))[0]
+
+    def refusal(self, layout: Layout) -> str:
+        """Why a run refuses a layout: for its mesh, or since keys of the configuration disagree with it; else empty."""
+        # The sizes of data axes are in no rule.
+        key = replace(layout, replicate=1, shard=1, accumulation=1)
+        if key not in self._disagreeing:
+            config = with_layout(self.config, layout)
+            shares = _refused(lambda: check_sequence_shards(config, self._batches(1)))[0]
+            self._disagreeing[key] = shares or "; ".join(disagreements(config))
+        return (
+            self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+            or self._disagreeing[key]
+        )
 
     @cached_property
     def can_share_sequence(self) -> bool:
         """True if blocks can pass on shares of the sequence."""
-        try:
-            self._options(2, sequence=True, recompute="none")
-            self._trace_exactly(self._options(2, sequence=True, recompute="none"), 1)
-        except (ConfigError, LayoutError):
-            return False
-        return True
+        options = self._options(2, sequence=True, recompute="none")
+        return not _refused(lambda: self._trace_exactly(options, 1))[0]
 
     @cached_property
     def can_recompute(self) -> bool:
         """True if the model has blocks that can be recomputed."""
-        try:
-            self._trace_exactly(self._options(1, sequence=False, recompute="block"), 1)
-        except (ConfigError, LayoutError):
-            return False
-        return True
+        options = self._options(1, sequence=False, recompute="block")
+        return not _refused(lambda: self._trace_exactly(options, 1))[0]
 
     def _options(self, tensor: int, *, sequence: bool, recompute: Mode) -> TraceOptions:
         return TraceOptions(
@@ -176,7 +183,7 @@ class Subject:
         if stages == 1:
             return (len(self.trace(1, 1).segments) - 2,)
         if self._costs is None:
-            raise LayoutError(self.pipeline_refusal)
+            raise LayoutError(self._not_cut)
         given = self.config.parallel.stages
         if given is not None and len(given) == stages:
             return given
@@ -240,6 +247,14 @@ class Subject:
     def zero_options(self, **changes: Any) -> ZeroOptions:
         """The options of the engine, with others in their place."""
         return replace(self.zero, **changes)
+
+
+def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
+    """Why a call refuses, and what it returns if it does not."""
+    try:
+        return "", call()
+    except (ConfigError, DataError, LayoutError) as error:
+        return str(error), None
 
 
 def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:

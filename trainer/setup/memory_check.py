@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,12 +57,8 @@ class _Host:
     room: _Needs
 
     def least(self, options: ZeroOptions) -> MemoryModel:
-        """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
-        budgets = (0, None) if options.gathered_budget is None else (options.gathered_budget,)
-        predict = partial(
-            predict_memory, self.plan, options, parts=self.parts, transport=self.transport, device=self.device
-        )
-        return min((predict(budget=budget) for budget in budgets), key=lambda footprint: footprint.total)
+        """Memory of one rank."""
+        return predict_memory(self.plan, options, parts=self.parts, transport=self.transport, device=self.device)
 
     def needs(self, options: ZeroOptions) -> _Needs:
         """Bytes that all ranks of the host need, and each of its accelerators."""
@@ -165,7 +160,18 @@ def require_memory(
         ),
     )
     _require_room(host, options, sum(parameter.numel() for parameter in model.parameters()), free)
-    return [*_tight(host, options), *_require_disk(host, options)]
+    return [*_kept(host, options), *_tight(host, options), *_require_disk(host, options)]
+
+
+def _kept(host: _Host, options: ZeroOptions) -> Iterator[str]:
+    """Yield a line on the gathered parameters that stay between uses at stage 3, and what they cost."""
+    if options.stage < 3 or host.parts == 1:
+        return
+    least, without = host.least(options), host.least(replace(options, gathered_budget=0))
+    whole = host.least(replace(options, gathered_budget=1 << 62)).kept
+    cost = human_bytes(least.total - without.total) if least.total > without.total else "nothing"
+    more = f"; all {human_bytes(whole)}, as zero.gathered_budget, save gathers" if least.kept < whole else ""
+    yield f"memory: {human_bytes(least.kept)} of gathered parameters stay between uses, which costs each rank {cost}{more}"
 
 
 def _require_room(host: _Host, options: ZeroOptions, count: int, free: int) -> None:

@@ -197,7 +197,7 @@ def begin_alike(built: BuiltModel, mesh: Mesh, seed: int, *, trains: bool = True
         ConfigError: for a model that the layout cannot run, and for buffers whose values are lost.
         LayoutError: for models with other parameters or buffers.
     """
-    require_layout_fits(built.model, mesh, trains=trains)
+    require_layout_fits(built.model, mesh.shape, trains=trains)
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
         raise ConfigError(
@@ -392,7 +392,7 @@ def _check_first_batches(
             away = f"which {forward.model}.forward does not take (data.remove_unused: false keeps them)"
             notes.append(f"{name}: left out before the data_collator {', '.join(unseen)}, {away}")
         forward.check(batch)
-        _check_sequence_shards(config, batch)
+        check_sequence_shards(config, batch)
         loss.count(batch)
         left_out = forward.left_out(batch)
         if left_out:
@@ -433,7 +433,7 @@ def _cut_to(config: TrainerConfig) -> int | None:
     return config.parallel.tensor if config.parallel.sequence else 1
 
 
-def _check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:
+def check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:
     """Raise `DataError` for sequences that tensor ranks cannot share out, before one stage of a pipeline finds out."""
     parallel, ids = config.parallel, batch.get("input_ids")
     if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:

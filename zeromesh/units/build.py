@@ -23,7 +23,6 @@ from zeromesh.offload import (
     TieredTensor,
     Tiers,
     allocate_lasting,
-    available_bytes,
 )
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
@@ -60,8 +59,6 @@ _PASSING = 1 << 20
 """Elements of a parameter that are on their way to another tier at a time."""
 _LEAST_RUN = 1 << 18
 """Bytes. Shorter runs of rows are read together."""
-_SHARE_OF_MEMORY = 4
-"""Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +104,7 @@ def build_units(
     # Memory is reserved meanwhile.
     source.expect(_ranges(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
-    keep = _persistent(layouts, mesh, options, kind)
+    keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
         None if kept else _stored(layout, _interval(layout, mesh, options), options, source) for layout, kept in pairs
@@ -174,61 +171,38 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: to
     )
 
 
-def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
-    """Which buffers keep their memory. All ranks of the data axes decide the same."""
-    whole = sum(each.nbytes for unit in layouts for each in unit)
-    budget = gathered_budget(
-        whole, options, mesh.device, kind, options.gathered_budget, available_bytes() // _SHARE_OF_MEMORY
-    )
-    # Of those that gather the same units: stages of a pipeline have others.
-    budget = min(row[0] for row in mesh.data.gather_integers([budget]))
-    return [kept for unit in kept_buckets(layouts, options, mesh.device, kind, budget) for kept in unit]
-
-
-def gathered_budget(
-    whole: int, options: ZeroOptions, device: torch.device, kind: str, wanted: int | None, free: int
-) -> int:
-    """Bytes of gathered parameters, of `whole` in all, that stay between uses: as many as are `wanted`; None: all on one rank, and
-    where ranks share pages, those that are `free`."""
-    away = options.offload.parameters.leaves(device)
-    alone = kind == "local" and not away and options.gathered_budget is None
-    if options.placements.parameters is Placement.REPLICATED or alone:
-        return whole
-    if wanted is not None:
-        return wanted
-    return free if kind == "shared" and not away else 0
-
-
 def kept_buckets(
-    units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str, budget: int
+    units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str
 ) -> list[list[bool]]:
-    """Which buckets of each unit keep their gathered parameters between uses. What one rank computes with where it rests, as master
-    weights of the same dtype and frozen weights, is kept whatever the budget."""
-    alone = kind == "local" and not options.offload.parameters.leaves(device)
-    at_rest = [[alone and _weight_dtype(each, options) == each.first.dtype for each in unit] for unit in units]
-    costs = [
-        sum(each.nbytes for each, free in zip(unit, found, strict=True) if not free)
-        for unit, found in zip(units, at_rest, strict=True)
-    ]
-    kept = kept_units(costs, budget)
-    return [[kept[number] or free for free in found] for number, found in enumerate(at_rest)]
+    """Which buckets of each unit, the root first, keep their gathered parameters between uses.
 
-
-def _weight_dtype(layout: BucketLayout, options: ZeroOptions) -> torch.dtype:
-    """The dtype of a bucket's weights at rest: that of master weights where it is trained."""
-    spec = layout.first
-    return options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
-
-
-def kept_units(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Which units, of `sizes` bytes each, keep their gathered parameters between uses within `budget` bytes."""
-    kept = [False] * len(sizes)
+    Without a budget these are all on one rank, and where ranks share pages those that take no more memory for it: the root, which is
+    there all the time that others come and go, and units of whose parameters what is gathered is all that there is. What one rank
+    computes with where it rests is kept whatever the budget.
+    """
+    away, budget = options.offload.parameters.leaves(device), options.gathered_budget
+    alone = kind == "local" and not away
+    if options.placements.parameters is Placement.REPLICATED or (alone and budget is None):
+        return [[True] * len(unit) for unit in units]
+    at_rest = [[_rests_as_gathered(each, options) for each in unit] for unit in units]
+    if budget is None:
+        shared = kind == "shared" and not away
+        return [[shared and (number == 0 or all(unit))] * len(unit) for number, unit in enumerate(at_rest)]
+    kept = [[alone and rests for rests in unit] for unit in at_rest]
     # A unit near the end of forward is the first of backward: keeping it saves a gather at once. The root is always last.
-    for unit in [*range(len(sizes) - 1, 0, -1), 0]:
-        if sizes[unit] <= budget:
-            budget -= sizes[unit]
-            kept[unit] = True
+    for number in [*range(len(units) - 1, 0, -1), 0]:
+        size = sum(each.nbytes for each, stays in zip(units[number], kept[number], strict=True) if not stays)
+        if size <= budget:
+            budget -= size
+            kept[number] = [True] * len(kept[number])
     return kept
+
+
+def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
+    """True if a shard of a bucket rests in the dtype that is gathered, so that it is a part of that where it stays."""
+    spec = layout.first
+    trained = spec.requires_grad and spec.dtype.is_floating_point
+    return not trained or spec.dtype == options.precision.master
 
 
 def _bucket(
@@ -345,15 +319,14 @@ def _weights(
 ) -> tuple[TieredTensor, TieredTensor | None]:
     """Master weights, and the copy of them that is gathered, where they are not gathered themselves."""
     spec, offload = layout.first, options.offload
-    dtype = _weight_dtype(layout, options)
     what = f"weights of {layout.name}"
-    if dtype == spec.dtype:  # What is gathered is the master weights.
+    if _rests_as_gathered(layout, options):  # What is gathered is the master weights.
         if buffer.persistent:
             buffer.begin_write()
             return TieredTensor.of(buffer.own()), None
         purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
-        return tiers.allocate(length, dtype, offload.parameters, purpose, what), None
-    master = tiers.allocate(length, dtype, offload.optimizer, Purpose.MASTER, f"master {what}")
+        return tiers.allocate(length, spec.dtype, offload.parameters, purpose, what), None
+    master = tiers.allocate(length, options.precision.master, offload.optimizer, Purpose.MASTER, f"master {what}")
     if buffer.persistent:
         buffer.begin_write()
         return master, TieredTensor.of(buffer.own())

@@ -32,7 +32,7 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import gathered_budget, kept_buckets, plan_layouts, ring_bytes, slot_bytes
+from zeromesh.units.build import kept_buckets, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
 
 _CPU = torch.device("cpu")
@@ -48,6 +48,8 @@ class MemoryModel:
     most that can be there."""
     gathered: int
     """The most that parameters gathered around their use take beside that."""
+    kept: int
+    """Bytes of gathered parameters that stay between uses, of all ranks where they share pages."""
     passing: int
     """The most that gradient shards on their way to another tier take beside that."""
     files: Mapping[Purpose, int]
@@ -70,15 +72,13 @@ def predict_memory(
     *,
     parts: int,
     transport: str,
-    budget: int | None = None,
     device: torch.device = _CPU,
 ) -> MemoryModel:
     """Memory of each of `parts` ranks that share the states of the planned model.
 
-    `transport` is what `choose_transport` gives for them: `local`, `shared`, `gloo` or `nccl`. `budget` is bytes of gathered
-    parameters kept at stage 3; None: all of them where ranks share pages, none elsewhere. `device` is what ranks compute on.
+    `transport` is what `choose_transport` gives for them: `local`, `shared`, `gloo` or `nccl`. `device` is what ranks compute on.
     """
-    return predict_layouts(plan_layouts(plan, parts), options, parts, transport, budget, device)
+    return predict_layouts(plan_layouts(plan, parts), options, parts, transport, device)
 
 
 def predict_layouts(
@@ -86,11 +86,10 @@ def predict_layouts(
     options: ZeroOptions,
     parts: int,
     transport: str,
-    budget: int | None,
     device: torch.device,
 ) -> MemoryModel:
     """The same, of the layouts of each unit's buckets for so many `parts`, the root's first."""
-    return _Formula(units, options, parts, transport, budget, device).result()
+    return _Formula(units, options, parts, transport, device).result()
 
 
 class _Formula:
@@ -102,7 +101,6 @@ class _Formula:
         options: ZeroOptions,
         parts: int,
         transport: str,
-        budget: int | None,
         device: torch.device,
     ) -> None:
         self.units = units
@@ -114,9 +112,7 @@ class _Formula:
         self.reduce_bytes = options.precision.sums.itemsize
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
         """Part of gathered parameters that counts for one rank."""
-        whole = sum(layout.nbytes for unit in units for layout in unit)
-        most = gathered_budget(whole, options, self.device, transport, budget, whole)
-        self.kept = kept_buckets(units, options, self.device, transport, most)
+        self.kept = kept_buckets(units, options, device, transport)
         """For each bucket of each unit, True if its parameters stay gathered."""
         buckets = [pair for unit, kept in zip(units, self.kept, strict=True) for pair in zip(unit, kept, strict=True)]
         alike = Counter((id(layout), stays) for layout, stays in buckets)
@@ -149,6 +145,7 @@ class _Formula:
         return MemoryModel(
             terms={purpose: memory[purpose] for purpose in Purpose if memory[purpose]},
             gathered=self.passing_parameters(),
+            kept=sum(count * layout.nbytes for layout, stays, count in self.buckets if stays),
             passing=self.leaving(),
             files={purpose: files[purpose] for purpose in Purpose if files[purpose]},
             hosted={purpose: hosted[purpose] for purpose in Purpose if hosted[purpose] and hosted is not memory},

@@ -32,9 +32,7 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
     transport = choose_transport(options.transport, mesh.shard, mesh.device)
-    predicted = predict_memory(
-        plan, options, parts=mesh.shard.size, transport=transport, budget=how.budget, device=mesh.device
-    )
+    predicted = predict_memory(plan, options, parts=mesh.shard.size, transport=transport, device=mesh.device)
     run = Run.start(mesh, task, how)
     ledger = run.engine.ledger
     built = _named(ledger.by_purpose())

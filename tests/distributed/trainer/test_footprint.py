@@ -64,7 +64,7 @@ class TestByHand:
         assert found.gathered == 0
 
     def test_a_budget_keeps_the_last_units_first(self) -> None:
-        found = predict_memory(plan(), options(3), parts=2, transport="gloo", budget=2 * _P)
+        found = predict_memory(plan(), options(3, gathered_budget=2 * _P), parts=2, transport="gloo")
         assert found.terms[Purpose.PARAMETERS] == 2 * _P
         assert found.gathered == 2 * 2 * _P
 

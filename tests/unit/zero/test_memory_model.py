@@ -79,9 +79,7 @@ def test_the_advice_fits_the_stage(monkeypatch: pytest.MonkeyPatch, ranks: int, 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_needed_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
-    found = predict_memory(
-        plan, options(stage=stage, gathered_budget=0), parts=ranks, transport=TRANSPORTS[ranks], budget=0
-    )
+    found = predict_memory(plan, options(stage=stage, gathered_budget=0), parts=ranks, transport=TRANSPORTS[ranks])
     needed = ranks * found.total
     assert refusal(monkeypatch, ranks, free=needed, stage=stage, gathered_budget=0) == ""
     assert "need at least" in refusal(monkeypatch, ranks, free=needed - 1, stage=stage, gathered_budget=0)
@@ -92,7 +90,8 @@ def test_of_what_may_be_kept_as_much_is_counted_as_takes_least(monkeypatch: pyte
     plan = plan_model(on_meta(), torch.bfloat16)
     budgets = (0, 10**9)
     totals = [
-        2 * predict_memory(plan, options(stage=3), parts=2, transport="gloo", budget=budget).total for budget in budgets
+        2 * predict_memory(plan, options(stage=3, gathered_budget=budget), parts=2, transport="gloo").total
+        for budget in budgets
     ]
     assert totals[0] < totals[1]
     assert refusal(monkeypatch, 2, free=totals[0], stage=3) == ""
@@ -111,7 +110,7 @@ ROOM = 1 << 40
 def test_a_devices_states_are_predicted_as_a_hosts(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
     transport = "local" if ranks == 1 else "nccl"
-    found = predict_memory(plan, options(stage=stage), parts=ranks, transport=transport, budget=0, device=GPU)
+    found = predict_memory(plan, options(stage=stage), parts=ranks, transport=transport, device=GPU)
     assert not found.hosted
     assert refusal(monkeypatch, ranks, 1, on_device=2 * found.total, stage=stage) == ""
     tight = refusal(monkeypatch, ranks, 1, on_device=found.total, stage=stage)
@@ -127,8 +126,8 @@ def test_what_rests_on_the_host_counts_there(monkeypatch: pytest.MonkeyPatch) ->
     offload = OffloadOptions(optimizer=TierChoice(tier="host"))
     plan, changed = plan_model(on_meta(), torch.bfloat16), options(stage=3, offload=offload)
     assert refusal(monkeypatch, 2, ROOM, on_device=ROOM, stage=3, offload=offload) == ""
-    without = predict_memory(plan, options(stage=3), parts=2, transport="nccl", budget=0, device=GPU)
-    found = predict_memory(plan, changed, parts=2, transport="nccl", budget=0, device=GPU)
+    without = predict_memory(plan, options(stage=3), parts=2, transport="nccl", device=GPU)
+    found = predict_memory(plan, changed, parts=2, transport="nccl", device=GPU)
     moved = sum(found.hosted.values())
     added = found.terms[Purpose.STAGING] + found.terms[Purpose.PARAMETERS]  # Buffers, and a copy that is gathered.
     assert moved + sum(found.terms.values()) - added == sum(without.terms.values())
