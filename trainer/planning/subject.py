@@ -16,7 +16,7 @@ from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.options import ZeroOptions
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
-from zeromesh.pipeline.stages.model_anatomy import Anatomy, examine
+from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.losses.losses import Loss, make_loss

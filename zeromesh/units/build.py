@@ -176,8 +176,8 @@ def kept_buckets(
 ) -> list[list[bool]]:
     """Which buckets of each unit, the root first, keep their gathered parameters between uses.
 
-    Without a budget these are all on one rank, and where ranks share pages those that take no more memory for it: the root, which is
-    there all the time that others come and go, and units of whose parameters what is gathered is all that there is. What one rank
+    Without a budget these are all on one rank, and where ranks share pages those that take no more memory for it: the root, which
+    is there all the time that others come and go, and units of whose parameters what is gathered is all that there is. What one rank
     computes with where it rests is kept whatever the budget.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
@@ -199,7 +199,7 @@ def kept_buckets(
 
 
 def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
-    """True if a shard of a bucket rests in the dtype that is gathered, so that it is a part of that where it stays."""
+    """Return True if a shard of a bucket rests in the dtype that is gathered, so that it is a part of that where it stays."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
     return not trained or spec.dtype == options.precision.master
