@@ -34,6 +34,8 @@ from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
@@ -70,6 +72,7 @@ class Trainer:
     Args:
         model: an `nn.Module` (built, or on the meta device), a zero-argument callable that builds one, or None when
             `config.model` names it. A callable is called on the meta device, so no rank ever holds the whole model.
+            Where a model comes with weights, defaults are those for tuning, as a line at the start says.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
             A DeepSpeed configuration is taken too (`docs/from-deepspeed.md`); notes at the start say what became of each setting.
@@ -121,9 +124,10 @@ class Trainer:
                 "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
             )
         own_data = train_dataset is not None or eval_dataset is not None
-        self.config: TrainerConfig = load_config(
-            config, unused=_DATA_KEYS if own_data else frozenset(), consent=Consent.GIVEN
-        )
+        unused = _DATA_KEYS if own_data else frozenset[str]()
+        loaded = model if isinstance(model, nn.Module) and source_of(model) is not None else None
+        tunes = None if loaded is None else "adapters" if is_adapted(loaded) else "whole"
+        self.config: TrainerConfig = load_config(config, unused=unused, consent=Consent.GIVEN, tunes=tunes)
         self.events = CallbackDispatcher(self, callbacks or ())
         self.inputs = UserInputs(
             model=model,

@@ -122,10 +122,8 @@ def _plain(value: Any, place: str) -> Any:
         return [_plain(each, place) for each in value]
     if callable(getattr(value, "tolist", None)):
         return _plain(value.tolist(), place)
-    raise StorageError(
-        f"{place}: a {type(value).__name__}, which a checkpoint cannot hold; allowed are numbers, text, true, false, null, lists "
-        "and mappings"
-    )
+    kind = type(value).__name__
+    raise StorageError(f"{place}: a {kind}, which a checkpoint cannot hold; give numbers, text, lists and mappings")
 
 
 def _restored(value: Any) -> Any:

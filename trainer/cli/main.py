@@ -95,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     parser.set_defaults(worker=False, attached=None, nproc=None, numa_binding=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
+    parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     near = "short for parallel.numa_binding=MODE: node, socket, exclusive or core-complex"
     config, source = (
@@ -103,7 +104,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("train", help="train what a configuration describes")
-    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
     _value(command, "--numa-binding", "MODE", str, near)
     hosts = "hosts that run this command together; with MIN:MAX they may come and go (default 1)"
     _value(command, "--nnodes", "N|MIN:MAX", _nodes, hosts, default=(1, 1))
@@ -113,10 +113,17 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--rdzv-id", "NAME", str, "the same on all hosts (default zeromesh)", default="zeromesh")
     again = "times that all ranks start again from the newest checkpoint after a failure (default 0; 3 with MIN:MAX)"
     _value(command, "--max-restarts", "N", _natural, again)
+    _value(command, "--model", "MODEL", str, "tune this model, a directory or a name on the Hub; needs no CONFIG")
+    _value(command, "--data", "FILE", str, "the data to tune it on", action="append")
+    _value(command, "--eval", "FILE", str, "evaluate on this (default: on a part of --data)", dest="evaluation")
+    _flag(command, "--lora", "train adapters of low rank, not the whole model")
+    _value(
+        command, "--save-config", "FILE", Path, "write the configuration that results, to be changed and trained again"
+    )
     # Set on the command lines of the workers that this command starts, and of the launchers that `zeromesh launch` starts.
-    _flag(command, "--worker", argparse.SUPPRESS)
+    _flag(command, "--tune", argparse.SUPPRESS)
     _value(command, "--attached", "SECONDS", float, argparse.SUPPRESS)
-    _configured(command, "CONFIG", config)
+    _configured(command, "CONFIG", config, nargs="?")
 
     command = commands.add_parser("launch", help="train on several hosts, over ssh")
     _value(command, "--hostfile", "HOSTS", Path, "a line `NAME slots=N` for each host", required=True)
@@ -135,8 +142,6 @@ def make_parser() -> argparse.ArgumentParser:
     _configured(command, "CONFIG", config)
 
     command = commands.add_parser("evaluate", help="evaluate a run, a checkpoint or a Hugging Face model directory")
-    _value(command, "--nproc", "N", _positive, "processes to start on this host (default 1)")
-    _flag(command, "--worker", argparse.SUPPRESS)
     _configured(command, "SOURCE", source)
 
     command = commands.add_parser("generate", help="continue prompts with a model, in any layout")
@@ -146,7 +151,6 @@ def make_parser() -> argparse.ArgumentParser:
     _value(
         command, "--out", "FILE", Path, "write results as JSON lines, in the order of the prompts; a killed run goes on"
     )
-    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
     _value(
         command,
         "--batch",
@@ -160,7 +164,6 @@ def make_parser() -> argparse.ArgumentParser:
     again = "times that all ranks start again for what is missing in --out after one has died (default 3)"
     _value(command, "--max-restarts", "N", _natural, again, default=3)
     _flag(command, "--check", "compare the weights of all ranks that hold the same ones")
-    _flag(command, "--worker", argparse.SUPPRESS)
     _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
     keys = "keys of the configuration, and fields of transformers' GenerationConfig as generation.temperature=0.7"
     _value(command, "overrides", "section.key=value", str, keys, nargs="*")
@@ -172,7 +175,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _value(command, "--port", "PORT", _port, "where to listen; 0 takes a free one (default 8000)", default=8000)
     _value(command, "--name", "NAME", str, "of the model, as clients give it (default: that of its directory)")
-    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
     _value(
         command,
         "--batch",
@@ -184,7 +186,6 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--queue", "N", _positive, "requests that may be open at a time (default 64)", default=64)
     grace = "seconds that open requests have when the server is to stop (default 10)"
     _value(command, "--grace", "SECONDS", _distance, grace, default=10.0)
-    _flag(command, "--worker", argparse.SUPPRESS)
     _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
     _value(command, "overrides", "section.key=value", str, keys, nargs="*")
 
@@ -195,12 +196,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = "train a small copy of a configuration's model beside one plain process; exit code 1 where they differ"
     command = commands.add_parser("verify", help=text)
-    _value(command, "--nproc", "N", _positive, "processes to start on this host when no launcher has (default 1)")
     where = "the certificate (default: certificate.json in the run's directory)"
     _value(command, "--out", "FILE", Path, where)
     what = "what to check besides: determinism, resume, dropout, with commas between them"
     _value(command, "--check", "NAMES", checks_of, what, default=())
-    _flag(command, "--worker", argparse.SUPPRESS)
     _configured(command, "CONFIG", config)
 
     command = commands.add_parser("plan", help="tell what fits and what is fastest, before anything is trained")
@@ -222,7 +221,6 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--out", "FILE", Path, where)
     _value(command, "--directory", "DIR", Path, "where offload would write, for the rates of the disk (default: runs)")
     _flag(command, "--tiny", argparse.SUPPRESS)
-    _flag(command, "--worker", argparse.SUPPRESS)
     _value(command, "config", "CONFIG", str, config, nargs="?")
     _value(command, "overrides", "section.key=value", str, "keys that layouts are to have, values in YAML", nargs="*")
 
@@ -261,6 +259,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("completion", help="print a script by which a shell completes this command")
     _value(command, "shell", "SHELL", str, ", ".join(SHELLS), choices=SHELLS)
+    for name in ("train", "evaluate", "generate", "serve", "verify", "plan"):
+        _flag(commands.choices[name], "--worker", argparse.SUPPRESS)
+        if name != "plan":
+            ranks = "processes to start on this host when no launcher has (default 1)"
+            _value(commands.choices[name], "--nproc", "N", _positive, ranks)
     return parser
 
 
@@ -309,9 +312,9 @@ def _flag(parser: argparse.ArgumentParser, name: str, text: str) -> None:
     parser.add_argument(name, action="store_true", help=text)
 
 
-def _configured(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
+def _configured(parser: argparse.ArgumentParser, metavar: str, text: str, **more: Any) -> None:
     """Add what is trained or evaluated, and keys of its configuration."""
-    _value(parser, "config", metavar, str, text)
+    _value(parser, "config", metavar, str, text, **more)
     _value(parser, "overrides", "section.key=value", str, "keys to change, values in YAML", nargs="*")
     _flag(parser, "--verbose", "short for run.verbose=true: show on a terminal what a log has besides")
 

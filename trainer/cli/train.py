@@ -5,6 +5,7 @@
 import argparse
 import atexit
 import gc
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from zeromesh.environment import (
     setting,
 )
 from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
+from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed, become_worker
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
@@ -138,8 +142,51 @@ EVALUATED = "evaluated.jsonl"
 _RESOLVED = "config.resolved.yaml"
 
 
+_DEFAULTS = "-"
+"""What stands in place of a configuration: all defaults, and the keys of the command line."""
+_BY_COLUMN = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
+"""The formats of rows by a column that they alone have."""
+
+
+def _first_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file begins with; an empty one where there is none."""
+    with suppress(OSError, ValueError, RecursionError), path.expanduser().open(encoding="utf-8") as file:
+        found, _ = json.JSONDecoder().raw_decode(file.read(1 << 24).lstrip())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _take_start(options: argparse.Namespace) -> None:
+    """Put a start without a configuration, such as `--model DIR --data FILE`, into keys below those that the person gives."""
+    if options.config is not None and "=" in options.config and not Path(options.config).exists():
+        options.overrides.insert(0, options.config)
+        options.config = None
+    start = bool(options.model or options.data or options.evaluation or options.lora)
+    if options.config is not None and not start:
+        return
+    if options.config is not None or not (options.model and options.data):
+        either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"
+        raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
+    model, row = Path(options.model).expanduser(), _first_object(Path(options.data[0]))
+    sizes = _first_object(model / "config.json")
+    limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
+    keys = {
+        "model.source": options.model,
+        "data.train": options.data,
+        "data.format": next((name for column, name in _BY_COLUMN.items() if column in row), "text"),
+        "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
+        "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
+        "run.epochs": 3,
+    }
+    keys |= {"data.eval": options.evaluation} if options.evaluation else {}
+    keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
+    options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    options.config, options.tune = _DEFAULTS, True
+
+
 def run_train(options: argparse.Namespace) -> int:
     """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
+    _take_start(options)
     if options.attached is not None:
         return _attached(options)
     if options.worker:
@@ -149,9 +196,12 @@ def run_train(options: argparse.Namespace) -> int:
     processes = processes_of(options, environment)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
-    ranks = processes * options.nnodes[1]
+    path = None if path == _DEFAULTS else path
+    ranks, tunes = processes * options.nnodes[1], "whole" if options.tune else None
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
-    config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent)
+    config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
+    if options.save_config is not None and not options.worker:
+        write_whole(options.save_config.expanduser(), config.to_yaml().encode())
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
@@ -178,7 +228,8 @@ def _attached(options: argparse.Namespace) -> int:
 
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    return python_arguments("zeromesh", (options.command, "--worker", "--", options.config, *options.overrides))
+    how = ("--worker", "--tune") if options.tune else ("--worker",)
+    return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
 
 def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) -> int:

@@ -4,11 +4,12 @@ A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a
 """
 
 import difflib
+import json
+import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from glob import glob
 from importlib.util import find_spec
 from os import PathLike
@@ -29,7 +30,6 @@ from zeromesh.trainer.config.messages import (
     shown,
     takes_text,
 )
-from zeromesh.trainer.config.migration import deepspeed_table
 from zeromesh.trainer.config.migration.deepspeed import (
     LaunchFacts,
     Translation,
@@ -217,18 +217,12 @@ _REASONS = {
 }
 
 
-@cache
-def _foreign_names() -> dict[str, str]:
-    """Return keys by DeepSpeed's names for them, in lower case."""
-    return {row.name.rpartition(".")[2].lower(): row.keys[0] for row in deepspeed_table.TABLE if row.keys}
-
-
 def suggestion(path: str) -> str | None:
     """Return the key that an unknown path may mean, by another trainer's name or a similar one; or words for what is no key."""
     meant = BY_NAME.get(path.rpartition(".")[2].lower(), "")
     if meant.partition(" (")[0] in known_paths() or meant.startswith(NO_KEY):
         return meant
-    return nearest_path(path, known_paths(), _foreign_names())
+    return nearest_path(path, known_paths())
 
 
 def load_config(
@@ -238,6 +232,7 @@ def load_config(
     unused: frozenset[str] = frozenset(),
     ranks: int | None = None,
     consent: Consent | None = None,
+    tunes: str | None = None,
 ) -> TrainerConfig:
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
@@ -245,6 +240,7 @@ def load_config(
     Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
 
     Args:
+        tunes: what is trained of a model that has weights, whole or adapters, for its defaults; None: it has none.
         ranks: of the launch, for settings of other trainers that count with them; None: of the one that this process is part of.
         consent: what counts as consent that other people's code runs; None: of a path the command line alone, else all of it.
 
@@ -255,6 +251,10 @@ def load_config(
     problems, overridden_keys = _apply(own, overrides)
     translation = _translation(deepspeed, own.get("parallel"), ranks)
     data = _merged(nested(translation.values), own)
+    notes = translation.notes
+    if tunes is not None and deepspeed is None:
+        defaults = _tuning_defaults(data, adapted=tunes == "adapters" or bool((data.get("model") or {}).get("lora")))
+        notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merged(defaults, data)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
@@ -273,7 +273,18 @@ def load_config(
         clean = Redaction(secret_values()).text
         only_overrides = len(problems) == count and not translation.problems
         raise ConfigError([clean(problem) for problem in problems], where="" if only_overrides else where)
-    return config.with_notes((*(source.notes if isinstance(source, TrainerConfig) else ()), *translation.notes))
+    return config.with_notes((*(source.notes if isinstance(source, TrainerConfig) else ()), *notes))
+
+
+def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, dict[str, Any]]:
+    """Return defaults below what is `given`: a model that has weights takes smaller steps and weaker decay than one without."""
+    batch = given.get("batch")
+    size = whole(batch.get("global_size", 16)) if isinstance(batch, Mapping) else 16
+    decay = {"weight_decay": 0.0 if adapted else 0.01, "exempt": "biases_and_norms"}
+    return {
+        "optimizer": {"lr": 2e-4 if adapted else 2e-5, "betas": [0.9, 0.999], **decay},
+        "batch": {"micro_size": math.gcd(4, size) if type(size) is int else 1},
+    }
 
 
 def _holds(data: Any, path: str) -> bool:

@@ -5,7 +5,7 @@ models themselves.
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -68,9 +68,8 @@ def nearest_choice(word: str, field: FieldInfo) -> str | None:
     return _nearest(word, choices(field), cutoff=0.6)
 
 
-def nearest_path(path: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str | None:
-    """Return the one of the `known` paths that an unknown one may mean, of the same or a similar name, or what `others` have for
-    its name in lower case."""
+def nearest_path(path: str, known: Collection[str]) -> str | None:
+    """Return the one of the `known` paths that an unknown one may mean, of the same or a similar name."""
     section, _, key = path.rpartition(".")
     anywhere = {each.rpartition(".")[2]: each for each in reversed(list(known))}
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
@@ -78,8 +77,6 @@ def nearest_path(path: str, known: Collection[str], others: Mapping[str, str] | 
         return anywhere[key]
     if slip := _nearest(key, beside, cutoff=0.6):
         return beside[slip]
-    if others and key.lower() in others:
-        return others[key.lower()]
     slip = _nearest(key, anywhere, cutoff=0.8)
     return anywhere[slip] if slip else None
 

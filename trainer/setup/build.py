@@ -282,14 +282,13 @@ def _over_data(
         shorter = "run.max_steps ends the run" if run.most_steps < steps else "run.epochs end the run"
         console.note(f"run.epochs {run.epochs:g} are {steps} steps, and run.max_steps is {run.most_steps}: {shorter}")
         steps = min(steps, run.most_steps)
-    made = with_length(config, steps)
-    warmup = made.schedule.warmup_of(steps)
+    warmup = config.schedule.warmup_of(steps)
     if warmup > steps:
         raise ConfigError(
             f"schedule.warmup_steps: {warmup} is more than the {steps} steps of {run.epochs} epochs, so optimizer.lr would "
             "never be reached; lower it, or set schedule.warmup_ratio"
         )
-    return made, plan
+    return with_length(config, steps), plan
 
 
 def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:

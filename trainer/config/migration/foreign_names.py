@@ -6,6 +6,8 @@ DeepSpeed's settings are translated, and have a table of their own.
 from collections.abc import Mapping
 from typing import Any
 
+from zeromesh.trainer.config.migration.deepspeed_table import TABLE
+
 _TABLE = """
 model.source: model_name_or_path base_model pretrained_model_name_or_path model_name model_id pretrained
 model.head: class auto_class model_class task_type
@@ -17,19 +19,14 @@ model.lora.targets: target_modules lora_target lora_target_modules lora_target_l
 model.attention: attn_implementation flash_attention flash_attn use_flash_attention_2 sdp_attention
 model.activation_checkpointing: gradient_checkpointing disable_gradient_checkpointing
 model.compile: torch_compile
-model.loss: use_liger_kernel enable_liger_kernel liger_fused_linear_cross_entropy
 data.train: datasets dataset dataset_name dataset_path dataset_dir train_file train_data train_files
 data.eval: eval_dataset test_datasets validation_file eval_file val_data valid_data
 data.eval_fraction: val_set_size val_size test_size
-data.eval_samples: max_eval_samples
 data.sequence_length: max_length max_seq_length max_seq_len sequence_len seq_len seq_length block_size cutoff_len context_length
 data.packing: sample_packing pack_sequences neat_packing
 data.chat_template: template
-data.text_field: dataset_text_field text_column
 data.loss_on: train_on_inputs train_on_prompt completion_only_loss assistant_only_loss
-data.tokenizer: tokenizer_name tokenizer_name_or_path tokenizer_config
 data.workers: dataloader_num_workers preprocessing_num_workers num_workers
-data.remove_unused: remove_unused_columns
 batch.micro_size: per_device_train_batch_size micro_batch_size
 batch.eval_micro_size: per_device_eval_batch_size eval_batch_size
 batch.global_size: batch_size train_batch_size
@@ -38,13 +35,10 @@ optimizer.name: optim optimizer_type
 optimizer.lr: learning_rate
 optimizer.betas: adam_beta1 adam_beta2
 optimizer.eps: adam_epsilon
-optimizer.weight_decay: weight_decay_rate
 schedule.name: lr_scheduler_type lr_scheduler
-schedule.warmup_steps: num_warmup_steps warmup
 run.max_steps: steps total_steps num_steps num_training_steps max_train_steps train_steps max_iters iterations
 run.epochs: num_train_epochs num_epochs max_epochs
 run.clip_norm: grad_clip max_grad_norm gradient_clip_val
-run.name: run_name
 run.log_every: logging_steps log_every_n_steps
 run.eval_every: eval_steps evals_per_epoch eval_strategy evaluation_strategy val_check_interval
 run.load_best: load_best_model_at_end
@@ -60,7 +54,6 @@ parallel.shard: world_size dp
 parallel.tensor: tp tensor_parallel_size
 parallel.pipeline: pp pipeline_parallel_size
 tracking.backends: report_to
-tracking.project: wandb_project
 hub.push: push_to_hub
 hub.repository: hub_model_id
 no key, as weights are not quantized here (zero.stage 3 and offload.parameters make room): load_in_4bit load_in_8bit \
@@ -81,10 +74,12 @@ _MARKS = {
     "LLaMA-Factory": {"model_name_or_path", "template", "finetuning_type", "cutoff_len"},
     "transformers or TRL": {"model_name_or_path", "per_device_train_batch_size", "learning_rate", "num_train_epochs"},
 }
-"""Keys of which another trainer's files have two or more, or the only one."""
+"""Keys of which another trainer's files have two, or the only one."""
 
 
-BY_NAME = {name: key for key, names in NAMES.items() for name in names}
+BY_NAME = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
+BY_NAME |= {name: key for key, names in NAMES.items() for name in names}
+"""What each name is here, by the name in lower case."""
 
 
 def foreign_problems(data: Mapping[str, Any]) -> list[str]:

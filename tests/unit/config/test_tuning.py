@@ -1,0 +1,76 @@
+"""Starts without a configuration, and the defaults of a model that has weights."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+
+from zeromesh import Trainer
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.cli.main import make_parser
+from zeromesh.trainer.cli.train import _take_start
+from zeromesh.trainer.config.load import load_config
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    options = make_parser().parse_args(["train", *words])
+    _take_start(options)
+    return options
+
+
+def directory(tmp_path: Path) -> Path:
+    tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)).save_pretrained(
+        tmp_path / "m"
+    )
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"messages": []}, "chat"),
+        ({"prompt": "", "completion": ""}, "pairs"),
+        ({"instruction": "", "output": ""}, "alpaca"),
+        ({"text": ""}, "text"),
+    ],
+)
+def test_a_model_and_a_file_make_a_configuration(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
+    model, data = directory(tmp_path), tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row) + "\n" + json.dumps(row))
+    options = parsed(
+        "--model", str(model), "--data", str(data), "--lora", "optimizer.betas=[0.5, 0.6]", "batch.global_size=6"
+    )
+    config = load_config(None, options.overrides, tunes="whole")
+    assert (config.model.source, config.data.train, config.data.format) == (str(model), (str(data),), kind)
+    assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)
+    assert (config.optimizer.lr, config.optimizer.exempt) == (2e-4, "biases_and_norms")
+    assert (config.optimizer.betas, config.batch.micro_size) == ((0.5, 0.6), 2)
+    assert "defaults for tuning" in config.notes[0]
+    (tmp_path / "saved.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "saved.yaml").model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--model", "m"), ("--data", "f"), ("x.yaml", "--model", "m", "--data", "f"), ("--lora",)]
+)
+def test_half_a_start_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="give either a configuration, or --model DIR --data FILE"):
+        parsed(*words)
+
+
+def test_a_configuration_is_taken_as_it_is() -> None:
+    options = parsed("x.yaml", "run.seed=1")
+    assert (options.config, options.overrides, options.tune) == ("x.yaml", ["run.seed=1"], False)
+
+
+def test_a_model_with_weights_has_the_defaults_of_tuning(tmp_path: Path) -> None:
+    loaded = tf.LlamaForCausalLM.from_pretrained(directory(tmp_path))
+    assert Trainer(loaded, {"optimizer": {"lr": 1e-3}}).config.optimizer.betas == (0.9, 0.999)
+    assert Trainer(loaded).config.optimizer.lr == 2e-5
+    fresh = tf.LlamaForCausalLM(loaded.config.__class__(**SIZES, num_key_value_heads=2))
+    assert Trainer(fresh).config.optimizer.lr == 3e-4
