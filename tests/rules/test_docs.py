@@ -45,6 +45,7 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").symlink_to(ROOT / "README.md")
     return tmp_path
 
 

@@ -132,6 +132,8 @@ class Reader:
             raise CommandError(f"zeromesh {shlex.join(words)} is not understood") from error
         if options.command not in ("train", "launch", "config"):
             return
+        if options.command == "train" and options.model is not None:
+            return  # That may be one that a line above makes.
         if not PLACEHOLDER.fullmatch(options.config):
             processes = (options.nproc or 1) * (options.nnodes[1] if options.command == "train" else 1)
             config = load_config(self.place(options.config), options.overrides, ranks=processes)

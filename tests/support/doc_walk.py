@@ -46,7 +46,7 @@ class Walk:
         self._page, self._folder, self._run = page, folder, run
         self.skipped: dict[str, str] = {}
         self._server: subprocess.Popen[bytes] | None = None
-        for name in ("configs", "scripts"):
+        for name in ("configs", "scripts", "README.md"):
             (folder / name).symlink_to(ROOT / name)
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "home").mkdir()

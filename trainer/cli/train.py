@@ -172,7 +172,7 @@ def _take_start(options: argparse.Namespace) -> None:
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {
         "model.source": options.model,
-        "data.train": options.data,
+        "data.train": options.data if len(options.data) > 1 else options.data[0],
         "data.format": next((name for column, name in _BY_COLUMN.items() if column in row), "text"),
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),

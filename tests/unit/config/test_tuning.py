@@ -46,7 +46,7 @@ def test_a_model_and_a_file_make_a_configuration(tmp_path: Path, row: dict[str, 
         "--model", str(model), "--data", str(data), "--lora", "optimizer.betas=[0.5, 0.6]", "batch.global_size=6"
     )
     config = load_config(None, options.overrides, tunes="whole")
-    assert (config.model.source, config.data.train, config.data.format) == (str(model), (str(data),), kind)
+    assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), kind)
     assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)
     assert (config.optimizer.lr, config.optimizer.exempt) == (2e-4, "biases_and_norms")
     assert (config.optimizer.betas, config.batch.micro_size) == ((0.5, 0.6), 2)
