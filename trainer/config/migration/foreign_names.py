@@ -61,7 +61,6 @@ quantization_bit quantization_config bnb_4bit_compute_dtype bnb_4bit_quant_type
 trainer.fit(): train
 trainer.save(path): save_model save_pretrained
 the argument processing_class: tokenizer
-the argument data_collator: collate_fn collator
 """
 NO_KEY = "no key"
 """The beginning of words for what has no key here."""
