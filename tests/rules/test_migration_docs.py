@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 from zeromesh.trainer.config.migration.deepspeed_table import TABLE
+from zeromesh.trainer.config.migration.foreign_names import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT: str = runpy.run_path(str(ROOT / "scripts" / "migration_tables.py"))["page"]()
@@ -16,7 +17,9 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_setting_is_on_the_page_once() -> None:
-    rows = [line for line in TEXT.splitlines() if line.startswith("| `")]
+    of_deepspeed, names_of_others = TEXT.split("## Names of other trainers")
+    rows = [line for line in of_deepspeed.splitlines() if line.startswith("| `")]
     names = [name for line in rows for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
     assert sorted(names) == sorted(row.name for row in TABLE)
     assert all(line.count(" | ") == 2 for line in rows)
+    assert all(f"`{name}`" in names_of_others for name in BY_NAME)

@@ -37,7 +37,7 @@ from zeromesh.trainer.config.migration.deepspeed import (
     nested,
     read_deepspeed,
 )
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME, NO_KEY, foreign_problems
+from zeromesh.trainer.config.migration.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
@@ -219,10 +219,10 @@ _REASONS = {
 
 def suggestion(path: str) -> str | None:
     """Return the key that an unknown path may mean, by another trainer's name or a similar one; or words for what is no key."""
-    meant = BY_NAME.get(path.rpartition(".")[2].lower(), "")
+    meant = BY_NAME.get(name := path.rpartition(".")[2].lower(), "")
     if meant.partition(" (")[0] in known_paths() or meant.startswith(NO_KEY):
         return meant
-    return nearest_path(path, known_paths())
+    return nearest_path(path, known_paths()) or OF_DEEPSPEED.get(name)
 
 
 def load_config(

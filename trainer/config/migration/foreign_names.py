@@ -76,8 +76,8 @@ _MARKS = {
 """Keys of which another trainer's files have two, or the only one."""
 
 
-BY_NAME = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
-BY_NAME |= {name: key for key, names in NAMES.items() for name in names}
+OF_DEEPSPEED = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
+BY_NAME = {name: key for key, names in NAMES.items() for name in names}
 """What each name is here, by the name in lower case."""
 
 
