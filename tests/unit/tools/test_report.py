@@ -344,7 +344,7 @@ def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
         config = settings(
             str(tmp_path),
             run={"max_steps": steps, "eval_every": 1},
-            schedule={"name": "constant"},
+            schedule={"name": "constant_with_warmup"},
             checkpoint={"every_steps": 1},
         )
         with Trainer(seeded(llama), config, sentences(), sentences(4)) as trainer:
