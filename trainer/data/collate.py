@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from zeromesh.errors import DataError, ZeromeshError, some
 
@@ -59,6 +59,16 @@ def collator_of(collate: Collate | None, processing_class: Any, *, datasets: boo
     if collate is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))
     return collate
+
+
+def masking_collator(tokenizer: Any, fraction: float) -> Collate:
+    """Return what masks a `fraction` of the tokens, which are then to be found (Devlin et al. 2019). Raises `DataError`."""
+    if getattr(tokenizer, "mask_token", None) is None:
+        raise DataError(
+            "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that does, "
+            "or a data_collator"
+        )
+    return cast("Collate", DataCollatorForLanguageModeling(tokenizer, mlm_probability=fraction))
 
 
 def is_library(collate: Collate | None) -> bool:
@@ -136,7 +146,7 @@ def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     Padding is where `attention_mask` is 0, or the last document of a row by its `position_ids` where that has no target. A model
     that balances experts, for example, counts all tokens that it is given. The length stays a `multiple`, and a mask of ones goes.
     """
-    length = batch["labels"].shape[1]
+    length = batch["input_ids"].shape[1]
     places = torch.arange(length)
     if "attention_mask" in batch:
         ends = batch["attention_mask"].sum(dim=1)
@@ -145,7 +155,7 @@ def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
         learnt = ((batch["labels"] != IGNORED_LABEL) & (places >= last[:, None])).any(dim=1)
         ends = torch.where(learnt, length, last)
     end = min(-(-int(ends.max()) // multiple) * multiple, length)
-    found = {name: value[:, :end].contiguous() for name, value in batch.items()}
+    found = {name: value[:, :end].contiguous() if value.ndim > 1 else value for name, value in batch.items()}
     if "attention_mask" in found and bool(found["attention_mask"].all()):
         found.pop("attention_mask")
     return found

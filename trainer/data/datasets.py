@@ -10,6 +10,7 @@ that are mixed that of `sampler.MixedOrder`.
 
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zeromesh.environment import available_cores
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, some
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
 from zeromesh.trainer.data.packing import (
@@ -69,6 +71,8 @@ class LoadedData:
     """Lines for the person who runs it."""
     endings: tuple[int, ...] = ()
     """The tokens that end answers, where there are any."""
+    classes: tuple[str, ...] = ()
+    """The names of the classes of labelled text."""
 
 
 def load_datasets(
@@ -115,6 +119,7 @@ def load_datasets(
             byte_pair_entropy=entropy,
             notes=tuple(notes),
             endings=tuple(loader.endings),
+            classes=tuple(loader.classes),
         )
     sets: dict[str, Sequences] = {}
     held: dict[str, Sequences] = {}
@@ -139,6 +144,7 @@ def load_datasets(
         byte_pair_entropy=None,
         notes=tuple(lines),
         endings=tuple(loader.endings),
+        classes=tuple(loader.classes),
     )
 
 
@@ -155,6 +161,7 @@ class _Document(NamedTuple):
     text_bytes: int
     ids: TokenArray
     targets: TokenArray | None
+    label: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +180,8 @@ class _DatasetLoader:
     tell: Callable[[str], None]
     endings: set[int] = field(default_factory=set)
     """The tokens that end nearly all answers of what was loaded."""
+    classes: list[str] = field(default_factory=list)
+    """The classes of labelled text in the order of their numbers, as the first text that is loaded has them."""
 
     def load(self, section: DataSection, where: str) -> tuple[Sequences, Sequences | None, list[str], float | None]:
         """Return the sequences to be trained on, those of `data.eval` or held out, notes, and the byte-pair entropy."""
@@ -182,7 +191,12 @@ class _DatasetLoader:
         eval_source = self.eval_source(section)
         text = self._read(section, source, fraction if eval_source is None else 0.0)
         kept, held = text.kept, text.held
-        if section.format != "text":
+        if section.format == "labels" and not self.classes:
+            names = set(text.remarks["labels"])
+            self.classes.extend(
+                sorted(names, key=int if all(re.fullmatch(r"\d{1,9}", each) for each in names) else str)
+            )
+        if section.format not in ("text", "labels"):
             renderer = self._renderer(section)
             with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
                 ending = renderer.ending(islice(source.rows(renderer.wanted, renderer.optional, []), _ASKED))
@@ -228,7 +242,9 @@ class _DatasetLoader:
         """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
         values: list[Any] = [_VERSION, self.digest, fraction, source.description()]
         renderer = None
-        if section.format != "text":
+        if section.format == "labels":
+            values += [section.format, section.columns.get("label"), section.sequence_length]
+        elif section.format != "text":
             renderer = self._renderer(section)
             values += [section.format, renderer.columns, self.template, renderer.answers, section.sequence_length]
         key = None
@@ -237,28 +253,33 @@ class _DatasetLoader:
             key = hashlib.blake2b(described, digest_size=16).hexdigest()
         skipped: list[str] = []
         counts: Counter[str] = Counter()
+        labels: tuple[list[Any], list[Any]] = ([], [])
 
         def write(kept: TokenWriter, held: TokenWriter) -> None:
             began, total = time.monotonic(), human_bytes(sum(file.path.stat().st_size for file in source.files))
-            if renderer is None:
+            if section.format == "labels":
+                documents = self._labelled(source, section, skipped, counts)
+            elif renderer is None:
                 documents = self._documents(source, skipped)
             else:
                 documents = self._conversations(source, renderer, section.sequence_length, skipped, counts)
-            for key, text_bytes, ids, targets in documents:
-                writer = held if is_held_out(key, fraction) else kept
-                writer.append(ids, text_bytes=text_bytes, targets=targets)
+            for key, text_bytes, ids, targets, label in documents:
+                apart = is_held_out(key, fraction)
+                (held if apart else kept).append(ids, text_bytes=text_bytes, targets=targets)
+                labels[apart].append(label)
                 done = kept.amount.text_bytes + held.amount.text_bytes
                 speed = done / max(time.monotonic() - began, 1e-3)
                 self.tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
 
         def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
             found: dict[str, Any] = {"skipped": skipped, "counts": counts}
+            found |= {"labels": [*labels[0], *labels[1]]} if section.format == "labels" else {}
             for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
-                counted = renderer is None and isinstance(self.tokenizer, ByteTokenizer) and part.size > 1
+                counted = section.format == "text" and isinstance(self.tokenizer, ByteTokenizer) and part.size > 1
                 found[name] = byte_pair_entropy(part) if counted else None
             return found
 
-        return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=renderer is not None)
+        return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=section.format != "text")
 
     def _documents(self, source: TextSource, skipped: list[str]) -> Iterator[_Document]:
         beginning, end = self.tokenizer.beginning, self.tokenizer.end_of_text
@@ -266,6 +287,24 @@ class _DatasetLoader:
             text_bytes = len(document.text.encode("utf-8", errors="replace"))
             ids = np.concatenate([np.asarray(beginning, tokens.dtype), tokens, [end]])
             yield _Document(document.key, text_bytes, ids, None)
+
+    def _labelled(
+        self, source: TextSource, section: DataSection, skipped: list[str], counts: Counter[str]
+    ) -> Iterator[_Document]:
+        """Texts, cut to a sequence, with their classes as text."""
+        column = section.columns.get("label", "label")
+        for row in source.rows([section.text_field, column], [], skipped):
+            text, label = row.values[section.text_field], row.values[column]
+            if not isinstance(text, str) or not isinstance(label, str | int):
+                raise DataError(
+                    f"{row.where}: {section.text_field!r} is {type(text).__name__} and {column!r} {type(label).__name__}; a row "
+                    "has text and the name or number of its class (data.text_field, data.columns: {label: ...})"
+                )
+            counts["rows"] += 1
+            ids = self.tokenizer.encode_whole(text, section.sequence_length)
+            text_bytes = len(text.encode("utf-8", errors="replace"))
+            if ids.size:
+                yield _Document(row.key, text_bytes, ids, np.zeros(len(ids), np.bool_), str(label))
 
     def _conversations(
         self, source: TextSource, renderer: Renderer, limit: int, skipped: list[str], counts: Counter[str]
@@ -314,6 +353,13 @@ class _DatasetLoader:
             separator=separator,
         ), Detail(note)
 
+    def _classes(self, text: StoredText, first: int, amount: TextAmount, where: str) -> NDArray[np.int64]:
+        """The numbers of the classes of a part of a text. Raises `DataError` for a class that the training text does not have."""
+        own = text.remarks["labels"][text.kept.documents if first else 0 :][: amount.documents]
+        if unknown := set(own) - set(self.classes):
+            raise DataError(f"{where} has classes that the training text does not have: {some(sorted(unknown))}")
+        return np.asarray([self.classes.index(each) for each in own], np.int64)
+
     def _pack_conversations(
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
     ) -> tuple[ConversationDataset, str]:
@@ -323,20 +369,24 @@ class _DatasetLoader:
                 f"{where} holds {counts['rows']} rows, and none has a target of the loss in its first {length} tokens; raise "
                 "data.sequence_length, look whether the messages have an answer of role assistant, or set data.loss_on: all"
             )
+        labelled = section.format == "labels"
         found = ConversationDataset.pack(
             text,
             first,
             amount,
             length,
-            packing=section.packing,
-            separate=self.separate,
-            padding=self.tokenizer.end_of_text,
+            packing=section.packing and not labelled,
+            separate=self.separate and not labelled,
+            padding=self.tokenizer.padding if labelled else self.tokenizer.end_of_text,
+            labels=self._classes(text, first, amount, where) if labelled else None,
         )
         filled = amount.tokens / (len(found) * length)
         note = (
             f"{where}: {amount.documents:,} rows, {amount.tokens:,} tokens, in {len(found):,} sequences of {length}, which they "
             f"fill to {filled:.0%}"
         )
+        if labelled:
+            return found, f"{note}; {len(self.classes)} classes: {some(self.classes, 8)}"
         if first:  # What follows is of all rows, and was said with the others.
             return found, Detail(note)
         note += f"; targets of the loss are {counts['targets']:,} tokens of all rows"

@@ -105,6 +105,8 @@ class ConversationDataset(TokenDataset):
     """Positions begin anew with each document."""
     padding: int
     """The id of what is left of a sequence."""
+    labels: NDArray[np.int64] | None = None
+    """The class of each document, where these are what is learnt; then each has a sequence of its own."""
 
     @classmethod
     def pack(
@@ -135,7 +137,7 @@ class ConversationDataset(TokenDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return `input_ids`, `labels` and, for separate documents, `position_ids`, else `attention_mask`, which is 0 for padding:
-        int64 `[sequence]`."""
+        int64 `[sequence]`; the label of a class is a scalar."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         documents = slice(self.cuts[index], self.cuts[index + 1])
@@ -151,6 +153,8 @@ class ConversationDataset(TokenDataset):
         tokens = torch.from_numpy(marked)
         ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
         labels = ids.masked_fill(((tokens & TARGET) == 0) | begins, IGNORED_LABEL)
+        if self.labels is not None:
+            labels = torch.tensor(self.labels[self.cuts[index]])
         found = {"input_ids": ids, "labels": labels}
         if self.separate:
             return {**found, "position_ids": _positions(begins)}
@@ -164,7 +168,7 @@ class ConversationDataset(TokenDataset):
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and of how they are packed, equal for equal data."""
         described = xxhash.xxh3_64(f"{self.sequence_length} {self.text.digest} {self.separate} {self.padding}".encode())
-        for each in (self.begins, self.cuts):
+        for each in (self.begins, self.cuts, *([] if self.labels is None else [self.labels])):
             described.update(each.astype("<i8").tobytes())
         return described.hexdigest()
 

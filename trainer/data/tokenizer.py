@@ -43,9 +43,18 @@ class ByteTokenizer:
         """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
+    def encode_whole(self, text: str, limit: int) -> TokenArray:
+        """The first bytes of a text, at most `limit`."""
+        return self.encode([text])[0][:limit]
+
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
         """The bytes of each text. Where they lie in it nobody needs to ask: those of two texts are those of both together."""
         return [(ids, None) for ids in self.encode(texts)]
+
+    @property
+    def padding(self) -> int:
+        """The id of what fills a sequence up."""
+        return self.end_of_text
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a text that a model is to go on from: its bytes."""
@@ -111,12 +120,22 @@ class PretrainedTokenizer:
         """The id of `eos_token`, or of `sep_token` where there is none."""
         return int(self._separator())
 
+    @property
+    def padding(self) -> int:
+        """The id of `pad_token`, or of what ends a text where there is none."""
+        pad = self.tokenizer.pad_token_id
+        return self.end_of_text if pad is None else int(pad)
+
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """The ids of each text, int64."""
         if not texts:
             return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+    def encode_whole(self, text: str, limit: int) -> TokenArray:
+        """The ids of a text as the tokenizer begins and ends it, cut to `limit`, int64."""
+        return np.asarray(self.tokenizer(text, truncation=True, max_length=limit)["input_ids"], dtype=np.int64)
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
         """The ids of each text, and the characters of each token, int64 `[tokens, 2]`: the first, and the one behind the last; None

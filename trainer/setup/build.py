@@ -180,7 +180,7 @@ def build_run(
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)))
     console.note(f"data     {data.row()}")
-    config, plan = _over_data(config, plan, data.train, console)
+    config, plan = _over_data(with_classes(config, data), plan, data.train, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
     data_description = data.description(shuffle=config.data.shuffle)
@@ -262,6 +262,18 @@ def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[st
     if shape.tensor > 1 or shape.pipeline > 1:
         notes.append(mesh.picture())
     return [*notes, f"batch: {plan.equation()}"]
+
+
+def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
+    """The configuration whose model has the classes of labelled text, where it says nothing else."""
+    classes, given = data.loaded.classes if data.loaded is not None else (), config.model.config or {}
+    if not classes or "num_labels" in given or "id2label" in given:
+        return config
+    names: dict[str, Any] = {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: n for n, name in enumerate(classes)},
+    }
+    return config.model_copy(update={"model": config.model.model_copy(update={"config": {**given, **names}})})
 
 
 def _over_data(

@@ -25,7 +25,8 @@ from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules, is_library
+from zeromesh.trainer.data.collate import BatchRules, is_library, masking_collator
+from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -36,7 +37,7 @@ from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.documents import require_separate_documents
 from zeromesh.trainer.losses.losses import Loss, make_loss
-from zeromesh.trainer.models.adapters import add_lora
+from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
@@ -91,6 +92,8 @@ def build_trained_model(
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
+    if data.loaded is not None and data.loaded.classes:
+        _require_classes(model, data.loaded)
     if data.loaded is not None:
         console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
     changes = ExitStack()
@@ -119,6 +122,12 @@ def build_trained_model(
         if config.data.separates if data.loaded is not None else config.data.separate_documents:
             require_separate_documents(model)
         start_times.end("loss")
+        if (
+            data.loaded is not None
+            and inputs.collate is None
+            and type(pretrained_of(model)).__name__.endswith("ForMaskedLM")
+        ):
+            inputs = replace(inputs, collate=masking_collator(data.processing_class, config.data.mask_fraction))
         hub_form = HubForm(model)
         feeds = Feeds(
             data=data,
@@ -424,6 +433,24 @@ def _check_settings(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
                 "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             )
+
+
+def _require_classes(model: nn.Module, loaded: LoadedData) -> None:
+    """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of labelled text."""
+    inside = pretrained_of(model)
+    if inside is None or not type(inside).__name__.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"labels are for a model that has classes of texts, and {type(model).__name__} has none; set model.head: "
+            "sequence_classification",
+            where="data.format",
+        )
+    if inside.config.num_labels < len(loaded.classes):
+        raise ConfigError(
+            f"num_labels is {inside.config.num_labels}, and the text has {len(loaded.classes)} classes",
+            where="model.config",
+        )
+    if getattr(inside.config, "pad_token_id", None) is None:
+        inside.config.pad_token_id = loaded.tokenizer.padding
 
 
 def _cut_to(config: TrainerConfig) -> int | None:

@@ -42,10 +42,10 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt"]
+DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels"]
 Column = Literal[
     "messages", "prompt", "completion", "tools", "chat_template_kwargs",
-    "instruction", "input", "output", "conversations", "system",
+    "instruction", "input", "output", "conversations", "system", "label",
 ]  # fmt: skip
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
@@ -82,16 +82,19 @@ class DataSection(Section):
     sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
     format: DataFormat = "text"
     """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
-    (alpaca), or conversations of from and value (sharegpt), which become messages."""
+    (alpaca), or conversations of from and value (sharegpt), which become messages; or text and its class (labels), for a
+    model.head of sequence_classification."""
     columns: Columns = Field(default_factory=dict)
     """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
-    instruction, input, output, conversations, system), where they have others: `{messages: turns}`."""
+    instruction, input, output, conversations, system, label), where they have others: `{messages: turns}`."""
     chat_template: Text | None = None
     """The Jinja template of conversations, or a file that holds it; null: the tokenizer's own."""
     loss_on: Literal["answers", "all"] = "answers"
     """The loss of conversations and pairs: of the assistant's turns and of completions alone (answers), or of all tokens."""
     packing: bool = True
     """Conversations and pairs share sequences, each as a whole; false: each has a sequence of its own."""
+    mask_fraction: Annotated[Fraction, Field(gt=0.0)] = 0.15
+    """Part of the tokens of text that a masked language model has to find."""
     eval: Text | Texts | None = None
     """The same for evaluation; null holds `eval_fraction` of the training documents out."""
     eval_fraction: Fraction = 0.05
@@ -141,7 +144,7 @@ class DataSection(Section):
         """`separate_documents`, with null made true or false."""
         if self.separate_documents is not None:
             return self.separate_documents
-        return self.packing and any(part.format != "text" for part in self.parts().values())
+        return self.packing and any(part.format not in ("text", "labels") for part in self.parts().values())
 
 
 class OptimizerSection(Section):
