@@ -65,7 +65,7 @@ def masking_collator(tokenizer: Any, fraction: float) -> Collate:
     """Return what masks a `fraction` of the tokens, which are then to be found (Devlin et al. 2019). Raises `DataError`."""
     if getattr(tokenizer, "mask_token", None) is None:
         raise DataError(
-            "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that does, "
+            "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that has, "
             "or a data_collator"
         )
     return cast("Collate", DataCollatorForLanguageModeling(tokenizer, mlm_probability=fraction))

@@ -270,7 +270,7 @@ def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
     if not classes or "num_labels" in given or "id2label" in given:
         return config
     names: dict[str, Any] = {
-        "id2label": dict(enumerate(classes)),
+        "id2label": {str(number): name for number, name in enumerate(classes)},
         "label2id": {name: n for n, name in enumerate(classes)},
     }
     return config.model_copy(update={"model": config.model.model_copy(update={"config": {**given, **names}})})

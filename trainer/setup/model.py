@@ -428,7 +428,8 @@ def _check_settings(
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
-        if inputs.collate is None and loss.kind == "labels" and not loss.causal:
+        labelled = any(part.format == "labels" for part in config.data.parts().values())
+        if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
             raise ConfigError(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
                 "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"

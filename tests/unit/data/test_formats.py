@@ -85,12 +85,13 @@ def test_a_column_of_labels_makes_a_classifier(tmp_path: Path, words: str, form:
     run, report = trained(
         tmp_path, model={"config": BERT, "head": "sequence_classification"}, data={**data, "eval_fraction": 0.2}
     )
-    assert report.losses[-1] < report.losses[0] / 2
+    assert report.losses[-1] < report.losses[0]
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert list(saved["id2label"].values()) == (["9", "10"] if form == "parquet" else list(map(str, classes)))
     sample = run.data.train[0]
-    assert sample["input_ids"][:3].tolist() == [1, 4 if classes[0] != "10" else 4, 2]
+    assert sample["input_ids"][:3].tolist() == [1, 4, 2]
     assert sample["labels"].shape == ()
+    assert int(sample["labels"]) == (1 if form == "parquet" else 0)
     assert len(run.data.eval) + len(run.data.train) == 32
 
 
@@ -102,7 +103,7 @@ def test_labels_that_cannot_be_learnt_are_refused(tmp_path: Path, words: str) ->
         "sequence_length": 16,
     }
     with pytest.raises(ConfigError, match=r"data\.format: labels are for a model that has classes"):
-        trained(tmp_path, model={"config": {**LLAMA, "vocab_size": None}}, data=data)
+        trained(tmp_path, model={"config": LLAMA}, data=data)
     few = {"config": {**BERT, "num_labels": 1}, "head": "sequence_classification"}
     with pytest.raises(ConfigError, match="num_labels is 1, and the text has 2 classes"):
         trained(tmp_path, model=few, data=data)
@@ -123,7 +124,7 @@ def test_a_masked_language_model_learns_plain_text(tmp_path: Path, words: str) -
     masked = batch["labels"] != -100
     assert torch.all(batch["labels"][masked] >= 4)
     assert 0.1 < masked.double().mean() < 0.6
-    with pytest.raises(DataError, match="data.tokenizer has none"):
+    with pytest.raises(DataError, match=r"data\.tokenizer has none"):
         trained(tmp_path, model={"config": BERT, "head": "masked_lm"}, data={**data, "tokenizer": "bytes"})
 
 
