@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from zeromesh.environment import available_cores
 from zeromesh.errors import DataError, some
-from zeromesh.trainer.config.sections.training import DataSection
+from zeromesh.trainer.config.sections.training import DataSection, MixturePart
 from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
 from zeromesh.trainer.data.packing import (
     ConversationDataset,
@@ -55,6 +55,7 @@ _ASKED = 64
 """Rows that are looked at for what ends an answer."""
 
 Sequences = PackedDataset | ConversationDataset
+Evaluated = Sequences | Mapping[str, Sequences] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,7 +63,7 @@ class LoadedData:
     """Datasets made of text."""
 
     train: Sequences | MixedDataset
-    eval: Sequences | Mapping[str, Sequences] | None
+    eval: Evaluated
     """The held-out sequences; for a mixture, those of its parts by their names; None where nothing is held out."""
     tokenizer: Tokenizer
     byte_pair_entropy: float | None
@@ -108,41 +109,20 @@ def load_datasets(
         tell=tell,
     )
     if section.mixture is None:
+        train: Sequences | MixedDataset
+        evaluation: Evaluated
         train, evaluation, notes, entropy = loader.load(section, "data.train")
         if entropy is not None:
             line = f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat"
             notes.append(Detail(line))
-        return LoadedData(
-            train=train,
-            eval=evaluation,
-            tokenizer=tokenizer,
-            byte_pair_entropy=entropy,
-            notes=tuple(notes),
-            endings=tuple(loader.endings),
-            classes=tuple(loader.classes),
-        )
-    sets: dict[str, Sequences] = {}
-    held: dict[str, Sequences] = {}
-    lines: list[str] = []
-    eval_source = loader.eval_source(section)
-    own = {} if eval_source is None else {"eval_fraction": 0.0, "eval": None}
-    for name, part in section.parts().items():
-        sets[name], evaluation, notes, _ = loader.load(part.model_copy(update=own), f"data.mixture.{name}.train")
-        lines += notes
-        held |= {name: evaluation} if evaluation is not None else {}
-    mixed = MixedDataset(list(sets.values()), [part.weight for part in section.mixture.values()])
-    shares = [f"{name} {weight / sum(mixed.weights):.1%}" for name, weight in zip(sets, mixed.weights, strict=True)]
-    lines.append(f"data.mixture: {', '.join(shares)} of the sequences; {len(mixed):,} of them count as an epoch")
-    chosen: Sequences | Mapping[str, Sequences] | None = held or None
-    if eval_source is not None:
-        chosen, note = loader.evaluation(section, eval_source)
-        lines.append(note)
+    else:
+        train, evaluation, notes, entropy = loader.mix(section, section.mixture)
     return LoadedData(
-        train=mixed,
-        eval=chosen,
+        train=train,
+        eval=evaluation,
         tokenizer=tokenizer,
-        byte_pair_entropy=None,
-        notes=tuple(lines),
+        byte_pair_entropy=entropy,
+        notes=tuple(notes),
         endings=tuple(loader.endings),
         classes=tuple(loader.classes),
     )
@@ -222,6 +202,28 @@ class _DatasetLoader:
             kind = "text" if section.format == "text" else "rows"
             notes.append(f"{where}: left out {len(skipped)} files that are not {kind}, such as {skipped[0]!r}")
         return train, evaluation, notes, entropy
+
+    def mix(
+        self, section: DataSection, parts: Mapping[str, MixturePart]
+    ) -> tuple[MixedDataset, Evaluated, list[str], None]:
+        """Return the same of a mixture, whose held-out sequences are those of its parts by their names."""
+        sets: dict[str, Sequences] = {}
+        held: dict[str, Sequences] = {}
+        lines: list[str] = []
+        eval_source = self.eval_source(section)
+        own = {} if eval_source is None else {"eval_fraction": 0.0, "eval": None}
+        for name, part in section.parts().items():
+            sets[name], evaluation, notes, _ = self.load(part.model_copy(update=own), f"data.mixture.{name}.train")
+            lines += notes
+            held |= {name: evaluation} if evaluation is not None else {}
+        mixed = MixedDataset(list(sets.values()), [part.weight for part in parts.values()])
+        shares = [f"{name} {weight / sum(mixed.weights):.1%}" for name, weight in zip(sets, mixed.weights, strict=True)]
+        lines.append(f"data.mixture: {', '.join(shares)} of the sequences; {len(mixed):,} of them count as an epoch")
+        chosen: Evaluated = held or None
+        if eval_source is not None:
+            chosen, note = self.evaluation(section, eval_source)
+            lines.append(note)
+        return mixed, chosen, lines, None
 
     def _renderer(self, section: DataSection) -> Renderer:
         columns = {str(name): own for name, own in section.columns.items()}

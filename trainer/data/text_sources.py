@@ -113,7 +113,10 @@ class TextSource:
         for file in self.files:
             if file.form == "text" and not _is_text(file):
                 if file.named:
-                    raise DataError(f"{str(file.path)!r} is not text (its start holds NUL bytes)")
+                    raise DataError(
+                        f"{str(file.path)!r} is not text (its start holds NUL bytes); UTF-16 without a byte order mark needs "
+                        "data.encoding: utf-16-le"
+                    )
                 if skipped is not None:
                     skipped.append(file.key)
                 continue
