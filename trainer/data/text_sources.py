@@ -414,7 +414,7 @@ def _json_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
-            raise DataError(f"{str(file.path)!r} line {number} cannot be read as json: {error}") from error
+            raise DataError(f"{str(file.path)!r} cannot be read as json: line {number}: {error}") from error
         if _HALF_CHARACTER.search(text):
             found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
         for row in found if isinstance(found, list) else [found]:

@@ -51,11 +51,10 @@ def pin_sources(
 
     A model that is given to the trainer (`model_given`) needs no source, and `came_from` is where it was loaded from. Returns the
     configuration with `model.revision` as the commit that was fetched, and `data.tokenizer` as bytes or a directory: where it names
-    none and the run `reads_text`, the model's own.
+    none and the run `reads_text`, the model's own, if it has one.
 
     Raises:
-        ConfigError: for what is neither a directory nor a repository that can be reached, with what was tried, and for a model
-            without a tokenizer.
+        ConfigError: for what is neither a directory nor a repository that can be reached, with what was tried.
     """
     model, data = config.model, config.data
     if model.source is not None and not model_given:
@@ -69,13 +68,8 @@ def pin_sources(
         wanted = model.revision if named == model.source else None
         commit = _fetch(named, wanted, TOKENIZER_FILES, mesh, where="data.tokenizer")
         found = directory_of(named, commit, TOKENIZER_FILES, where="data.tokenizer")
-        if data.tokenizer is None and not has_tokenizer(found):
-            raise ConfigError(
-                f"null means the tokenizer of the model, and {named!r} has none; give the directory that save_pretrained of its "
-                "tokenizer wrote, or bytes for a model whose tokens are the bytes of a text",
-                where="data.tokenizer",
-            )
-        named = str(found)
+        # That a model has none is an error about text, which comes after those about the model.
+        named = str(found) if data.tokenizer is not None or has_tokenizer(found) else None
     data = data.model_copy(update={"tokenizer": named})
     return config.model_copy(update={"model": model, "data": data})
 

@@ -320,6 +320,12 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
+    if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
+        raise ConfigError(
+            f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "
+            "directory that save_pretrained of its tokenizer wrote, or bytes for a model whose tokens are the bytes of a text",
+            where="data.tokenizer",
+        )
     own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache_directory = config.data.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "tokens"
     cache = TokenCache(Path(cache_directory).expanduser(), console.note)

@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
         "data.tokenizer=/nowhere",
         ["data.tokenizer: '/nowhere' does not exist; give bytes, a local directory"],
     ),
-    "not a tokenizer": ("data.tokenizer={here}", ["holds neither tokenizer.json nor", "save_pretrained wrote"]),
+    "not a tokenizer": ("data.tokenizer={here}", ["holds no tokenizer (tokenizer.json", "save_pretrained of a"]),
     "no text": ("data.train={here}/empty.txt", ["holds 0 tokens", "give more text, or lower data.sequence_length"]),
     "not text": ("data.train={here}/binary.txt", ["binary.txt' is not text (its start holds NUL bytes)"]),
     "column": ("data.train={here}/rows.jsonl", ["row 0 has no field 'text', only 'body'; set data.text_field"]),
@@ -89,12 +89,15 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     ),
     "two models": ("model.source={here}/good", ["model.config: given beside model.source", "set it to null"]),
     "no weights": (
-        "model.source={here}/none | model.config=null",
+        "model.source={here}/none | model.config=null | data.tokenizer=bytes",
         ["none has neither model.safetensors.index.json nor"],
     ),
-    "pickle": ("model.source={here}/pickle | model.config=null", ["pytorch_model.bin is pickle, which runs code when"]),
+    "pickle": (
+        "model.source={here}/pickle | model.config=null | data.tokenizer=bytes",
+        ["pytorch_model.bin is pickle, which runs code when"],
+    ),
     "cut weights": (
-        "model.source={here}/cut | model.config=null",
+        "model.source={here}/cut | model.config=null | data.tokenizer=bytes",
         ["cut/model.safetensors has 20000 bytes, but its head"],
     ),
     "bad config.json": (
@@ -102,11 +105,11 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
         ["config/config.json", "is not a valid JSON"],
     ),
     "shapes": (
-        "model.source={here}/shapes | model.config=null",
+        "model.source={here}/shapes | model.config=null | data.tokenizer=bytes",
         ["6 problems", "has shape [32, 48], the model has [32, 64]"],
     ),
     "bytes": (
-        "model.source={here}/good | model.config=null",
+        "model.source={here}/good | model.config=null | data.tokenizer=bytes",
         ["vocabulary has 64 tokens", "the tokenizer that belongs to"],
     ),
 }
@@ -182,8 +185,8 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         "DataError",
         ["field 'input_ids' has shape [7], but that of sample ", "pad or cut samples to one length"],
     ),
-    "masked": ("DataError", ["every label of the global batch is -100 (samples ", "check how the dataset"]),
-    "masked evaluation": ("DataError", ["every label of the global batch is -100 (samples 0, 1, 2"]),
+    "masked": ("DataError", ["every label of the first ", "check how the dataset"]),
+    "masked evaluation": ("DataError", ["every label of the first 4 samples is -100"]),
     "vocabulary": ("DataError", ["input_ids[", "the model's vocabulary has 64 tokens (ids 0 to 63)"]),
     "negative": ("DataError", ["input_ids[", "is -", "the model's vocabulary has 64 tokens (ids 0 to 63)"]),
     "fractions": ("DataError", ["are torch.float32; token ids are integers"]),

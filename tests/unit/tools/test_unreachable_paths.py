@@ -158,7 +158,10 @@ def test_a_model_directory_that_libraries_fail_on(
     path = Path(places["m"], "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     began = time.monotonic()
-    for words in (["generate", "{m}", "--prompts", "{p}"], ["train", "{c}", "model.source={m}", "model.config=null"]):
+    for words in (
+        ["generate", "{m}", "--prompts", "{p}"],
+        ["train", "{c}", "model.source={m}", "model.config=null", "data.tokenizer=bytes"],
+    ):
         code = main([word.format(**places) for word in words])
         said = capsys.readouterr().err
         assert code in (1, 2), (words, said)
