@@ -1,6 +1,5 @@
 """The data of a run: its datasets, and the feeds that make checked batches of them."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,8 +109,10 @@ class Feed:
         if plan.epoch_size is not None:
             steps = min(_TRIED, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
-            for step, turn in itertools.product(range(steps), range(plan.accumulation)):
-                indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
+            for number in range(steps * plan.accumulation):
+                indices = self.order.dataset_indices(
+                    plan.microbatch(number // plan.accumulation, 0, number % plan.accumulation)
+                )
                 batch = self.rules.make_batch(self.dataset, list(indices))
                 labels = batch.get("labels")
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):

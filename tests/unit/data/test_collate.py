@@ -161,11 +161,12 @@ def test_columns_of_padding_are_cut_off() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
     for batch in ({"labels": labels, "attention_mask": mask}, {"labels": labels, "position_ids": positions}):
+        batch["input_ids"] = labels
         assert torch.equal(without_padding(batch, 1)["labels"], labels[:, :3])
         assert without_padding(batch, 4)["labels"].shape == (2, 4)
-    assert "attention_mask" not in without_padding({"labels": labels, "attention_mask": mask}, 1)
-    assert "attention_mask" in without_padding({"labels": labels, "attention_mask": mask}, 4)
-    full = {"labels": labels.clone(), "position_ids": positions}
+    assert "attention_mask" not in without_padding({"input_ids": labels, "labels": labels, "attention_mask": mask}, 1)
+    assert "attention_mask" in without_padding({"input_ids": labels, "labels": labels, "attention_mask": mask}, 4)
+    full = {"input_ids": labels, "labels": labels.clone(), "position_ids": positions}
     full["labels"][0, -1] = 5
     assert without_padding(full, 1)["labels"].shape == (2, 6)
 
