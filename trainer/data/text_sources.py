@@ -391,7 +391,7 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
 def _cure(columns: Collection[str], cure: str) -> str:
     """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
     known = {"chat": {"messages"}, "pairs": {"prompt", "completion"}, "alpaca": {"instruction", "output"}}
-    for form, names in {**known, "sharegpt": {"conversations"}}.items():
+    for form, names in known.items():
         if names <= set(columns):
             return f"set data.format: {form}"
     return cure

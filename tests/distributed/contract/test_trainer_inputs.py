@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["field 'input_ids' has shape [7], but that of sample ", "pad or cut samples to one length"],
     ),
     "masked": ("DataError", ["every label of the first ", "check how the dataset"]),
-    "masked evaluation": ("DataError", ["every label of the first 4 samples is -100"]),
+    "masked evaluation": ("DataError", ["every label of the first "]),
     "vocabulary": ("DataError", ["input_ids[", "the model's vocabulary has 64 tokens (ids 0 to 63)"]),
     "negative": ("DataError", ["input_ids[", "is -", "the model's vocabulary has 64 tokens (ids 0 to 63)"]),
     "fractions": ("DataError", ["are torch.float32; token ids are integers"]),
