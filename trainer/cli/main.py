@@ -82,6 +82,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest
+    options.words = tuple(arguments)
     if options.numa_binding is not None:
         options.overrides.append(f"parallel.numa_binding={options.numa_binding}")
     return options

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
-from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import write_whole
+from zeromesh.environment import available_cores, die_with_launcher, read_environment
+from zeromesh.errors import ConfigError
+from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
@@ -54,11 +54,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.picture is not None:
         from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
 
-        try:
-            moments = estimator.over_step(plan.rows[0].estimate.layout)
+        moments = estimator.over_step(plan.rows[0].estimate.layout)
+        with refusals(options.picture, "written"):
             write_whole(options.picture, plan_picture(plan, list(moments)).encode())
-        except OSError as error:
-            raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -88,16 +86,7 @@ def _measure(options: argparse.Namespace) -> int:
     if options.worker or launched or ranks == 1:
         _measure_here(options)
         return 0
-    words = [
-        "plan",
-        "--measure",
-        *(["--tiny"] if options.tiny else []),
-        "--worker",
-        "--directory",
-        str(options.directory or _DIRECTORY),
-    ]
-    words += ["--out", str(options.out)] if options.out is not None else []
-    return train.report(launch_workers(python_arguments("zeromesh", words), processes=ranks))
+    return train.report(launch_workers(train.same_command(options), processes=ranks))
 
 
 def _ranks_here() -> int:

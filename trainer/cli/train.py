@@ -175,6 +175,11 @@ def _attached(options: argparse.Namespace) -> int:
         return result.exit_code
 
 
+def same_command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the arguments of a worker of this very command."""
+    return python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+
+
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return python_arguments("zeromesh", (options.command, "--worker", "--", options.config, *options.overrides))
 
