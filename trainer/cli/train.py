@@ -262,6 +262,8 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
     """
     path = Path(source).expanduser()
     if not path.is_dir():
+        if path.name == _RESOLVED:
+            _require_no_script(path.parent)
         return path, (), None
     run = path.parent.parent if (path / "manifest.json").is_file() else path
     if (run / _RESOLVED).is_file():
