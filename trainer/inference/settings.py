@@ -83,7 +83,7 @@ def settings_of(
     if positions is not None and wanted > positions:
         raise DataError(
             f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
-            "positions; shorten it, or lower max_new_tokens"
+            f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
         )
     known = encoder_positions(module)
     if known is not None and prompt_tokens > known:
