@@ -169,7 +169,7 @@ def is_named(said: str, wrong: str, folder: Path) -> bool:
         "line ",
         "chat template",
         "--",
-        wrong.partition("=")[0],
+        wrong.partition("=")[0].rpartition(".")[2],
     ]
     return any(mark in said for mark in marks)
 

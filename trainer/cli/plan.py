@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.environment import available_cores, die_with_launcher, read_environment
-from zeromesh.errors import ConfigError
-from zeromesh.files import refusals, write_whole
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
@@ -54,9 +54,11 @@ def _plan(options: argparse.Namespace) -> int:
     if options.picture is not None:
         from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
 
-        moments = estimator.over_step(plan.rows[0].estimate.layout)
-        with refusals(options.picture, "written"):
+        try:
+            moments = estimator.over_step(plan.rows[0].estimate.layout)
             write_whole(options.picture, plan_picture(plan, list(moments)).encode())
+        except OSError as error:
+            raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")
