@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeromesh.errors import StorageError
+
 _PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
 """Names of files that are not whole yet. They are short whatever the name of the file that they become: that may have 255 bytes."""
 _KINDS = (
@@ -129,6 +131,15 @@ def try_lock(descriptor: int) -> bool:
         else:
             return True
     raise OSError(errno.ENOLCK, "the file system has no locks, neither flock nor fcntl")
+
+
+@contextlib.contextmanager
+def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterator[None]:
+    """In the block an `OSError` becomes a `StorageError` that what is at `path` cannot be `what`, with the reason and a cure."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{os.fspath(path)!r} cannot be {what}: {error.strerror or error}{cure}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

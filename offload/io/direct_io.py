@@ -10,8 +10,8 @@ a directory lies on.
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.files import disk_call, open_regular
+from zeromesh.files import disk_call, open_regular, refusals
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -44,15 +44,6 @@ def whole_blocks(nbytes: int) -> int:
 def lies_alike(data: torch.Tensor, offset: int) -> bool:
     """Return True if blocks begin at the same bytes of `data`, uint8, on the CPU, and of a file that has it at `offset`."""
     return data.device.type == "cpu" and (data.data_ptr() - offset) % BLOCK == 0
-
-
-@contextmanager
-def refusals(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """In the block an `OSError` becomes a `StorageError` that what is at `path` cannot be `what`, with the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{os.fspath(path)!r} cannot be {what}: {error.strerror or error}") from error
 
 
 class PositionalFile(AbstractContextManager["PositionalFile"]):

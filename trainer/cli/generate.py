@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import xxhash
 
-from zeromesh.environment import die_with_launcher, kept_environment, python_arguments, read_environment
+from zeromesh.environment import die_with_launcher, kept_environment, read_environment
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
@@ -72,16 +72,9 @@ def run_generate(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace, processes: int) -> int:
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
-    words = ["generate", "--worker"]
-    for name in ("config_file", "prompts", "batch", "max_new_tokens", "out", "seed"):
-        value = getattr(options, name)
-        words += (
-            [f"--{'config' if name == 'config_file' else name.replace('_', '-')}={value}"] if value is not None else []
-        )
-    words += [f"--{name}" for name in ("chat", "check") if getattr(options, name)]
     # With results on disk the rest is generated again after a rank has died; without them nothing would be kept.
     nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, begins_with="the results that are there")
-    arguments = python_arguments("zeromesh", [*words, "--", options.config, *options.overrides])
+    arguments = train.same_command(options)
     return train.report(
         launch_workers(arguments, processes=processes, nodes=nodes, notify=train.say, talks=options.chat)
     )

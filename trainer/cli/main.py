@@ -56,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         train.say(f"{train.rank_prefix()}{refused}")
         return train.exit_code_of(refused)
+    except RuntimeError as error:
+        if options.worker or "home directory" not in str(error):
+            raise
+        named = [word for word in options.words if "~" in word] or ["a path of the configuration begins with ~NAME"]
+        train.say(f"{' '.join(named)}: {error} Give a path without ~")
+        return 2
 
 
 def _reader_has_gone() -> bool:
@@ -82,6 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest
+    options.words = tuple(arguments)
     if options.numa_binding is not None:
         options.overrides.append(f"parallel.numa_binding={options.numa_binding}")
     if options.verbose:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
+from zeromesh.environment import available_cores, die_with_launcher, read_environment
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
@@ -87,16 +87,7 @@ def _measure(options: argparse.Namespace) -> int:
     if options.worker or launched or ranks == 1:
         _measure_here(options)
         return 0
-    words = [
-        "plan",
-        "--measure",
-        *(["--tiny"] if options.tiny else []),
-        "--worker",
-        "--directory",
-        str(options.directory or _DIRECTORY),
-    ]
-    words += ["--out", str(options.out)] if options.out is not None else []
-    return train.report(launch_workers(python_arguments("zeromesh", words), processes=ranks))
+    return train.report(launch_workers(train.same_command(options), processes=ranks))
 
 
 def _ranks_here() -> int:

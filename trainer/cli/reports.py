@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.errors import StorageError, printable
-from zeromesh.files import write_whole
+from zeromesh.files import refusals, write_whole
 
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.doctor.software import Finding
@@ -39,11 +39,8 @@ def run_report(options: argparse.Namespace) -> int:
         sys.stdout.buffer.write(content)
         return 0
     out = options.out if options.out is not None else runs[0].path / REPORT
-    try:
+    with refusals(out, "written", "; give another place with --out"):
         write_whole(out, content)
-    except OSError as error:
-        reason = error.strerror or error
-        raise StorageError(f"{str(out)!r} cannot be written: {reason}; give another place with --out") from error
     for run in runs:
         for remark in run.remarks:
             sys.stderr.write(printable(f"zeromesh: {run.name}: {remark}") + "\n")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.environment import die_with_launcher, python_arguments, read_environment, setting
+from zeromesh.environment import die_with_launcher, read_environment, setting
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import split_fields
@@ -44,13 +44,8 @@ def run_serve(options: argparse.Namespace) -> int:
     from zeromesh.launch.rank_processes import STOP_SIGNALS
     from zeromesh.launch.rendezvous import launch_workers
 
-    words = ["serve", "--worker", *(["--config", options.config_file] if options.config_file else [])]
-    words += ["--name", options.name] if options.name else []
-    for name in ("host", "port", "batch", "queue", "grace"):
-        words += [f"--{name}", str(getattr(options, name))]
-    arguments = python_arguments("zeromesh", [*words, "--", options.config, *options.overrides])
     # A second signal is for the ranks too, which then end open requests with an answer. To be stopped is how a server ends.
-    ended = launch_workers(arguments, processes=processes, notify=train.say, passes=2)
+    ended = launch_workers(train.same_command(options), processes=processes, notify=train.say, passes=2)
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from zeromesh.errors import ConfigError, StorageError, printable, ranks_text
-from zeromesh.files import read_whole, write_whole
+from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
 from zeromesh.trainer.formatting import table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, recent, sentences, verdicts
@@ -81,10 +81,8 @@ def _snapshot(run: Path) -> RunSnapshot:
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{_runs_in(run)}")
     last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
     ranks = _ranks(path) if path.exists() else []
-    try:
+    with refusals(lock, "read"):
         note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
-    except OSError as error:
-        raise StorageError(f"{str(lock)!r} cannot be read: {error.strerror or error}") from error
     if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
         ranks = [{**row, "stopped": True} if _stopped(row) else row for row in ranks]
     written = next((each for each in (path, metrics) if each.exists()), lock)
@@ -200,10 +198,8 @@ def run_trace(options: argparse.Namespace) -> int:
     trace = trace_of(rings, memory, options.steps)
     if options.steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
         raise ConfigError(f"--steps {options.steps[0]}:{options.steps[-1]}: the ranks remember none of these steps")
-    try:
+    with refusals(out, "written", "; give --out FILE"):
         write_whole(out, trace_content(trace, packed=out.suffix == ".gz"), sync=False)
-    except OSError as error:
-        raise StorageError(f"{str(out)!r} cannot be written: {error.strerror or error}; give --out FILE") from error
     for remark in remarks:
         sys.stderr.write(printable(f"zeromesh: {remark}") + "\n")
     _print_lines([f"{out}: open it at https://ui.perfetto.dev"])

@@ -227,6 +227,11 @@ def _attached(options: argparse.Namespace) -> int:
         return result.exit_code
 
 
+def same_command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the arguments of a worker of this very command."""
+    return python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+
+
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     how = ("--worker", "--tune") if options.tune else ("--worker",)
     return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
@@ -310,6 +315,8 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
     """
     path = Path(source).expanduser()
     if not path.is_dir():
+        if path.name == _RESOLVED:
+            _require_no_script(path.parent)
         return path, (), None
     run = path.parent.parent if (path / "manifest.json").is_file() else path
     if (run / _RESOLVED).is_file():

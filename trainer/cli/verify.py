@@ -5,8 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from zeromesh.environment import die_with_launcher, python_arguments, read_environment
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.environment import die_with_launcher, read_environment
+from zeromesh.errors import ConfigError
+from zeromesh.files import refusals
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
@@ -33,17 +34,9 @@ def run_verify(options: argparse.Namespace) -> int:
     out = options.out or Path(config.run.output_dir).expanduser() / config.run.name / "certificate.json"
     if options.worker or processes == environment.world_size:
         return _verify_here(config, options.check, out, quiet=options.worker)
-    try:
+    with refusals(out, "written"):
         out.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror}") from error
-    words = ["verify", "--worker", "--out", str(out)]
-    words += ["--check", ",".join(options.check)] if options.check else []
-    ended = train.report(
-        launch_workers(
-            python_arguments("zeromesh", [*words, "--", options.config, *options.overrides]), processes=processes
-        )
-    )
+    ended = train.report(launch_workers(train.same_command(options), processes=processes))
     return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
 
 

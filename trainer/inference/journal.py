@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import open_regular, try_lock, write_whole
+from zeromesh.errors import ConfigError
+from zeromesh.files import open_regular, refusals, try_lock, write_whole
 
 SUFFIX = ".part"
 
@@ -47,7 +47,7 @@ class ResultJournal:
         self.rows: dict[int, dict[str, Any]] = {}
         """The results so far, by the number of the prompt."""
         head = {"generates": content, "prompts": count}
-        try:
+        with refusals(self.path, "written"):
             self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
             try:
                 # One that is locked and has no name any more is of a command that has just ended.
@@ -64,8 +64,6 @@ class ResultJournal:
             except BaseException:
                 self.close()
                 raise
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _read(self, head: Mapping[str, Any]) -> int:
         """Read what is there; returns the bytes of whole lines."""
@@ -89,10 +87,8 @@ class ResultJournal:
         if row["number"] in self.rows:
             return
         self.rows[row["number"]] = dict(row)
-        try:
+        with refusals(self.path, "written"):
             self._write(row)
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _write(self, row: Mapping[str, Any]) -> None:
         body = json.dumps(row, ensure_ascii=False).encode("utf-8", errors="surrogatepass")
@@ -106,12 +102,10 @@ class ResultJournal:
     def finish(self) -> None:
         """Write all results in the order of their prompts, at once, and remove the journal. Raises `StorageError`."""
         lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
-        try:
+        with refusals(self.out, "written"):
             write_whole(self.out, "".join(lines).encode("utf-8", errors="surrogatepass"))
             self._file.close()
             self.path.unlink()
-        except OSError as error:
-            raise StorageError(f"{self.out} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Leave the journal as it is, for the next start."""

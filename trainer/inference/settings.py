@@ -65,9 +65,9 @@ def settings_of(
     # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
     defaults = settings._get_default_generation_params()
     vocabulary = getattr(module.config.get_text_config(), "vocab_size", None) or sys.maxsize
-    problems = [*_wrong_numbers(settings, defaults), *_wrong_ids(settings, fields, vocabulary)]
-    if problems:
-        raise ConfigError([f"generate: {name} {text}{'' if name in fields else OWN}" for name, text in problems])
+    wrong = list(_wrong_values(settings, defaults, fields, vocabulary))
+    if wrong:
+        raise ConfigError([f"generate: {name} is {text}{'' if name in fields else OWN}" for name, text in wrong])
     settings.update(**{**defaults, "max_length": None}, defaults_only=True)
     if settings.pad_token_id is None:
         settings.pad_token_id = next(iter(ends_of(settings)), 0)
@@ -83,7 +83,7 @@ def settings_of(
     if positions is not None and wanted > positions:
         raise DataError(
             f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
-            "positions; shorten it, or lower max_new_tokens"
+            f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
         )
     known = encoder_positions(module)
     if known is not None and prompt_tokens > known:
@@ -96,38 +96,32 @@ def settings_of(
 
 OWN = " (the model's generation_config.json says so)"
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Numbers from 0 to 1."""
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
-"""Those that small copies of models often have beyond their vocabulary, where they have no effect."""
+"""Small copies of models often have these beyond their vocabulary, where they have no effect; below 0 they are none."""
 
 
-def _wrong_numbers(settings: GenerationConfig, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what is no number of the library's kind. A whole number becomes a float where the library has one."""
-    for name in (*defaults, *_SHARES, "max_new_tokens", "min_new_tokens"):
-        value, default = getattr(settings, name, None), defaults.get(name, 1.0 if name in _SHARES else 1)
-        if value is None or type(default) not in (int, float):
+def _wrong_values(
+    settings: GenerationConfig, defaults: Mapping[str, Any], fields: Mapping[str, Any], vocabulary: int
+) -> Iterator[tuple[str, str]]:
+    """Yield fields with what is wrong with them. A whole number becomes a float where the library has one."""
+    kinds = {name: type(default) for name, default in defaults.items()} | dict.fromkeys(_SHARES, float)
+    for name, kind in {**kinds, "max_new_tokens": int, "min_new_tokens": int}.items():
+        value = getattr(settings, name, None)
+        if value is None or kind not in (int, float):
             continue
-        kinds = (int, float) if type(default) is float else (int,)
-        low, high = (0 if type(default) is int or name in _SHARES else -math.inf), 1 if name in _SHARES else math.inf
-        if type(value) not in kinds or not math.isfinite(value) or not low <= value <= high:
-            least = f" from 0 to {high}" if name in _SHARES else " of at least 0" if low == 0 else ""
-            yield name, f"is {value!r}; give a {'whole ' if kinds == (int,) else ''}number{least}"
+        least, most = 0 if kind is int or name in _SHARES else -math.inf, 1 if name in _SHARES else math.inf
+        if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
+            yield name, f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
-            setattr(settings, name, type(default)(value))
-
-
-def _wrong_ids(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> Iterator[tuple[str, str]]:
-    """Yield what is no id of a token; ids of the model's own that say where texts begin and end may be beyond the vocabulary."""
+            setattr(settings, name, kind(value))
     for name in (*_IDS, *_IDS_OF_MODELS):
         value = getattr(settings, name, None)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        size = vocabulary if name in _IDS or name in fields else sys.maxsize
-        if any(
-            type(each) is not int or (not (name in _IDS_OF_MODELS and each < 0) and not 0 <= each < size)
-            for each in ids
-        ):
-            yield name, f"is {value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+        most = vocabulary if name in _IDS or name in fields else sys.maxsize
+        least = 0 if name in _IDS else -sys.maxsize
+        if not all(type(each) is int and least <= each < most for each in ids):
+            yield name, f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
 
 
 def try_sampler(module: Any, settings: GenerationConfig, *, choose: bool) -> None:

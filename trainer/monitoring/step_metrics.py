@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import StorageError
-from zeromesh.files import open_regular, read_whole, write_whole
+from zeromesh.files import open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
 METRICS = "metrics.jsonl"
@@ -70,13 +70,11 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def __init__(self, path: str | os.PathLike[str], *, keep_through: int | None = None) -> None:
         self.path = Path(path)
-        try:
+        with refusals(self.path, "opened"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair(self.path, keep_through)
             descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._file = io.FileIO(descriptor, "ab")  # nothing waits in a buffer for a kill
-        except OSError as error:
-            raise StorageError(_reason("opened", self.path, error)) from error
 
     def write(self, record: StepMetrics | Mapping[str, Any]) -> None:
         """Append one line, and `time` (seconds since 1970) in it. NaN and infinities become the strings "nan", "inf" and "-inf".
@@ -96,7 +94,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were taken")
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             self.close()
-            raise StorageError(_reason("written", self.path, error)) from error
+            raise StorageError(
+                f"{str(self.path)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
@@ -112,10 +112,8 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
     Raises `StorageError` for a file that cannot be read or holds a line that is no JSON object; with `broken` such lines are left
     out too, and their errors go there.
     """
-    try:
+    with refusals(path, "read"):
         content = read_whole(path)
-    except OSError as error:
-        raise StorageError(_reason("read", Path(path), error)) from error
     found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
@@ -201,10 +199,6 @@ def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
             yield from leaves(value, (*above, key))
         else:
             yield (*above, key), value
-
-
-def _reason(verb: str, path: Path, error: Exception) -> str:
-    return f"metrics file {str(path)!r} cannot be {verb}: {getattr(error, 'strerror', None) or error}"
 
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

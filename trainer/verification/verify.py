@@ -18,8 +18,8 @@ import xxhash
 from torch import Tensor
 
 import zeromesh
-from zeromesh.errors import ConfigError, StorageError, ZeromeshError, summary
-from zeromesh.files import write_whole
+from zeromesh.errors import ConfigError, ZeromeshError, summary
+from zeromesh.files import refusals, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -218,11 +218,9 @@ def verify(
         seconds=time.perf_counter() - began,
     )
     if out is not None and mesh.rank == 0:
-        try:
+        with refusals(out, "written"):
             out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(out, certificate.to_json().encode())
-        except OSError as error:
-            raise StorageError(f"the certificate cannot be written to {out}: {error.strerror}") from error
     return certificate
 
 

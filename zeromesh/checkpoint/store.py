@@ -27,9 +27,9 @@ from zeromesh.checkpoint.io.file_slices import cut_at_grid
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import read_whole, write_whole
+from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.intervals import Interval
-from zeromesh.offload.io.direct_io import PositionalFile, refusals, sync_directory
+from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")

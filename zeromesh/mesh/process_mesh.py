@@ -136,10 +136,8 @@ class ProcessMesh:
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
         usual = store.timeout
         store.set_timeout(timedelta(seconds=patience))
-        try:
-            places = exchange_locations(store, process, self.world_size, self.device, asked)
-        finally:
-            store.set_timeout(usual)
+        places = exchange_locations(store, process, self.world_size, self.device, asked)
+        store.set_timeout(usual)
         self.processes = rank_order(places, order)
         if joined_before:
             self.processes = self._order_of_group(store, process, order)

@@ -115,6 +115,19 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
         assert "rank 1" in server.stderr.read()
 
 
+@pytest.mark.full
+def test_a_second_signal_ends_open_requests_with_an_answer(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nproc", "2", "--grace", "60") as (server, client):
+        stream = client.completions.create(model="model", prompt="Once", max_tokens=500, stream=True, temperature=2.0)
+        next(iter(stream))
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server stops"):
+            list(stream)
+        assert server.wait(20) == 0
+
+
 def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers: Workers, tmp_path: Path) -> None:
     for said in workers.run(2, "generate_command_cases:refusals", folder=str(tmp_path)):
         assert said["encoder"]["code"] == said["wordless"]["code"] == 2

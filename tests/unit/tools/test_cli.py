@@ -284,3 +284,16 @@ def test_evaluate_starts_workers_of_the_same_command(config: str, launched: list
 def test_a_directory_that_nothing_can_be_evaluated_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "a directory without config.resolved.yaml or config.json" in capsys.readouterr().err
+
+
+def test_a_run_that_a_script_made_is_not_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It built the configuration's model, of which the checkpoint has no weight."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (run / "config.resolved.yaml").write_text("{}\n")
+    (run / "starts.jsonl").write_text('{"step": 0, "given": ["model", "train_dataset", "lr_scheduler"]}\n')
+    for path in (run, run / "config.resolved.yaml"):
+        assert main(["evaluate", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert "a script made this run, and gave the trainer model, train_dataset, which" in said
+        assert "only that script can evaluate it" in said

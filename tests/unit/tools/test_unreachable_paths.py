@@ -129,7 +129,10 @@ def test_a_disk_that_fails_below_checkpoints(
         assert str(tmp_path / "r" / "checkpoints") in said
 
 
-def test_a_home_that_is_nobodys() -> None:
+def test_a_home_that_is_nobodys(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["checkpoint", "list"], ["evaluate"], ["report"]):
+        assert main([*words, "~nobody-at-all/x"]) == 2
+        assert "~nobody-at-all/x: Could not determine home directory" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"data\.train: '~nobody-at-all/x' cannot be reached"):
         load_config(None, ["data.train=[~nobody-at-all/x]"])
 

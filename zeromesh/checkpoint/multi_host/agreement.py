@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import CheckpointError, LayoutError, StorageError, ZeromeshError
-from zeromesh.files import open_regular
+from zeromesh.files import open_regular, refusals
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload.io.direct_io import refusals
 
 
 def together_bytes(

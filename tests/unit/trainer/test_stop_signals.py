@@ -1,0 +1,56 @@
+"""Signals that ask a run to stop are one request, whoever sends them."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zeromesh.launch.rank_processes import STOP_SIGNALS, StopSignals, handled_signals
+from zeromesh.trainer.loop.stop_signals import stop_requests
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_signal_is_a_request_to_stop(number: signal.Signals) -> None:
+    said: list[str] = []
+    before = signal.getsignal(number)
+    with stop_requests(said.append) as request:
+        signal.raise_signal(number)
+    assert request.signal == (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    assert said == [f"{number.name}: stopping after this step; a second one stops at once"]
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_has_started_ignores_the_end_of_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        seen: list[int] = []
+        with stop_requests(lambda line: None) as request, handled_signals(STOP_SIGNALS, lambda *_: seen.append(1)):
+            signal.raise_signal(signal.SIGHUP)
+        assert not seen
+        assert not request.signal
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_server_hears_of_a_second_signal() -> None:
+    """Its open requests get an answer then; the third one kills."""
+    done: list[str] = []
+    requests = StopSignals()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM):
+        requests.receive(number, None)
+    requests.pass_on(lambda number: done.append("sent"), lambda: done.append("killed"), 2)
+    assert done == ["sent", "sent", "killed"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_alone_ends_by_its_timeout(rank: int) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29391 + rank}
+    variables = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    code = "from zeromesh.trainer import Trainer; Trainer(config={'parallel': {'timeout_seconds': 1}}).fit()"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
+    assert "within 5 seconds" in found.stderr
