@@ -68,5 +68,5 @@ def test_what_cannot_be_tried_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="takes no position_ids"):
         require_separate_documents(model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=96))
-    with pytest.raises(ConfigError, match="no small copy of it runs"):
+    with pytest.raises(ConfigError, match="no small copy of it runs with them"):
         require_separate_documents(Own(2, 2))
