@@ -1,6 +1,5 @@
 """The other side of the comparison: one plain PyTorch process, the whole batch at once, torch's own optimizers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +58,9 @@ def train_plainly(problem: Problem) -> Trained:
         with problem.arithmetic():
             loss = subject.loss_sum(model, batch) / subject.count(batch)
         loss.backward()
-        _zeros_for_missing(model.parameters())
         if step == GRADIENT_STEP:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         limit = problem.clip or float("inf")
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
         optimizer.step()
@@ -72,13 +71,6 @@ def train_plainly(problem: Problem) -> Trained:
         final = float(subject.loss_sum(model, batch) / subject.count(batch))
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return Trained(losses=losses, norms=norms, final_loss=final, gradients=gradients, parameters=parameters)
-
-
-def _zeros_for_missing(parameters: Iterable[nn.Parameter]) -> None:
-    """A parameter that got no gradient has gradient zero, as after torch's `zero_grad(set_to_none=False)`."""
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 def _optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:

@@ -69,9 +69,7 @@ class StreamedDataset:
         """False once a sample had a part that no digest tells of."""
         self._recent: dict[int, Any] = {}
         self._places: dict[int, dict[str, Any]] = {}
-        """By the number of the sample that comes after it."""
-        self._earlier: list[dict[str, Any]] = []
-        """Places further back, a quarter of `proof` apart."""
+        """By the number of the sample that comes after it: those of the latest blocks, and some further back."""
         self._beginning = self._source_state()
 
     def __getitem__(self, index: int) -> Any:
@@ -91,8 +89,8 @@ class StreamedDataset:
             self._read(start)
         if self._next == start:
             self._note_place()
-        old = [each for each in self._earlier if self._told and each["position"] <= start - self._proof]
-        return {**self._places[start], "earlier": old[-1] if old else None}
+        proved = [place for at, place in self._places.items() if self._told and at <= start - self._proof]
+        return {**self._places[start], "earlier": proved[-1] if proved else None}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
         """Go to where `state` was taken.
@@ -151,8 +149,8 @@ class StreamedDataset:
 
     def _restart(self, place: Mapping[str, Any] | None = None) -> None:
         """Read from a place with a state of the source, or from the beginning."""
-        for known in (self._recent, self._places, self._earlier):
-            known.clear()
+        self._recent.clear()
+        self._places.clear()
         place = place or {**dict.fromkeys(_NUMBERS, 0), "stream": self._beginning}
         self._next, self._chain, self._epoch, self._begun = (place[name] for name in _NUMBERS)
         self._open(place["stream"])
@@ -197,12 +195,11 @@ class StreamedDataset:
         if self._iterator is None:
             self._open()
         numbers = dict(zip(_NUMBERS, (self._next, self._chain, self._epoch, self._begun), strict=True))
-        place = self._places[self._next] = {**numbers, "stream": self._source_state()}
-        self._places.pop(self._next - 3 * self.block, None)
-        if not self._earlier or self._next - self._earlier[-1]["position"] >= self._proof // 4:
-            self._earlier.append(place)
-        if len(self._earlier) > 1 and self._earlier[1]["position"] <= self._next - self._proof - 3 * self.block:
-            del self._earlier[0]
+        self._places[self._next] = {**numbers, "stream": self._source_state()}
+        recent, apart = self._next - 3 * self.block, -(-self._proof // 4 // self.block) * self.block
+        for at in [each for each in self._places if each <= recent]:
+            if at % apart or at < recent - self._proof - apart:
+                del self._places[at]
 
     def _source_state(self) -> Any:
         """The source's own state; None where it has none that JSON can hold."""

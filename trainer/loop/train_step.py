@@ -157,7 +157,7 @@ class Stepper:
         computed = [self._computed[number] for number in counted]
         values, squares = engine.read_step(_tensors_in(computed))
         asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
-        sums = torch.tensor([0, 0, 0, *asked, squares], dtype=torch.float64)
+        sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
         for number, (loss, found, scalars) in zip(counted, _with_values(computed, values), strict=True):
             own = [loss * shares[number], whole_count(found), _inputs_of(batches[number])[1]]
             sums[:3] += torch.tensor(own, dtype=torch.float64)
@@ -165,7 +165,7 @@ class Stepper:
         loss_finite = math.isfinite(sums[0])
         mesh.world.sum_(sums, "sums of the step")
         mesh.watch.ring.add(MEETING | (step + 1))
-        loss_sum, targets, inputs, terminated, interrupted, had, squares = sums.tolist()
+        loss_sum, targets, inputs, terminated, interrupted, had, squares, lacking = sums.tolist()
 
         # The update.
         if not targets:
@@ -177,7 +177,9 @@ class Stepper:
         self.gradient_factor = factor / engine.loss_scale
         if before_update is not None:
             before_update()
-        outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite)
+        outcome = engine.finish_step(
+            factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
+        )
         bubble = self._pipeline.bubble() if self._pipeline is not None else None
         phases = mesh.recorder.take_seconds()
         mesh.watch.count_step(phases)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zeromesh.errors import some
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
 from zeromesh.trainer.data.collate import IGNORED_LABEL
@@ -137,6 +138,10 @@ class TrainingLoop:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
         self._metrics = self._write(metrics) if due["log"] else metrics
         run.console.note(start)
+        if start is not None and (unreached := run.model.require_engine().without_gradient):
+            run.console.note(
+                f"no gradient came to {some(unreached)}: without one, parameters are neither updated nor decayed"
+            )
         events.request(**due)
         self._announce("on_step_end", self._metrics)
         events.agree(run.mesh)

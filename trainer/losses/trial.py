@@ -252,16 +252,18 @@ def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
 
 
 def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
-    """A copy with at most `layers` layers, and with sizes reduced to `sizes`; so are the configurations inside it."""
+    """A copy with at most `layers` layers, or up to 8 where that takes one of each kind that the configuration lists, and with
+    sizes reduced to `sizes`; so are the configurations inside it."""
     small = copy.deepcopy(config)
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):
             setattr(small, name, smaller(inside, sizes, layers))
     before = getattr(small, "num_hidden_layers", None)
     if isinstance(before, int):
-        for name, value in list(vars(small).items()):
-            if isinstance(value, list) and len(value) == before:
-                setattr(small, name, value[:layers])
+        lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}
+        layers = max(layers, *(min(8, 1 + max(map(each.index, each))) for each in lists.values()), 0)
+        for name, value in lists.items():
+            setattr(small, name, value[:layers])
         small.num_hidden_layers = min(before, layers)
     for name, size in sizes.items():
         try:

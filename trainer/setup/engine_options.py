@@ -49,9 +49,11 @@ def _with_user_keys(text: str) -> str:
 
 
 def biases_and_norms(model: nn.Module) -> list[str]:
-    """The names of `model`'s parameters that are biases, or belong to a normalisation by its name or as an `nn.LayerNorm`."""
+    """The names of `model`'s parameters that are biases, or belong to a normalisation by its name or as an `nn.LayerNorm`, or that
+    carry the mark `_no_weight_decay`, as those of state space models do."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_LEFT_OUT)))
-    return [name for name, _ in model.named_parameters() if name not in decayed]
+    named = model.named_parameters()
+    return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:

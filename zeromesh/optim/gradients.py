@@ -244,8 +244,12 @@ class ReplicaGroups:
         stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
         return (here.tensor, here.pipeline) == (first, stage)
 
+    def sharers(self, bucket: Bucket) -> ProcessSet:
+        """The ranks that share a bucket's elements, this one among them."""
+        return self._sets[bucket.spec.shared_by]
+
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Begin to sum a gradient shard in place over the ranks that share it. The returned call waits for the sum; None: no other
         rank shares it."""
-        found = self._sets[bucket.spec.shared_by]
+        found = self.sharers(bucket)
         return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None

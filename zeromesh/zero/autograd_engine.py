@@ -113,8 +113,6 @@ class AutogradPasses(Passes):
         """True if an update has used the gradients up."""
         self._mixed = False
         """True if gradients were added to others that an update had used up."""
-        self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
         self.clipped = False
         """True if gradients of the present step have been clipped."""
         self._synced = True
@@ -126,8 +124,6 @@ class AutogradPasses(Passes):
         self._growing: _Graph | None = None
         """The graph of a forward that has not returned yet, which no hook may hold so far."""
         self._backward: Forward | None = None
-        self._arrived: dict[int, set[int]] = {}
-        """Parameters whose gradients have come in the present step, by number in their buckets."""
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
@@ -227,7 +223,6 @@ class AutogradPasses(Passes):
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         if self.mode is not PassMode.BACKWARD:
             self._begin_backward(self._graph_of_now() or _Graph(PassProgress(), self._generation))
-        self._arrived.setdefault(id(bucket), set()).add(index)
         super().on_gradient(unit, bucket, index, parameter)
 
     def _accumulates(self) -> bool:
@@ -346,7 +341,7 @@ class AutogradPasses(Passes):
             )
         if self._closed:
             return
-        self._find_missing()
+        self.find_missing()
         self._closed = True
         if self._summed:
             return
@@ -360,28 +355,8 @@ class AutogradPasses(Passes):
                 self._updater.take(bucket)
         self._updater.end_backward(self.units)
 
-    def _find_missing(self) -> None:
-        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over."""
-        trained = [
-            (bucket, index)
-            for unit in self.units
-            for bucket in unit.trainable
-            for index in range(len(bucket.parameters))
-            if bucket.training[index]
-        ]
-        came = torch.tensor([float(index in self._arrived.get(id(bucket), ())) for bucket, index in trained])
-        self._mesh.data.sum_(came, "parameters with gradients")
-        missing: dict[int, set[int]] = {}
-        for (bucket, index), count in zip(trained, came.tolist(), strict=True):
-            if not count and not self.keep_zeros:
-                missing.setdefault(id(bucket), set()).add(index)
-        for unit in self.units:
-            for bucket in unit.trainable:
-                bucket.missing = frozenset(missing.get(id(bucket), ()))
-
     def forget_gradients(self) -> None:
         """Begin anew: the next backward is the first of its step."""
-        self._arrived = {}
         self.backwards, self.used, self._mixed, self._closed, self.clipped = 0, False, False, True, False
 
     def next_generation(self) -> None:

@@ -287,11 +287,24 @@ class ZeroEngine:
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
         return float(self.mesh.world.sum_(total, "sum of the gradient norm"))
 
+    @property
+    def lacks_gradients(self) -> bool:
+        """True if a trained parameter has had no gradient on this rank in the present step, or on any in the latest."""
+        trained = [bucket for bucket in self._buckets if any(bucket.training)]
+        return any(bucket.missing or self._passes.lacking(bucket) for bucket in trained)
+
+    @property
+    def without_gradient(self) -> list[str]:
+        """The parameters that the latest update has passed over, because no rank had a gradient of them."""
+        return [bucket.layout.slots[n].spec.name for bucket in self._buckets for n in sorted(bucket.missing)]
+
     def finish_step(
-        self, factor: float = 1.0, *, squares: float | None = None, loss_finite: bool = True
+        self, factor: float = 1.0, *, squares: float | None = None, loss_finite: bool = True, lacking: bool = True
     ) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
 
+        One that no rank has a gradient of keeps its value and its moments, as in torch; `lacking` says whether some rank
+        `lacks_gradients`, and may be one of them. Updates inside backward take such a gradient for zeros, as they come too early.
         `squares` is the sum over the world of what `read_step` has returned; None: that is done here. A norm that is not finite
         skips the update on all ranks, or ends the run where options say so. Then the outcome, or the error, names units, and ranks
         with `loss_finite` False: whose own loss was not finite.
@@ -302,6 +315,8 @@ class ZeroEngine:
         with self._updating():
             if squares is None:
                 squares = self._sum_squares()
+            if lacking and not self.options.optimizer_in_backward:
+                self._passes.find_missing()
             return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     def end_without_update(self) -> None:

@@ -83,6 +83,8 @@ class GradientReducer:
         self._whole: list[tuple[Bucket, Reduction]] = []
         self._reduce = False
         self._first = False
+        self.came: dict[int, set[int]] = {}
+        """The parameters of each bucket, by number, that have had a gradient on this rank in the present step."""
 
     def use(self, reducer: Reducer) -> None:
         """Reduce by another reducer, which has launched nothing yet. Allowed between two backwards."""
@@ -98,6 +100,8 @@ class GradientReducer:
             arrivals = BucketArrivals(bucket, self._next_sequence)
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
+            if first:
+                self.came[id(bucket)] = set()
             if self._reduce:
                 self._next_sequence += 1
 
@@ -118,6 +122,7 @@ class GradientReducer:
                 f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
                 "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
             )
+        self.came[id(bucket)].add(index)
         again = arrivals.arrive(index)
         if self._reducer.on_stream:
             if not again:  # Autograd adds a second one to the first.

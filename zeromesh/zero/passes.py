@@ -99,6 +99,8 @@ class Passes:
             direct=mesh.shard.size == 1,
             recorder=mesh.recorder,
         )
+        self.keep_zeros = False
+        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
 
     # Training
 
@@ -488,6 +490,23 @@ class Passes:
     def on_reduced(self, bucket: Bucket) -> None:
         """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
         self._updater.take(bucket)
+
+    def lacking(self, bucket: Bucket) -> frozenset[int]:
+        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
+        came = self.gradients.came.get(id(bucket), ())
+        return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
+
+    def find_missing(self) -> None:
+        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
+        buckets = [bucket for unit in self.units for bucket in unit.trainable]
+        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
+        sums = torch.tensor([each for row in came for each in row])
+        self._mesh.data.sum_(sums, "parameters with gradients")
+        for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
+            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
+                self._updater.sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
+            missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
+            bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:

@@ -332,6 +332,62 @@ def streamed(mesh: Mesh, folder: str, steps: int, shuffle: bool) -> dict[str, An
         return {"losses": list(losses), "parameters": {n: float(p.double().norm()) for n, p in trainer.state_dict()}}
 
 
+class Towered(nn.Module):
+    """A model of which a part is used by some samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.tower, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, picture: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x)
+        if bool(picture.any()):
+            hidden = hidden + self.tower(x)
+        return {"loss": ((self.head(hidden) - labels) ** 2).mean()}
+
+
+def towered(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
+    """Train with decay a model whose tower gets a gradient in two steps, by one rank's microbatch alone, and so does torch."""
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        {
+            "x": torch.randn(4, generator=generator, dtype=torch.float64),
+            "labels": torch.randn(1, generator=generator, dtype=torch.float64),
+            "picture": torch.tensor(float(number in (7, 12))),
+        }
+        for number in range(24)
+    ]
+    model = seeded(Towered).double()
+    plain, passed_over = copy.deepcopy(model), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    for step in range(6):
+        optimizer.zero_grad()
+        for number in range(4 * step, 4 * step + 4):
+            (plain(**{name: value[None] for name, value in samples[number].items()})["loss"] / 4).backward()
+        optimizer.step()
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            passed_over.append(
+                trainer.model.tower.weight is not None and len(trainer._run.model.engine.without_gradient)
+            )
+
+    config = settings(
+        folder,
+        zero={"stage": stage},
+        batch={"global_size": 4, "micro_size": 1},
+        data={"shuffle": False},
+        optimizer={"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+        schedule={"name": "constant", "warmup_steps": 0},
+        run={"max_steps": 6, "clip_norm": 0.0},
+    )
+    with Trainer(model, config, train_dataset=samples, callbacks=[Watch()]) as trainer:
+        trainer.fit()
+        found = dict(trainer.state_dict())
+    differences = [float((found[name] - each).abs().max()) for name, each in plain.state_dict().items()]
+    return {"difference": max(differences), "passed over": passed_over}
+
+
 def scheduled(mesh: Mesh, folder: str) -> list[float]:
     """Learning rates of a scheduler of torch."""
     rates: list[float] = []

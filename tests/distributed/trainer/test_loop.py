@@ -149,6 +149,13 @@ def test_a_stream_goes_on_with_another_number_of_ranks(workers: Workers, tmp_pat
     assert found["parameters"] == pytest.approx(whole["parameters"], rel=1e-9)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_without_a_gradient_is_left_alone(workers: Workers, tmp_path: Path, stage: int) -> None:
+    for found in workers.run(2, f"{CASES}:towered", folder=str(tmp_path), stage=stage):
+        assert found["difference"] <= 1e-12
+        assert found["passed over"] == [2, 0, 2, 0, 2, 2]
+
+
 def test_a_scheduler_of_torch(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, f"{CASES}:scheduled", folder=str(tmp_path))[0]
     assert found == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])

@@ -15,7 +15,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.gradients import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
+from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options, errors_with_user_keys
 from zeromesh.zero.engine import ZeroEngine
 
 
@@ -149,3 +149,9 @@ def test_the_loss_scale_halves_and_grows() -> None:
     fixed = LossScaler(None)
     fixed.update(overflow=True)
     assert fixed.scale == 1.0
+
+
+def test_a_mark_exempts_a_parameter_from_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight._no_weight_decay = True  # type: ignore[assignment]
+    assert biases_and_norms(model) == ["0.bias", "1.weight", "1.bias"]
