@@ -7,16 +7,12 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.load import load_config
-
-if TYPE_CHECKING:
-    from zeromesh.trainer.planning.measuring.clock import Clock
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
@@ -128,16 +124,6 @@ def _measure_here(options: argparse.Namespace) -> None:
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
-            sys.stdout.writelines(
-                f"{line}\n" for line in (*_spread(meter.clock), f"written: {path}, which says what was measured")
-            )
+            sys.stdout.write(f"written: {path}, which says what was measured\n")
     finally:
         mesh.close()
-
-
-def _spread(clock: Clock) -> list[str]:
-    if not clock.spreads:
-        return []
-    found = sorted(clock.spreads)
-    middle = found[len(found) // 2]
-    return [f"the middle half of the rounds is {middle:.1%} apart for half of the figures, and {found[-1]:.0%} at most"]

@@ -539,16 +539,16 @@ def _of_card(name: str, devices: int) -> Machine:
 
 
 def _of_size(gigabytes: float, devices: int) -> Machine:
-    """A card with so much memory, and the rates of the slowest card of the table of about that size that multiplies bfloat16."""
-    wanted = gigabytes * 2**30
+    """The slowest card of the table of about that size that multiplies bfloat16, with no more memory than that."""
     cards = [card for name in _cards() if "bfloat16" in (card := _of_card(name, devices)).device.products]
-    off = {card.name: abs(card.device.memory_bytes / wanted - 1) for card in cards}
-    alike = [card for card in cards if off[card.name] <= min(off.values()) + 0.1]
-    slowest = min(alike, key=lambda card: card.device.memory_bandwidth)
-    memory = min(slowest.device.memory_bytes, int(0.97 * wanted))
-    device = slowest.device.model_copy(update={"memory_bytes": memory})
-    name = f"a card of {gigabytes:g} GB with the rates of {slowest.name}"
-    return slowest.model_copy(update={"device": device, "name": name})
+
+    def off(card: Machine) -> tuple[float, float]:
+        return abs(round(card.device.memory_bytes / 2**30 / gigabytes - 0.97, 1)), card.device.memory_bandwidth
+
+    card = min(cards, key=off)
+    memory = min(card.device.memory_bytes, int(0.97 * gigabytes * 2**30))
+    name = f"a card of {gigabytes:g} GB with the rates of {card.name}"
+    return card.model_copy(update={"device": card.device.model_copy(update={"memory_bytes": memory}), "name": name})
 
 
 def read_machine(path: Path) -> Machine:

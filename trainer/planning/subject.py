@@ -14,7 +14,6 @@ from torch import nn
 from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.options import ZeroOptions
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
@@ -242,10 +241,6 @@ class Subject:
                 build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())
             ]
         return self._layouts[key]
-
-    def zero_options(self, **changes: Any) -> ZeroOptions:
-        """The options of the engine, with others in their place."""
-        return replace(self.zero, **changes)
 
 
 def _refused(call: Callable[[], T]) -> tuple[str, T | None]:

@@ -177,8 +177,8 @@ def kept_units(
 ) -> list[bool]:
     """Which units, given as the layouts of their buckets with the root first, keep their gathered parameters between uses.
 
-    Without a budget these are, where ranks share pages, those that take no more memory for it: the root, which is there all the time
-    that others come and go, and units of whose parameters what is gathered is all that there is.
+    Without a budget these are, where ranks share pages, those that take no more memory for it: the root, which is there all the
+    time that others come and go, and units that rest in the dtype in which they are gathered.
     """
     away = options.offload.parameters.leaves(device)
     if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
