@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from zeromesh.environment import available_cores, die_with_launcher, python_arguments, read_environment
+from zeromesh.environment import die_with_launcher, python_arguments, read_environment
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
@@ -67,6 +67,7 @@ def _measure(options: argparse.Namespace) -> int:
     """Start the ranks that measure, or be one of them."""
     from zeromesh.launch.rank_processes import become_worker
     from zeromesh.launch.rendezvous import launch_workers
+    from zeromesh.trainer.planning.auto import ranks_here
 
     if options.worker:
         die_with_launcher()
@@ -78,7 +79,7 @@ def _measure(options: argparse.Namespace) -> int:
             f"--ranks {options.ranks}: {environment.launcher} has started {environment.world_size} ranks, which measure; "
             "leave --ranks out"
         )
-    ranks = environment.world_size if launched else options.ranks or _ranks_here()
+    ranks = environment.world_size if launched else options.ranks or ranks_here()
     if options.worker or launched or ranks == 1:
         _measure_here(options)
         return 0
@@ -92,13 +93,6 @@ def _measure(options: argparse.Namespace) -> int:
     ]
     words += ["--out", str(options.out)] if options.out is not None else []
     return train.report(launch_workers(python_arguments("zeromesh", words), processes=ranks))
-
-
-def _ranks_here() -> int:
-    """As many as there are devices, or else cores."""
-    from zeromesh.offload import accelerator
-
-    return len(accelerator.begin()) if accelerator.found() is not None else available_cores()
 
 
 def _measure_here(options: argparse.Namespace) -> None:

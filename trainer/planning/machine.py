@@ -45,8 +45,6 @@ from zeromesh.trainer.planning.work import Product, Work
 
 SHIPPED = Path(__file__).resolve().parent.parent / "machines"
 """Files of machines that many have, from public data."""
-CARDS = SHIPPED / "cards.yaml"
-"""A table of cards without a file of their own."""
 Place = Literal["device", "host"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "point to point", "agreement"]
 """The values of `Collective`."""
@@ -475,7 +473,7 @@ def machine_file() -> Path:
 
 def shipped() -> tuple[str, ...]:
     """The names of the machines that zeromesh knows."""
-    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()} - {CARDS.stem}))
+    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()} - {"cards"}))
 
 
 def named_in(text: str) -> str | None:
@@ -492,25 +490,20 @@ def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
     Raises:
         ConfigError: no such machine, or a file that describes none.
     """
-    name = next((each for each in shipped() if _plain(each) == _plain(given or "")), None)
-    if given == "cpu" and not machine_file().exists():
-        name = "laptop"
-    if name is not None and (SHIPPED / f"{name}.yaml").exists():
-        return read_machine(SHIPPED / f"{name}.yaml")
-    if name is not None:
-        return _of_card(name, devices)
-    if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
-        return read_machine(Path(given).expanduser())
     if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
+    wanted = _plain("laptop" if given == "cpu" else given or "")
+    name = next((each for each in shipped() if _plain(each) == wanted), None)
+    if name is not None:
+        own = SHIPPED / f"{name}.yaml"
+        return read_machine(own) if own.exists() else _of_card(name, devices)
+    if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
+        return read_machine(Path(given).expanduser())
     if given is not None and (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gi?b?", given.lower())):
         return _of_size(float(size[1]), devices)
     known = f"{', '.join(shipped())}, a size such as 24GB, or the path of a machine file"
-    if given is None:
-        raise ConfigError(
-            f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name {known}"
-        )
-    raise ConfigError(f"no machine is called {given!r}; allowed are {known}")
+    missing = f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name"
+    raise ConfigError(f"{missing if given is None else f'no machine is called {given!r}; allowed are'} {known}")
 
 
 def _words(name: str) -> list[str]:
@@ -526,7 +519,8 @@ def _plain(name: str) -> str:
 
 @cache
 def _cards() -> dict[str, Any]:
-    table: dict[str, Any] = parse_yaml(read_whole(CARDS, MAX_BYTES).decode(), where=str(CARDS))
+    path = SHIPPED / "cards.yaml"
+    table: dict[str, Any] = parse_yaml(read_whole(path, MAX_BYTES).decode(), where=str(path))
     return table
 
 
@@ -540,15 +534,16 @@ def _of_card(name: str, devices: int) -> Machine:
 
 def _of_size(gigabytes: float, devices: int) -> Machine:
     """The slowest card of the table of about that size that multiplies bfloat16, with no more memory than that."""
-    cards = [card for name in _cards() if "bfloat16" in (card := _of_card(name, devices)).device.products]
-
-    def off(card: Machine) -> tuple[float, float]:
-        return abs(round(card.device.memory_bytes / 2**30 / gigabytes - 0.97, 1)), card.device.memory_bandwidth
-
-    card = min(cards, key=off)
-    memory = min(card.device.memory_bytes, int(0.97 * gigabytes * 2**30))
-    name = f"a card of {gigabytes:g} GB with the rates of {card.name}"
-    return card.model_copy(update={"device": card.device.model_copy(update={"memory_bytes": memory}), "name": name})
+    seen = int(0.97 * gigabytes * 2**30)
+    every = [_of_card(name, devices) for name in _cards()]
+    cards = [card for card in every if "bfloat16" in card.device.products]
+    card = min(
+        cards, key=lambda each: (abs(round(each.device.memory_bytes / seen - 1, 1)), each.device.memory_bandwidth)
+    )
+    device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
+    return card.model_copy(
+        update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"}
+    )
 
 
 def read_machine(path: Path) -> Machine:

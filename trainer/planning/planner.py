@@ -39,11 +39,10 @@ class Room:
     @classmethod
     def of(cls, machine: Machine, ranks_on_host: int) -> Room:
         """Return the room that a machine has for each of so many ranks of a host."""
+        each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
         if machine.is_cpu:
-            each = machine.host.memory_bytes // ranks_on_host
-            return cls(device=each, host=0, disk=_DISK if machine.disk else 0)
-        host = machine.host.memory_bytes // ranks_on_host
-        return cls(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=host, disk=_DISK if machine.disk else 0)
+            return cls(device=each, host=0, disk=disk)
+        return cls(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=each, disk=disk)
 
     def lacks(self, estimate: Estimate) -> str:
         """Describe what there is too little of; returns an empty text where all fits."""
@@ -151,21 +150,19 @@ class Planner:
     def _space(self, ranks: int) -> Space:
         subject = self._subject
         wanted = [self._fixed["tensor"]] if "tensor" in self._fixed else divisors(min(ranks, self._host))
-        tensors = []
-        for tensor in wanted:
-            reason = subject.mesh_refusal(tensor=tensor)
-            if reason:
-                self._refused.setdefault(reason, f"tensor {tensor}")
-            else:
-                tensors.append(tensor)
-        not_cut = subject.mesh_refusal(pipeline=2) if ranks > 1 else ""
-        if not_cut:
-            self._refused.setdefault(not_cut, "pipeline")
+
+        def takes(kind: str, **axes: int) -> bool:
+            if reason := subject.mesh_refusal(**axes):
+                self._refused.setdefault(reason, kind)
+            return not reason
+
+        tensors = [tensor for tensor in wanted if takes(f"tensor {tensor}", tensor=tensor)]
+        cut = ranks > 1 and takes("pipeline", pipeline=2)
         return Space(
             ranks=ranks,
             host=self._host,
             samples=subject.config.batch.global_size,
-            blocks=0 if not_cut else subject.blocks,
+            blocks=subject.blocks if cut else 0,
             tensors=tensors,
             sequence=len(tensors) > 1 and subject.can_share_sequence,
             recompute=subject.can_recompute,
@@ -194,12 +191,12 @@ class Planner:
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
         seconds = sorted(row.estimate.seconds for row in rows if row.fits)
-        small, modes = min(row.estimate.layout.micro for row in rows), {row.estimate.layout.recompute for row in rows}
-        smallest = [
-            row
-            for row in sorted(rows, key=lambda row: row.estimate.device_bytes)
-            if row.estimate.layout.micro == small and (row.estimate.layout.recompute == "block" or "block" not in modes)
-        ][:_SIMULATED]
+
+        def size(row: PlanRow) -> tuple[int, bool, int]:
+            layout = row.estimate.layout
+            return layout.micro, layout.recompute != "block", row.estimate.device_bytes
+
+        smallest = sorted(rows, key=size)[:_SIMULATED]
         found: list[PlanRow] = []
         for row in sorted(rows, key=lambda row: row.estimate.seconds):
             layout = row.estimate.layout

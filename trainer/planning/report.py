@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
@@ -13,8 +12,6 @@ from zeromesh.trainer.planning.planner import Plan, PlanRow
 SHOWN = 12
 """Rows of a table."""
 _REFUSALS = 6
-NOISE = 0.03
-"""The part of a step by which times may differ that a plan cannot tell apart."""
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
@@ -41,9 +38,11 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
 
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Rows that follow each other in groups whose seconds have the same first two digits: a plan cannot tell them apart."""
-    groups = groupby(rows, key=lambda row: human_seconds(float(f"{row.estimate.seconds:.2g}")))
-    return [list(group) for _, group in groups]
+    """Rows in groups whose seconds have the same first two digits: a plan cannot tell them apart."""
+    groups: dict[str, list[PlanRow]] = {}
+    for row in rows:
+        groups.setdefault(human_seconds(float(f"{row.estimate.seconds:.2g}")), []).append(row)
+    return list(groups.values())
 
 
 def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
@@ -84,7 +83,7 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         after = more.best.estimate
         gain = float("inf") if best is None else best.estimate.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
-        if gain > 1 + NOISE:
+        if gain > 1.03:  # A plan is no better than that.
             yield f"{more.ranks} ranks: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 

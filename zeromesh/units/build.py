@@ -194,17 +194,13 @@ def kept_units(
                 left -= sizes[unit]
                 kept[unit] = True
     elif kind == "shared" and not away:
-        kept = [
-            number == 0 or all(_rests_as_gathered(each, options) for each in unit) for number, unit in enumerate(units)
+        # A frozen parameter rests as it is gathered, and a trained one as its master weights.
+        alike = [
+            all(not each.first.requires_grad or each.first.dtype == options.precision.master for each in unit)
+            for unit in units
         ]
+        kept = [True, *alike[1:]]
     return kept
-
-
-def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
-    """True if a shard of a bucket rests in the dtype that is gathered, so that it is a part of that where it stays."""
-    spec = layout.first
-    trained = spec.requires_grad and spec.dtype.is_floating_point
-    return not trained or spec.dtype == options.precision.master
 
 
 def _bucket(

@@ -62,7 +62,7 @@ class MachineMeter:
         data = None
         if self._mesh.rank == 0:
             device, copies = found
-            memory = self._device_bytes()
+            memory = accelerator.device_memory(self.device).total if self._on_device else machine_bytes()
             data = {
                 "name": self._name(),
                 "sources": [self._source()],
@@ -106,9 +106,6 @@ class MachineMeter:
             f"zeromesh plan --measure, {date}: {self._mesh.world_size} ranks{threads} on {len(self._hosts)} hosts, torch "
             f"{torch.__version__}"
         )
-
-    def _device_bytes(self) -> int:
-        return accelerator.device_memory(self.device).total if self._on_device else machine_bytes()
 
     # All ranks at once
 
