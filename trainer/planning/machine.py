@@ -467,7 +467,7 @@ def _collective(
 
 
 def machine_file() -> Path:
-    """Return the path to which `zeromesh plan --measure` writes what it found, and where plans look first."""
+    """Return the path to which `zeromesh plan --measure` writes, and where plans look first."""
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "machine.yaml"
 
 
@@ -485,10 +485,7 @@ def named_in(text: str) -> str | None:
 
 def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
     """The machine of a name (`h100`), a size (`24GB`) or a file, or, for None, the one that was measured here. `devices` are the
-    cards of a host, where a name or a size says nothing of hosts.
-
-    Raises:
-        ConfigError: no such machine, or a file that describes none.
+    cards of a host, where a name or a size says nothing of hosts. Raises `ConfigError` for what describes no machine.
     """
     if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
@@ -508,9 +505,8 @@ def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
 
 def _words(name: str) -> list[str]:
     """A name without what people write or leave out: `NVIDIA GeForce RTX 4090` is `4090`."""
-    return re.findall(
-        "[a-z0-9]+", re.sub(r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb", " ", name.lower())
-    )
+    left_out = r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb"
+    return re.findall("[a-z0-9]+", re.sub(left_out, " ", name.lower()))
 
 
 def _plain(name: str) -> str:
@@ -519,27 +515,26 @@ def _plain(name: str) -> str:
 
 @cache
 def _cards() -> dict[str, Any]:
-    path = SHIPPED / "cards.yaml"
-    table: dict[str, Any] = parse_yaml(read_whole(path, MAX_BYTES).decode(), where=str(path))
+    table: dict[str, Any] = parse_yaml((SHIPPED / "cards.yaml").read_text(encoding="utf-8"), where="cards.yaml")
     return table
 
 
 def _of_card(name: str, devices: int) -> Machine:
     """The card of a name in the table, with so many of them in a host."""
     card = Machine.model_validate(_cards()[name])
-    shared = ("devices", "cores", "memory_bytes", "memory_bandwidth")
-    host = card.host.model_copy(update={each: devices * getattr(card.host, each) for each in shared})
-    return card.model_copy(update={"host": host})
+    host = {key: devices * getattr(card.host, key) for key in ("devices", "cores", "memory_bytes", "memory_bandwidth")}
+    return card.model_copy(update={"host": card.host.model_copy(update=host)})
 
 
 def _of_size(gigabytes: float, devices: int) -> Machine:
     """The slowest card of the table of about that size that multiplies bfloat16, with no more memory than that."""
     seen = int(0.97 * gigabytes * 2**30)
-    every = [_of_card(name, devices) for name in _cards()]
-    cards = [card for card in every if "bfloat16" in card.device.products]
-    card = min(
-        cards, key=lambda each: (abs(round(each.device.memory_bytes / seen - 1, 1)), each.device.memory_bandwidth)
-    )
+    every = (_of_card(name, devices) for name in _cards())
+
+    def place(card: Machine) -> tuple[float, float]:
+        return round(max(0.0, abs(card.device.memory_bytes / seen - 1) - 0.1), 1), card.device.memory_bandwidth
+
+    card = min((each for each in every if "bfloat16" in each.device.products), key=place)
     device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
     return card.model_copy(
         update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"}

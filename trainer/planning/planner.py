@@ -196,13 +196,13 @@ class Planner:
             layout = row.estimate.layout
             return layout.micro, layout.recompute != "block", row.estimate.device_bytes
 
-        smallest = sorted(rows, key=size)[:_SIMULATED]
+        smallest = {id(row) for row in sorted(rows, key=size)[:_SIMULATED]}
         found: list[PlanRow] = []
         for row in sorted(rows, key=lambda row: row.estimate.seconds):
             layout = row.estimate.layout
             bound = seconds[_ROOM_FOR - 1] if len(seconds) >= _ROOM_FOR else math.inf
             wanted = not row.fits and row.estimate.seconds < bound
-            lowest = row in smallest
+            lowest = id(row) in smallest
             if not (wanted or lowest):
                 continue
             parts = list(space.shorter(layout, tiers))

@@ -38,10 +38,10 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
 
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Rows in groups whose seconds have the same first two digits: a plan cannot tell them apart."""
+    """Rows in groups with the same milliseconds and first two digits, which a plan cannot tell apart."""
     groups: dict[str, list[PlanRow]] = {}
     for row in rows:
-        groups.setdefault(human_seconds(float(f"{row.estimate.seconds:.2g}")), []).append(row)
+        groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
     return list(groups.values())
 
 

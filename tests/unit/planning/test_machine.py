@@ -224,7 +224,7 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
         ("4060ti-16", "NVIDIA GeForce RTX 4060 Ti 16GB"),
         ("h100-sxm", "H100 SXM5 80GB, hosts of 8 with 8 x 400 Gb/s InfiniBand"),
         ("mi300x", "AMD Instinct MI300X"),
-        ("24GB", "a card of 24 GB with the rates of NVIDIA A10"),
+        ("24GB", "a card of 24 GB with the rates of NVIDIA L4"),
         ("12 gb", "a card of 12 GB with the rates of NVIDIA GeForce RTX 3060 12GB"),
         ("cpu", "a laptop of 8 cores and 16 GiB, without an accelerator"),
     ],
