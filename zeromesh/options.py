@@ -226,8 +226,8 @@ class OffloadOptions:
 class ZeroOptions:
     """How an engine partitions and overlaps.
 
-    `gathered_budget` is bytes of gathered parameters that a rank keeps between uses at stage 3; None lets the transport decide:
-    on one host all ranks share one copy, so it is kept while memory allows; elsewhere nothing is.
+    `gathered_budget` is bytes of gathered parameters that a rank keeps between uses at stage 3; None: where ranks share one copy,
+    those that take no more memory for it, and elsewhere none.
 
     Raises:
         ConfigError: for impossible combinations.

@@ -7,17 +7,13 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zeromesh.environment import available_cores, die_with_launcher, read_environment
+from zeromesh.environment import die_with_launcher, read_environment
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
-
-if TYPE_CHECKING:
-    from zeromesh.trainer.planning.measuring.clock import Clock
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
@@ -72,6 +68,7 @@ def _measure(options: argparse.Namespace) -> int:
     """Start the ranks that measure, or be one of them."""
     from zeromesh.launch.rank_processes import become_worker
     from zeromesh.launch.rendezvous import launch_workers
+    from zeromesh.trainer.planning.auto import ranks_here
 
     if options.worker:
         die_with_launcher()
@@ -83,18 +80,11 @@ def _measure(options: argparse.Namespace) -> int:
             f"--ranks {options.ranks}: {environment.launcher} has started {environment.world_size} ranks, which measure; "
             "leave --ranks out"
         )
-    ranks = environment.world_size if launched else options.ranks or _ranks_here()
+    ranks = environment.world_size if launched else options.ranks or ranks_here()
     if options.worker or launched or ranks == 1:
         _measure_here(options)
         return 0
     return train.report(launch_workers(train.same_command(options), processes=ranks))
-
-
-def _ranks_here() -> int:
-    """As many as there are devices, or else cores."""
-    from zeromesh.offload import accelerator
-
-    return len(accelerator.begin()) if accelerator.found() is not None else available_cores()
 
 
 def _measure_here(options: argparse.Namespace) -> None:
@@ -120,16 +110,6 @@ def _measure_here(options: argparse.Namespace) -> None:
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
-            sys.stdout.writelines(
-                f"{line}\n" for line in (*_spread(meter.clock), f"written: {path}, which says what was measured")
-            )
+            sys.stdout.write(f"written: {path}, which says what was measured\n")
     finally:
         mesh.close()
-
-
-def _spread(clock: Clock) -> list[str]:
-    if not clock.spreads:
-        return []
-    found = sorted(clock.spreads)
-    middle = found[len(found) // 2]
-    return [f"the middle half of the rounds is {middle:.1%} apart for half of the figures, and {found[-1]:.0%} at most"]

@@ -40,11 +40,11 @@ def machine_here(name: str | None, devices: int = 1) -> Machine:
     return find_machine(name, devices=devices)
 
 
-def ranks_here(machine: Machine) -> int:
+def ranks_here(machine: Machine | None = None) -> int:
     """Accelerators of this host, or else its cores; of another kind of machine, the ranks of one host."""
-    if machine.is_cpu:
-        return available_cores()
-    return len(accelerator.begin()) if accelerator.found() is not None else machine.host.devices
+    if accelerator.found() is not None and not (machine and machine.is_cpu):
+        return len(accelerator.begin())
+    return available_cores() if machine is None or machine.is_cpu else machine.host.devices
 
 
 def fixed_fields(config: TrainerConfig, keys: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
 
@@ -148,23 +148,19 @@ class Space:
                     **given,
                 )
 
-    def shorter(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[Layout]]:
-        """For each thing that can leave the device: the layout itself, and with less and less of that there. Parameters leave it at
-        stage 3 alone, which on one rank of the shard axis is as any other."""
+    def shorter(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[dict[str, Any]]]:
+        """For each thing that can leave the device the changes of a layout that leave less and less of it there, none first.
+        Parameters leave it at stage 3 alone, which on one rank of the shard axis is as any other."""
         parts = [TierChoice(tier=tier, fraction=fraction) for tier in tiers for fraction in FRACTIONS]
-        away = {"optimizer": parts, "parameters": parts[1::2], "activations": parts[3::4]}
-        if not (layout.stage == 3 or (layout.shard == 1 and "stage" not in self.fixed)):
-            del away["parameters"]
-        if layout.recompute == "none":
-            del away["activations"]
-        for name, choices in away.items():
-            if name not in self.fixed:
-                changes: list[dict[str, Any]] = [
-                    {name: choice, "stage": 3 if name == "parameters" else layout.stage} for choice in choices
-                ]
-                yield [layout, *(replace(layout, **each) for each in changes)]
-        if "parameters" in away and "prefetch" not in self.fixed:
-            yield [layout, replace(layout, prefetch=0)]
+        if "optimizer" not in self.fixed:
+            yield [{}, *({"optimizer": choice} for choice in parts)]
+        if "activations" not in self.fixed and layout.recompute != "none":
+            yield [{}, *({"activations": choice} for choice in parts[3::4])]
+        if layout.stage == 3 or (layout.shard == 1 and "stage" not in self.fixed):
+            if "parameters" not in self.fixed:
+                yield [{}, *({"parameters": choice, "stage": 3} for choice in parts[1::2])]
+            if "prefetch" not in self.fixed:
+                yield [{}, {"prefetch": 0}]
 
     def _given(self, name: str, choices: Iterable[Any]) -> Iterable[Any]:
         return (self.fixed[name],) if name in self.fixed else choices

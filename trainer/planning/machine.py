@@ -45,8 +45,6 @@ from zeromesh.trainer.planning.work import Product, Work
 
 SHIPPED = Path(__file__).resolve().parent.parent / "machines"
 """Files of machines that many have, from public data."""
-CARDS = SHIPPED / "cards.yaml"
-"""A table of cards without a file of their own."""
 Place = Literal["device", "host"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "point to point", "agreement"]
 """The values of `Collective`."""
@@ -469,13 +467,13 @@ def _collective(
 
 
 def machine_file() -> Path:
-    """Return the path to which `zeromesh plan --measure` writes what it found, and where plans look first."""
+    """Return the path to which `zeromesh plan --measure` writes, and where plans look first."""
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "machine.yaml"
 
 
 def shipped() -> tuple[str, ...]:
     """The names of the machines that zeromesh knows."""
-    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()} - {CARDS.stem}))
+    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()} - {"cards"}))
 
 
 def named_in(text: str) -> str | None:
@@ -487,37 +485,28 @@ def named_in(text: str) -> str | None:
 
 def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
     """The machine of a name (`h100`), a size (`24GB`) or a file, or, for None, the one that was measured here. `devices` are the
-    cards of a host, where a name or a size says nothing of hosts.
-
-    Raises:
-        ConfigError: no such machine, or a file that describes none.
+    cards of a host, where a name or a size says nothing of hosts. Raises `ConfigError` for what describes no machine.
     """
-    name = next((each for each in shipped() if _plain(each) == _plain(given or "")), None)
-    if given == "cpu" and not machine_file().exists():
-        name = "laptop"
-    if name is not None and (SHIPPED / f"{name}.yaml").exists():
-        return read_machine(SHIPPED / f"{name}.yaml")
-    if name is not None:
-        return _of_card(name, devices)
-    if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
-        return read_machine(Path(given).expanduser())
     if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
+    wanted = _plain("laptop" if given == "cpu" else given or "")
+    name = next((each for each in shipped() if _plain(each) == wanted), None)
+    if name is not None:
+        own = SHIPPED / f"{name}.yaml"
+        return read_machine(own) if own.exists() else _of_card(name, devices)
+    if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
+        return read_machine(Path(given).expanduser())
     if given is not None and (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gi?b?", given.lower())):
         return _of_size(float(size[1]), devices)
     known = f"{', '.join(shipped())}, a size such as 24GB, or the path of a machine file"
-    if given is None:
-        raise ConfigError(
-            f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name {known}"
-        )
-    raise ConfigError(f"no machine is called {given!r}; allowed are {known}")
+    missing = f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name"
+    raise ConfigError(f"{missing if given is None else f'no machine is called {given!r}; allowed are'} {known}")
 
 
 def _words(name: str) -> list[str]:
     """A name without what people write or leave out: `NVIDIA GeForce RTX 4090` is `4090`."""
-    return re.findall(
-        "[a-z0-9]+", re.sub(r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb", " ", name.lower())
-    )
+    left_out = r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb"
+    return re.findall("[a-z0-9]+", re.sub(left_out, " ", name.lower()))
 
 
 def _plain(name: str) -> str:
@@ -526,29 +515,30 @@ def _plain(name: str) -> str:
 
 @cache
 def _cards() -> dict[str, Any]:
-    table: dict[str, Any] = parse_yaml(read_whole(CARDS, MAX_BYTES).decode(), where=str(CARDS))
+    table: dict[str, Any] = parse_yaml((SHIPPED / "cards.yaml").read_text(encoding="utf-8"), where="cards.yaml")
     return table
 
 
 def _of_card(name: str, devices: int) -> Machine:
     """The card of a name in the table, with so many of them in a host."""
     card = Machine.model_validate(_cards()[name])
-    shared = ("devices", "cores", "memory_bytes", "memory_bandwidth")
-    host = card.host.model_copy(update={each: devices * getattr(card.host, each) for each in shared})
-    return card.model_copy(update={"host": host})
+    host = {key: devices * getattr(card.host, key) for key in ("devices", "cores", "memory_bytes", "memory_bandwidth")}
+    return card.model_copy(update={"host": card.host.model_copy(update=host)})
 
 
 def _of_size(gigabytes: float, devices: int) -> Machine:
-    """A card with so much memory, and the rates of the slowest card of the table of about that size that multiplies bfloat16."""
-    wanted = gigabytes * 2**30
-    cards = [card for name in _cards() if "bfloat16" in (card := _of_card(name, devices)).device.products]
-    off = {card.name: abs(card.device.memory_bytes / wanted - 1) for card in cards}
-    alike = [card for card in cards if off[card.name] <= min(off.values()) + 0.1]
-    slowest = min(alike, key=lambda card: card.device.memory_bandwidth)
-    memory = min(slowest.device.memory_bytes, int(0.97 * wanted))
-    device = slowest.device.model_copy(update={"memory_bytes": memory})
-    name = f"a card of {gigabytes:g} GB with the rates of {slowest.name}"
-    return slowest.model_copy(update={"device": device, "name": name})
+    """The slowest card of the table of about that size that multiplies bfloat16, with no more memory than that."""
+    seen = int(0.97 * gigabytes * 2**30)
+    every = (_of_card(name, devices) for name in _cards())
+
+    def place(card: Machine) -> tuple[float, float]:
+        return round(max(0.0, abs(card.device.memory_bytes / seen - 1) - 0.1), 1), card.device.memory_bandwidth
+
+    card = min((each for each in every if "bfloat16" in each.device.products), key=place)
+    device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
+    return card.model_copy(
+        update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"}
+    )
 
 
 def read_machine(path: Path) -> Machine:

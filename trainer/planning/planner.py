@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,8 +14,8 @@ from typing import Any
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.offload.tiers import TierName
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.planning.estimate import Estimate, Estimator, PlanPhase
-from zeromesh.trainer.planning.layouts import NAMES, TIERS, Layout, Space, divisors
+from zeromesh.trainer.planning.estimate import Estimate, Estimator
+from zeromesh.trainer.planning.layouts import Layout, Space, divisors
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 
@@ -38,11 +39,10 @@ class Room:
     @classmethod
     def of(cls, machine: Machine, ranks_on_host: int) -> Room:
         """Return the room that a machine has for each of so many ranks of a host."""
+        each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
         if machine.is_cpu:
-            each = machine.host.memory_bytes // ranks_on_host
-            return cls(device=each, host=0, disk=_DISK if machine.disk else 0)
-        host = machine.host.memory_bytes // ranks_on_host
-        return cls(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=host, disk=_DISK if machine.disk else 0)
+            return cls(device=each, host=0, disk=disk)
+        return cls(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=each, disk=disk)
 
     def lacks(self, estimate: Estimate) -> str:
         """Describe what there is too little of; returns an empty text where all fits."""
@@ -100,27 +100,6 @@ class Plan:
         """The first row, if it fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
-    @cached_property
-    def bound_by(self) -> str:
-        """The phase that takes most of the best layout's step, with its share; empty where no layout fits."""
-        if self.best is None:
-            return ""
-        phases = self.best.estimate.phases
-        most = max(phases, key=lambda phase: phases[phase])
-        computes = (PlanPhase.FORWARD, PlanPhase.BACKWARD)
-        name = "computing" if most in computes else str(most)
-        seconds = sum(phases.get(each, 0.0) for each in computes) if most in computes else phases[most]
-        return f"{name} ({seconds / self.best.estimate.seconds:.0%} of a step)"
-
-    def with_more(self, nbytes: int) -> PlanRow | None:
-        """The fastest layout with so many bytes more for each rank; None where it is the same one."""
-        room = replace(self.room, device=self.room.device + nbytes)
-        fitting = [row.estimate for row in self.rows if not room.lacks(row.estimate)]
-        found = min(fitting, key=lambda each: each.seconds, default=None)
-        if found is None or (self.best is not None and found.layout == self.best.estimate.layout):
-            return None
-        return PlanRow(estimate=found)
-
 
 class Planner:
     """Plans one subject on one machine."""
@@ -171,21 +150,19 @@ class Planner:
     def _space(self, ranks: int) -> Space:
         subject = self._subject
         wanted = [self._fixed["tensor"]] if "tensor" in self._fixed else divisors(min(ranks, self._host))
-        tensors = []
-        for tensor in wanted:
-            reason = subject.mesh_refusal(tensor=tensor)
-            if reason:
-                self._refused.setdefault(reason, f"tensor {tensor}")
-            else:
-                tensors.append(tensor)
-        not_cut = subject.mesh_refusal(pipeline=2) if ranks > 1 else ""
-        if not_cut:
-            self._refused.setdefault(not_cut, "pipeline")
+
+        def takes(kind: str, **axes: int) -> bool:
+            if reason := subject.mesh_refusal(**axes):
+                self._refused.setdefault(reason, kind)
+            return not reason
+
+        tensors = [tensor for tensor in wanted if takes(f"tensor {tensor}", tensor=tensor)]
+        cut = ranks > 1 and takes("pipeline", pipeline=2)
         return Space(
             ranks=ranks,
             host=self._host,
             samples=subject.config.batch.global_size,
-            blocks=0 if not_cut else subject.blocks,
+            blocks=subject.blocks if cut else 0,
             tensors=tensors,
             sequence=len(tensors) > 1 and subject.can_share_sequence,
             recompute=subject.can_recompute,
@@ -214,43 +191,44 @@ class Planner:
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
         seconds = sorted(row.estimate.seconds for row in rows if row.fits)
-        small, modes = min(row.estimate.layout.micro for row in rows), {row.estimate.layout.recompute for row in rows}
+
+        def size(row: PlanRow) -> tuple[int, bool, int]:
+            layout = row.estimate.layout
+            return layout.micro, layout.recompute != "block", row.estimate.device_bytes
+
+        smallest = {id(row) for row in sorted(rows, key=size)[:_SIMULATED]}
         found: list[PlanRow] = []
         for row in sorted(rows, key=lambda row: row.estimate.seconds):
             layout = row.estimate.layout
             bound = seconds[_ROOM_FOR - 1] if len(seconds) >= _ROOM_FOR else math.inf
             wanted = not row.fits and row.estimate.seconds < bound
-            lowest = layout.micro == small and (layout.recompute == "block" or "block" not in modes)
+            lowest = id(row) in smallest
             if not (wanted or lowest):
                 continue
-            parts = [list(self._rows(each, room)) for each in space.shorter(layout, tiers)]
-            least = [
-                self._combined(layout, [_last(part, tier) for part in parts], room)
-                for tier in (*tiers, None)[: max(1, len(tiers))]
-            ]
+            parts = list(space.shorter(layout, tiers))
+
+            def made(chosen: Iterable[Mapping[str, Any]], layout: Layout = layout) -> PlanRow | None:
+                return next(self._rows([replace(layout, **dict(ChainMap(*map(dict, chosen))))], room), None)
+
+            def added(change: Mapping[str, Any], before: float = row.estimate.seconds) -> float:
+                changed = made([change])
+                return math.inf if changed is None else max(0.0, changed.estimate.seconds - before)
+
+            least = [made(_most(part, tier) for part in parts) for tier in tiers]
             found += [each for each in least if each is not None and lowest]
             if not wanted or not any(each and each.estimate.device_bytes <= room.device for each in least):
                 continue
-            combinations = [(sum(_added(row, each) for each in chosen), chosen) for chosen in product(*parts)]
-            for added, chosen in sorted(combinations, key=lambda each: each[0]):
-                if row.estimate.seconds + added >= bound:
+            priced = [[(added(change), change) for change in part] for part in parts]
+            combinations = sorted(product(*priced), key=lambda chosen: sum(price for price, _ in chosen))
+            for chosen in combinations:
+                if row.estimate.seconds + sum(price for price, _ in chosen) >= bound:
                     break
-                made = self._combined(layout, chosen, room)
-                if made is not None and made.fits:
-                    found.append(made)
-                    insort(seconds, made.estimate.seconds)
+                fits = made(change for _, change in chosen)
+                if fits is not None and fits.fits:
+                    found.append(fits)
+                    insort(seconds, fits.estimate.seconds)
                     break
         return found
-
-    def _combined(self, layout: Layout, chosen: Iterable[PlanRow], room: Room) -> PlanRow | None:
-        """The layout with what each of the chosen ones has otherwise; None where a run refuses that."""
-        changes = {
-            name: getattr(row.estimate.layout, name)
-            for row in chosen
-            for name in NAMES
-            if getattr(row.estimate.layout, name) != getattr(layout, name)
-        }
-        return next(self._rows([replace(layout, **changes)], room), None)
 
     def _ranked(self, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
         """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
@@ -266,14 +244,10 @@ class Planner:
         return [*first, *fitting[_SIMULATED:], *others]
 
 
-def _last(part: Sequence[PlanRow], tier: TierName | None) -> PlanRow:
-    """The row of `part` that has most on a tier, or else the last one."""
-    on = [row for row in part if any(getattr(row.estimate.layout, name).tier == tier for name in TIERS)]
+def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
+    """The change of `part` that moves most to a tier, or else the last one."""
+    on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
     return (on or part)[-1]
-
-
-def _added(row: PlanRow, other: PlanRow) -> float:
-    return max(0.0, other.estimate.seconds - row.estimate.seconds)
 
 
 def _place(row: PlanRow) -> tuple[float, int]:

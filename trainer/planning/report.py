@@ -7,17 +7,15 @@ from typing import Any
 
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
 from zeromesh.trainer.planning.estimate import Estimate
-from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
+from zeromesh.trainer.planning.planner import Plan, PlanRow
 
 SHOWN = 12
 """Rows of a table."""
 _REFUSALS = 6
-NOISE = 0.03
-"""The part of a step by which times may differ that a plan cannot tell apart."""
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
-    """The plan as lines: a table, why others do not fit, and what more memory or more ranks would buy. `more` is the plan of more
+    """The plan as lines: a table, why others do not fit, and what more ranks would buy. `more` is the plan of more
     ranks, `width` the columns of a terminal."""
     ranks = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
     fitting = [row for row in plan.rows if row.fits]
@@ -40,16 +38,11 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
 
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Rows that follow each other in groups whose seconds differ by less than a plan can tell."""
-    groups: list[list[PlanRow]] = []
+    """Rows in groups with the same milliseconds and first two digits, which a plan cannot tell apart."""
+    groups: dict[str, list[PlanRow]] = {}
     for row in rows:
-        first = groups[-1][0].estimate.seconds if groups else 0.0
-        seconds = row.estimate.seconds
-        if groups and (seconds <= (1 + NOISE) * first or human_seconds(seconds) == human_seconds(first)):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
+        groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
+    return list(groups.values())
 
 
 def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
@@ -78,24 +71,19 @@ def _cells(plan: Plan, row: PlanRow, others: Sequence[PlanRow]) -> tuple[str, ..
 
 
 def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
-    """Say what the best layout is bound by, and what more would buy."""
+    """Say the keys of the best layout, and what more ranks would buy."""
     best = plan.best
     if best is None:
         least = plan.least
         yield f"nothing fits; the least is {human_bytes(least.estimate.device_bytes)} a rank: {least.estimate.layout}"
     else:
         settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.keys().items())
-        yield f"the first row is bound by {plan.bound_by}"
-        yield f"its keys: {settings}"
-        room = plan.with_more(GIB)
-        gain = 0.0 if room is None else 1 - room.estimate.seconds / best.estimate.seconds
-        if room is not None and gain > NOISE:
-            yield f"1 GiB more for each rank would take {gain:.0%} off a step: {room.estimate.layout}"
+        yield f"the keys of the first row: {settings}"
     if more is not None and more.best is not None:
         after = more.best.estimate
         gain = float("inf") if best is None else best.estimate.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
-        if gain > 1 + NOISE:
+        if gain > 1.03:  # A plan is no better than that.
             yield f"{more.ranks} ranks: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch import nn
 from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.options import ZeroOptions
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
@@ -73,10 +72,10 @@ class Subject:
         self.parameters = sum(each.numel() for each in model.parameters())
         self.zero = exempted(engine_options(config, accumulation=1), config, model)
         self._refused_meshes = {
-            (divides, data): _refused(
-                lambda: require_layout_fits(model, MeshShape(tensor=divides, shard=data), trains=True)  # noqa: B023
-            )[0]
-            for divides, data in product((1, 2), (1, 2))
+            axes: _refused(partial(require_layout_fits, model, MeshShape(tensor=axes[0], shard=axes[1]), trains=True))[
+                0
+            ]
+            for axes in product((1, 2), (1, 2))
         }
         """Why the model cannot be trained on this many ranks that divide it, and data ranks; of each 2 stands for more."""
         self._disagreeing: dict[Layout, str] = {}
@@ -243,10 +242,6 @@ class Subject:
                 build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())
             ]
         return self._layouts[key]
-
-    def zero_options(self, **changes: Any) -> ZeroOptions:
-        """The options of the engine, with others in their place."""
-        return replace(self.zero, **changes)
 
 
 def _refused(call: Callable[[], T]) -> tuple[str, T | None]:

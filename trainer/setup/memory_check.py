@@ -165,13 +165,10 @@ def require_memory(
 
 def _kept(host: _Host, options: ZeroOptions) -> Iterator[str]:
     """Yield a line on the gathered parameters that stay between uses at stage 3, and what they cost."""
-    if options.stage < 3 or host.parts == 1:
-        return
-    least, without = host.least(options), host.least(replace(options, gathered_budget=0))
-    whole = host.least(replace(options, gathered_budget=1 << 62)).kept
-    cost = human_bytes(least.total - without.total) if least.total > without.total else "nothing"
-    more = f"; all {human_bytes(whole)}, as zero.gathered_budget, save gathers" if least.kept < whole else ""
-    yield f"memory: {human_bytes(least.kept)} of gathered parameters stay between uses, which costs each rank {cost}{more}"
+    if options.stage == 3 and host.parts > 1:
+        least, none = host.least(options), host.least(replace(options, gathered_budget=0))
+        kept, cost = human_bytes(least.kept), human_bytes(max(0, least.total - none.total))
+        yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
 
 
 def _require_room(host: _Host, options: ZeroOptions, count: int, free: int) -> None:

@@ -15,6 +15,5 @@ def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
     return {
         "machine": machine.to_yaml(),
         "told": told,
-        "spreads": len(meter.clock.spreads),
         "left": [name for name in mesh.process_sets if name.startswith(("shared", "gloo"))],
     }

@@ -58,10 +58,13 @@ class TestByHand:
         assert predict_memory(plan(), options(3, prefetch=0), parts=4, transport="gloo").gathered == 2 * 2 * _P
 
     def test_shared_pages_count_once_over_the_ranks(self) -> None:
-        found = predict_memory(plan(), options(3), parts=4, transport="shared")
+        found = predict_memory(plan(), options(3, gathered_budget=1 << 40), parts=4, transport="shared")
         assert found.terms[Purpose.PARAMETERS] == 3 * 2 * _P // 4
         assert found.terms[Purpose.GRADIENT_BUCKETS] == 2 * 2 * _P
         assert found.gathered == 0
+        default = predict_memory(plan(), options(3), parts=4, transport="shared")
+        assert default.terms[Purpose.PARAMETERS] == 2 * _P // 4  # The root.
+        assert default.gathered == 2 * 2 * _P // 4
 
     def test_a_budget_keeps_the_last_units_first(self) -> None:
         found = predict_memory(plan(), options(3, gathered_budget=2 * _P), parts=2, transport="gloo")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.planning.machine import Machine, find_machine, read_machine, shipped, write_machine
+from zeromesh.trainer.planning.machine import Machine, find_machine, named_in, read_machine, shipped, write_machine
 from zeromesh.trainer.planning.work import Product, Work
 
 SMALL = {
@@ -48,7 +48,7 @@ SMALL = {
     "disk": {"read": 1e9, "written": 5e8, "latency_seconds": 1e-4},
 }
 MACHINE = Machine.model_validate(SMALL)
-EVERY = [MACHINE, *map(find_machine, shipped())]
+EVERY = [MACHINE, *map(find_machine, ("a100", "b200", "h100", "h200", "l4", "laptop", "t4"))]
 
 
 def test_a_measured_point_is_its_own_prediction() -> None:
@@ -182,7 +182,8 @@ def test_no_machine_at_all_is_an_error(tmp_path: Path, text: str) -> None:
 
 def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match=r"no rates of bfloat16 products, only of float32; add device\.products\.bfloat16"
+        ConfigError,
+        match=r"no rates of bfloat16 .* of float32; set precision\.compute .*, add device\.products\.bf",
     ):
         MACHINE.product_seconds(Product("bfloat16", 1, 2, 2, 2))
     with pytest.raises(ConfigError, match=r"no figures of nccl inside a host; add links\.inside\.nccl"):
@@ -190,7 +191,7 @@ def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, mon
     with pytest.raises(ConfigError, match="add disk with read and written"):
         MACHINE.model_copy(update={"disk": None}).disk_seconds(1, 0)
     with pytest.raises(
-        ConfigError, match=r"no machine is called 'h1000'; allowed are a100, b200, h100, h200, or the path"
+        ConfigError, match=r"no machine is called 'h1000'; allowed are a10, a100, .*, a size such as 24GB, or the path"
     ):
         find_machine("h1000")
     with pytest.raises(ConfigError, match="no such machine file"):
@@ -203,10 +204,56 @@ def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, mon
 
 
 def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
-    assert shipped() == ("a100", "b200", "h100", "h200")
+    assert len(shipped()) > 30
     for name in shipped():
         machine = find_machine(name)
         assert len(machine.sources) >= 3
-        assert all(math.isfinite(rate) for *_, rate in machine.device.products["bfloat16"].measured)
-        large = Product("bfloat16", 1, 8192, 8192, 8192)
-        assert 0.55 < large.flops / machine.product_seconds(large) / machine.device.products["bfloat16"].peak < 0.9
+        dtype = "bfloat16" if "bfloat16" in machine.device.products else "float16"
+        assert all(math.isfinite(rate) for *_, rate in machine.device.products[dtype].measured)
+        large = Product(dtype, 1, 8192, 8192, 8192)
+        assert 0.55 < large.flops / machine.product_seconds(large) / machine.device.products[dtype].peak < 0.9
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("a10", "NVIDIA A10"),
+        ("4090", "NVIDIA GeForce RTX 4090"),
+        ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+        ("A100-40GB", "NVIDIA A100 SXM4 40GB"),
+        ("4060ti-16", "NVIDIA GeForce RTX 4060 Ti 16GB"),
+        ("h100-sxm", "H100 SXM5 80GB, hosts of 8 with 8 x 400 Gb/s InfiniBand"),
+        ("mi300x", "AMD Instinct MI300X"),
+        ("24GB", "a card of 24 GB with the rates of NVIDIA L4"),
+        ("12 gb", "a card of 12 GB with the rates of NVIDIA GeForce RTX 3060 12GB"),
+        ("cpu", "a laptop of 8 cores and 16 GiB, without an accelerator"),
+    ],
+)
+def test_a_card_is_found_as_people_write_it(
+    given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert find_machine(given).name == name
+
+
+def test_several_cards_of_a_host_have_more_of_it() -> None:
+    one, four = find_machine("t4"), find_machine("t4", devices=4)
+    assert (four.host.devices, four.host.memory_bytes) == (4, 4 * one.host.memory_bytes)
+    with pytest.raises(ConfigError, match=r"only of float16, float32; set precision\.compute"):
+        one.product_seconds(Product("bfloat16", 1, 64, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX A4000", None),
+    ],
+)
+def test_a_driver_names_a_card(device: str, name: str | None) -> None:
+    assert named_in(device) == name

@@ -13,11 +13,11 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import load_tokenizer
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.planning.auto import FIELDS, fixed_fields, with_layout
+from zeromesh.trainer.planning.auto import fixed_fields
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
-from zeromesh.trainer.planning.layouts import Layout
+from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.planner import GIB, Planner
+from zeromesh.trainer.planning.planner import Planner
 from zeromesh.trainer.planning.report import plan_json, plan_lines
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.units.plan import plan_model
@@ -68,7 +68,7 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
     assert {row.estimate.layout.schedule for row in plan.rows} == {"1f1b", "zero_bubble", "interleaved"}
     assert all(row.estimate.layout.ranks == 2 for row in plan.rows)
     text = "\n".join(plan_lines(plan))
-    assert "bound by" in text
+    assert "the keys of the first row: parallel.pipeline=" in text
     assert len(plan_json(plan)) == len(plan.rows)
 
 
@@ -76,7 +76,6 @@ def test_what_does_not_fit_says_what_it_lacks(subject: Subject) -> None:
     plan = Planner(subject, _small(2 << 20)).plan(2)
     assert plan.best is None
     assert all("of 1.0 MiB, most of it" in row.lacks for row in plan.rows)
-    assert plan.with_more(GIB) is not None
     assert "nothing fits" in "\n".join(plan_lines(plan))
 
 
@@ -112,7 +111,6 @@ def test_keys_of_a_layout_make_a_configuration() -> None:
     settled = with_layout(config, layout, set(FIELDS))
     assert settled.parallel.auto == ()
     assert (settled.parallel.tensor, settled.parallel.schedule, settled.batch.micro_size) == (2, "zero_bubble", 2)
-    assert "first row of the plan" in settled.notes[-1]
 
 
 def test_auto_is_short_for_a_place_in_a_list() -> None:

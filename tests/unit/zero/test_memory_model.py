@@ -44,7 +44,8 @@ def refusal(
     )
     transport = TRANSPORTS[ranks] if on_device is None or ranks == 1 else "nccl"
     try:
-        return "".join(memory_check.require_memory(on_meta(), options(**changes), mesh, transport=transport))
+        notes = memory_check.require_memory(on_meta(), options(**changes), mesh, transport=transport)
+        return "".join(note for note in notes if not note.startswith("memory: "))
     except StorageError as error:
         return str(error)
 
@@ -85,18 +86,38 @@ def test_what_is_needed_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch, ra
     assert "need at least" in refusal(monkeypatch, ranks, free=needed - 1, stage=stage, gathered_budget=0)
 
 
-def test_of_what_may_be_kept_as_much_is_counted_as_takes_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that the configuration names is taken as it is."""
+def test_a_budget_that_the_configuration_names_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
-    budgets = (0, 10**9)
     totals = [
         2 * predict_memory(plan, options(stage=3, gathered_budget=budget), parts=2, transport="gloo").total
-        for budget in budgets
+        for budget in (0, 10**9)
     ]
     assert totals[0] < totals[1]
     assert refusal(monkeypatch, 2, free=totals[0], stage=3) == ""
     assert refusal(monkeypatch, 2, free=totals[0], stage=3, gathered_budget=10**9)
     assert refusal(monkeypatch, 2, free=totals[1], stage=3, gathered_budget=10**9) == ""
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_kept_by_default_takes_no_memory_that_the_step_would_not_need(
+    compute: torch.dtype, trained: bool
+) -> None:
+    """Of a bfloat16 copy beside masters the root alone; all where what is gathered is the only copy."""
+    plan = plan_model(on_meta().requires_grad_(trained), compute)
+    found, none, whole = (
+        predict_memory(
+            plan,
+            ZeroOptions(precision=Precision(compute=compute), gathered_budget=budget),
+            parts=4,
+            transport="shared",
+        )
+        for budget in (None, 0, 1 << 40)
+    )
+    assert found.total <= none.total
+    assert found.kept == (whole.kept if compute == torch.float32 or not trained else found.kept)
+    assert found.kept < whole.kept or not trained or compute == torch.float32
+    assert whole.total > none.total or not trained or compute == torch.float32
 
 
 # Accelerators

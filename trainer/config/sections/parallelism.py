@@ -167,7 +167,7 @@ class ZeroSection(Section):
     prefetch: CountOrOff = 1
     """Units gathered ahead of the one that computes. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
-    """Bytes of gathered parameters that are kept between uses; auto: what costs no extra peak."""
+    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: those that take no more memory."""
     reduce_once: bool = False
     """Stages 2 and 3 too reduce gradients once a step, from sums that each rank makes of its own microbatches: less traffic, but
     memory for all gradients, as at stages 0 and 1."""

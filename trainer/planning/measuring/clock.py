@@ -90,15 +90,13 @@ def sizes_for(device: torch.device, *, tiny: bool = False) -> MeasureSizes:
     return TINY_SIZES if tiny else ACCELERATOR_SIZES if is_accelerator(device) else CPU_SIZES
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Clock:
-    """Times calls on one device, and remembers how far rounds were apart."""
+    """Times calls on one device."""
 
     device: torch.device
     round_seconds: float
     rounds: int
-    spreads: list[float] = field(default_factory=list)
-    """For each figure, the part of it by which the middle half of its rounds differ."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds of a call: the median of rounds, each of as many calls as fill it."""
@@ -106,7 +104,7 @@ class Clock:
         count = 1
         while (taken := self.take(call, count)) < self.round_seconds / 2 and count < 1 << 20:
             count = max(count + 1, min(16 * count, math.ceil(count * self.round_seconds / max(taken, 1e-7))))
-        return self.median([self.take(call, count) / count for _ in range(self.rounds)])
+        return statistics.median([self.take(call, count) / count for _ in range(self.rounds)])
 
     def take(self, call: Callable[[], object], count: int) -> float:
         """Seconds of `count` calls in a row, until the device has done them."""
@@ -121,11 +119,3 @@ class Clock:
         """Wait until the device has done all that was launched."""
         if is_accelerator(self.device):
             accelerator.synchronize(self.device)
-
-    def median(self, found: Sequence[float]) -> float:
-        """The median, whose spread is remembered."""
-        middle = statistics.median(found)
-        if len(found) > 2 and middle > 0:
-            low, _, high = statistics.quantiles(found, n=4)
-            self.spreads.append((high - low) / middle)
-        return middle

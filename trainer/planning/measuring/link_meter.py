@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ class LinkMeter:
                     rounds.append(self.clock.take(turn, count) / count / 2)
             if rounds:
                 # The first round also sends the shapes.
-                rows.append([Collective.POINT_TO_POINT.value, 2, nbytes, self.clock.median(rounds[1:])])
+                rows.append([Collective.POINT_TO_POINT.value, 2, nbytes, statistics.median(rounds[1:])])
         found = mesh.world.gather_json(rows, "seconds of messages")
         channels.close()
         return next(each for each in found if each)
@@ -123,7 +124,7 @@ class LinkMeter:
         for _ in range(self._sizes.rounds):
             group.barrier("the beginning of a round")
             rounds.append(self.clock.take(call, count) / count)
-        return float(max(group.gather_json(self.clock.median(rounds), "seconds of an exchange")))
+        return float(max(group.gather_json(statistics.median(rounds), "seconds of an exchange")))
 
 
 def doubled(most: int) -> list[int]:

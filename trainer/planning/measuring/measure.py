@@ -1,7 +1,7 @@
 """Measures the machine of this launch in about a minute, with what a run itself computes and exchanges with.
 
 All ranks call `MachineMeter.machine` together. What one rank measures, the others wait for without computing, except where it is
-measured how much they hinder each other. Each figure is the median of several rounds, and `Clock` knows how far these were apart.
+measured how much they hinder each other. Each figure is the median of several rounds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MachineMeter:
         data = None
         if self._mesh.rank == 0:
             device, copies = found
-            memory = self._device_bytes()
+            memory = accelerator.device_memory(self.device).total if self._on_device else machine_bytes()
             data = {
                 "name": self._name(),
                 "sources": [self._source()],
@@ -107,9 +107,6 @@ class MachineMeter:
             f"{torch.__version__}"
         )
 
-    def _device_bytes(self) -> int:
-        return accelerator.device_memory(self.device).total if self._on_device else machine_bytes()
-
     # All ranks at once
 
     def _crowd(self) -> tuple[list[list[float]], list[list[float]], float]:
@@ -153,7 +150,7 @@ class MachineMeter:
             for _ in range(self._sizes.rounds):
                 self._mesh.world.barrier("the beginning of a round")
                 rounds.append(self.clock.take(call, _AMID) / _AMID if mine is not None else 0.0)
-            return self.clock.median(rounds)
+            return statistics.median(rounds)
 
         rows: list[list[float]] = []
         for products in _PRODUCTS:
@@ -182,7 +179,7 @@ class MachineMeter:
                 self.clock.take(call, 1)
                 count += 1
             rounds.append((clock() - began) / max(1, count))
-        mine = self.clock.median(rounds) * share if busy else 0.0
+        mine = statistics.median(rounds) * share if busy else 0.0
         return float(sum(self._mesh.world.gather_json(mine, "seconds of a round"))) / ranks
 
 
