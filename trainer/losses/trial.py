@@ -262,8 +262,8 @@ def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
     if isinstance(before, int):
         lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}
         layers = max(layers, *(min(8, 1 + max(map(each.index, each))) for each in lists.values()), 0)
-        for name, value in lists.items():
-            setattr(small, name, value[:layers])
+        for name, each in lists.items():
+            setattr(small, name, each[:layers])
         small.num_hidden_layers = min(before, layers)
     for name, size in sizes.items():
         try:
