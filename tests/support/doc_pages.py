@@ -24,8 +24,8 @@ from zeromesh.trainer.planning.machine import read_machine
 TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out each time, on as many ranks as they say, and whose programs on one rank and then on
 two. The walk through all pages (doc_walk.py) takes longer."""
-_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=6"
-"""What `make train` runs, but for the number of steps."""
+_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2", "data.eval_samples=8"
+"""What `make train` runs, but for how long."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
 OF_A_SERVER = {"ask.py"}

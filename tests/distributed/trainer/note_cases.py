@@ -45,6 +45,13 @@ class Normed(nn.Module):
         return self.frozen(self.layers(x)).square().mean()
 
 
+def frozen() -> nn.Module:
+    """A model whose first layer is not trained."""
+    model = Redrawn()
+    model.first.requires_grad_(False)
+    return model
+
+
 def vectors() -> list[dict[str, torch.Tensor]]:
     """Inputs of four numbers."""
     return [{"x": x} for x in torch.randn(16, 4, generator=torch.Generator().manual_seed(1))]
@@ -58,6 +65,7 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "built": (Redrawn, vectors),
+    "frozen": (frozen, vectors),
     "callable": (lambda: Redrawn, vectors),
     "meta": (lambda: on_meta(Redrawn), vectors),
     "normed": (Normed, vectors),
