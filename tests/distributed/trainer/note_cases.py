@@ -73,11 +73,15 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-def said(mesh: Mesh, folder: str, name: str) -> list[str]:
-    """The lines that a run prints."""
+def said(mesh: Mesh, folder: str, name: str, every_steps: int) -> list[str]:
+    """The lines that a run prints, with a checkpoint after so many steps."""
     model, data = MODELS[name]
     out = io.StringIO()
-    config = settings(folder, precision=dict.fromkeys(("compute", "master", "reduce"), "float32"))
+    config = settings(
+        folder,
+        precision=dict.fromkeys(("compute", "master", "reduce"), "float32"),
+        checkpoint={"every_steps": every_steps},
+    )
     with contextlib.redirect_stdout(out), Trainer(model(), config, data()) as trainer:
         trainer.fit()
     return out.getvalue().splitlines()

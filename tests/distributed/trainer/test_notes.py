@@ -7,9 +7,9 @@ import pytest
 from workers import Workers
 
 
-def said(workers: Workers, folder: Path, name: str) -> str:
+def said(workers: Workers, folder: Path, name: str, every_steps: int = 0) -> str:
     """All lines of rank 0; the others print nothing."""
-    first, *others = workers.run(2, "note_cases:said", folder=str(folder), name=name)
+    first, *others = workers.run(2, "note_cases:said", folder=str(folder), name=name, every_steps=every_steps)
     assert others == [[]]
     assert any(line.startswith("done: 4 steps") for line in first), first
     return "\n".join(first)
@@ -38,7 +38,7 @@ def test_statistics_of_microbatches(workers: Workers, tmp_path: Path) -> None:
 
 
 def test_rows_of_the_start_and_the_next_command_at_the_end(workers: Workers, tmp_path: Path) -> None:
-    lines = said(workers, tmp_path, "built").splitlines()
+    lines = said(workers, tmp_path, "built", every_steps=4).splitlines()
     assert "model    Redrawn, 49 parameters" in lines
     assert [line for line in lines if line.startswith("data ")] == ["data     16 samples"]
     assert [line.split()[0] for line in lines[-2:]] == ["model", "next"]
