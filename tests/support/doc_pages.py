@@ -24,8 +24,10 @@ from zeromesh.trainer.planning.machine import read_machine
 TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out each time, on as many ranks as they say, and whose programs on one rank and then on
 two. The walk through all pages (doc_walk.py) takes longer."""
-_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=6"
-"""What `make train` runs, but for the number of steps."""
+_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2", "data.eval_samples=8"
+"""What `make train` runs, but for how long."""
+_SLOW = {"--measure", "parallel=auto", "data.eval_samples=null"}
+"""Words of commands that the walk alone carries out."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
 OF_A_SERVER = {"ask.py"}
@@ -242,7 +244,7 @@ class Page:
 
     def _filled(self, words: tuple[str, ...]) -> list[str] | None:
         """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""
-        slow = words[1] in ("doctor", "verify", "generate", "serve") or {"--measure", "parallel=auto"} & {*words}
+        slow = words[1] in ("doctor", "verify", "generate", "serve") or _SLOW & {*words}
         if words[0] != "zeromesh" or slow or words[1:3] == ("checkpoint", "merge"):
             return None
         if words[1] in ("train", "evaluate") and self.name not in TRAINED:

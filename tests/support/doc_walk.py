@@ -102,6 +102,7 @@ class Walk:
     def _run_line(self, where: str, line: str, code: int) -> None:
         if line == "make train":
             (line,) = re.findall(r"^train:.*\n\t\$\(BIN\)/(.*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+            line = line.replace("$(RANKS)", "2")
         if reason := why_skipped(line):
             self.skipped[line] = reason
             return
@@ -119,7 +120,8 @@ class Walk:
         said = (done.stdout + done.stderr)[-3000:]
         assert done.returncode in allowed, f"{where}: {line}: exit code {done.returncode}\n{said}"
         assert "Traceback" not in done.stderr, f"{where}: {line}\n{said}"
-        assert "nothing was trained" not in done.stdout, f"{where}: {line}: this run is of a line above\n{said}"
+        if line.startswith("zeromesh"):  # A program on a page about resuming is run twice.
+            assert "nothing was trained" not in done.stdout, f"{where}: {line}: this run is of a line above\n{said}"
 
     def _serve(self, where: str, line: str) -> None:
         """Serve until the next server, or the end of the page."""

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import inspect
 import re
-import shlex
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -299,11 +298,9 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
     if (directory / ADAPTER_CONFIG).is_file():
         merged = f"merge them (`zeromesh checkpoint export {directory} OUT --merge`), and give OUT"
         if not (directory / MANIFEST).is_file():
-            load = (
-                f"from peft import AutoPeftModelForCausalLM as Model; model = Model.from_pretrained({str(directory)!r})"
-            )
-            merge = shlex.quote(load + "; model.merge_and_unload().save_pretrained('OUT')")
-            merged = f"merge them (`python -c {merge}`), and give OUT, with data.tokenizer={directory} if the tokenizer is there"
+            load = f"from peft import AutoPeftModelForCausalLM as Model; Model.from_pretrained({str(directory)!r})"
+            merge = f"{load}.merge_and_unload().save_pretrained('OUT')"
+            merged = f'merge them (`python -c "{merge}"`), and give OUT, with data.tokenizer={directory} if it has a tokenizer'
         raise ConfigError(f"{directory} has adapters, which are not loaded from there; {merged}", where="model.source")
     if not (directory / "config.json").is_file():
         cure = "give a directory that save_pretrained of a transformers model wrote"

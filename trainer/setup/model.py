@@ -189,10 +189,9 @@ def build_trained_model(
     if learnt < parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / parameters:.2%})"
     console.note(f"model    {type(model).__name__}, {shown}", Detail(f"model: {units}{reduced}"))
-    kept = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
-    console.note(
-        f"memory   states of each rank: {', '.join(kept)}", engine.update_device.note, *pinned_notes(tiers.pinned)
-    )
+    parts = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
+    kept = ", ".join(parts).replace("device", mesh.device.type)
+    console.note(f"memory   states of each rank: {kept}", engine.update_device.note, *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
 

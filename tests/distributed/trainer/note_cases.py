@@ -45,6 +45,13 @@ class Normed(nn.Module):
         return self.frozen(self.layers(x)).square().mean()
 
 
+def frozen() -> nn.Module:
+    """A model whose first layer is not trained."""
+    model = Redrawn()
+    model.first.requires_grad_(False)
+    return model
+
+
 def vectors() -> list[dict[str, torch.Tensor]]:
     """Inputs of four numbers."""
     return [{"x": x} for x in torch.randn(16, 4, generator=torch.Generator().manual_seed(1))]
@@ -58,6 +65,7 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "built": (Redrawn, vectors),
+    "frozen": (frozen, vectors),
     "callable": (lambda: Redrawn, vectors),
     "meta": (lambda: on_meta(Redrawn), vectors),
     "normed": (Normed, vectors),
@@ -65,11 +73,15 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-def said(mesh: Mesh, folder: str, name: str) -> list[str]:
-    """The lines that a run prints."""
+def said(mesh: Mesh, folder: str, name: str, every_steps: int) -> list[str]:
+    """The lines that a run prints, with a checkpoint after so many steps."""
     model, data = MODELS[name]
     out = io.StringIO()
-    config = settings(folder, precision=dict.fromkeys(("compute", "master", "reduce"), "float32"))
+    config = settings(
+        folder,
+        precision=dict.fromkeys(("compute", "master", "reduce"), "float32"),
+        checkpoint={"every_steps": every_steps},
+    )
     with contextlib.redirect_stdout(out), Trainer(model(), config, data()) as trainer:
         trainer.fit()
     return out.getvalue().splitlines()

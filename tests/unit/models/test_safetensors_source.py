@@ -392,7 +392,9 @@ def test_pickles_and_absent_directories_are_refused_with_the_cure(tmp_path: Path
     with pytest.raises(ConfigError, match=r"no config\.json; give a directory"):
         load(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has adapters, which are not loaded from there; merge them into the model"):
+    with pytest.raises(
+        ConfigError, match=r"has adapters, which are not loaded from there; merge them \(`python -c .*merge_and_unload"
+    ):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")  # transformers loads the adapter on top of such a model.
     (tmp_path / "manifest.json").write_text("{}")

@@ -176,9 +176,9 @@ from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 console = Console(verbose=sys.argv[1] == "True")
 console.status("reading the data")
-console.row("layout", "ZeRO stage 3 on 64 CUDA ranks: replicate 2 x shard 4 x tensor 4 x pipeline 2; batch 1024 = 4 x 16 x 16")
+console.note("layout   ZeRO stage 3 on 64 CUDA ranks: replicate 2 x shard 4 x tensor 4 x pipeline 2; batch 1024 = 4 x 16 x 16")
 console.note(Detail("a detail"))
-console.row("data", "37,844 sequences of 256 tokens; 128 for evaluation")
+console.note("data     37,844 sequences of 256 tokens; 128 for evaluation")
 console.start(total_steps=3)
 for number in range(3):
     console.status(f"evaluating: {number} of 3 batches of a set of samples that has a name which is rather long, to be sure")
@@ -188,7 +188,7 @@ for number in range(3):
                              step_seconds=0.1, peak_memory_bytes=10**9, extras={"mfu": 0.68712}))
 console.note("step 3: checkpoint of 37.7 MiB in runs/quickstart-of-somebody/checkpoints/step-00000003, on a disk that is slow")
 console.close()
-console.row("next", "zeromesh generate runs/quickstart --chat")
+console.note("next     zeromesh generate runs/quickstart --chat")
 """
 
 
@@ -217,7 +217,7 @@ def test_what_a_terminal_shows_of_a_run(tmp_path: Path, columns: int, verbose: b
 def test_a_log_has_all_lines_whole_and_no_escapes() -> None:
     plain = io.StringIO()
     console = Console(plain)
-    console.row("layout", "word " * 60)
+    console.note("layout   word " * 60)
     console.note(Detail("a detail " * 20))
     console.start(total_steps=1)
     console.status("evaluating")
