@@ -299,10 +299,9 @@ class Passes:
         if self.gathers.keeps(unit):
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
-        if self.mode is PassMode.FORWARD:
-            self.writes.look_at(unit, len(self.units))
-            if self._sharded and unit.index != 0:
-                self._calls.begin(unit.index)
+        self.writes.look_at(unit, len(self.units))
+        if self.mode is PassMode.FORWARD and self._sharded and unit.index != 0:
+            self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._progress.streams is not None:
             self._progress.streams.enter(unit.name, again=False)
