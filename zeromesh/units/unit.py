@@ -424,7 +424,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     if not on_accelerator(flat):
         return torch.tensor(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data) >> 1)
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
-    places = torch.arange(1, 2 * min(_DIGEST_WORDS, words.numel()), 2, device=words.device)  # Odd: no bit is lost.
+    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd: no bit is lost.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
         total += (part * (places[: part.numel()] + 2 * number * _DIGEST_WORDS)).sum()
