@@ -427,7 +427,9 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd: no bit is lost.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
-        total += (part * (places[: part.numel()] + 2 * number * _DIGEST_WORDS)).sum()
+        bits = part.to(torch.int64)
+        # The highest bit alone would be lost where an even number of words has it changed.
+        total += ((bits ^ (bits >> 32)) * (places[: part.numel()] + 2 * number * _DIGEST_WORDS)).sum()
     return total
 
 
