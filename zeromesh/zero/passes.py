@@ -296,7 +296,8 @@ class Passes:
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
         self._progress.visit(unit.index)
-        if self.gathers.keeps(unit):
+        # Backward enters a stage of a pipeline at what its last block returns, not at what the root does.
+        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.pipeline.size > 1):
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
         self.writes.look_at(unit, len(self.units))
