@@ -11,12 +11,10 @@ zeromesh.save("out", model, optimizer)
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -35,7 +33,7 @@ from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageEr
 from zeromesh.offload import settle_heap
 from zeromesh.options import OptimizerSettings
 from zeromesh.parallelize import Divided, ParallelOptions, divide
-from zeromesh.trainer.checkpoints.manager import content_of, load_engine, load_weights, read_state
+from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import ConfigSource, load_config
@@ -55,12 +53,8 @@ _LOGGER = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
-_LOOP = "loop"
-"""The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
 _SHARDING = "_zeromesh_sharding"
 """The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
-_ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-"""The partitioned model of which a module is a part."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +137,10 @@ def shard(
             use_float8_linear(model, mesh.device)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
-    for module in model.modules():
-        _ROOTS[module] = weakref.ref(model)
-        loaders = {name: MethodType(call, module) for name, call in _LOADERS.items() if hasattr(type(module), name)}
-        vars(module).update(loaders)
-    vars(model)["zero_grad"] = MethodType(_zero_grad, model)
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
-    if callable(getattr(model, "generate", None)):
-        vars(model)["generate"] = MethodType(_generate, model)
+    for name, method in _METHODS.items():
+        if callable(getattr(model, name, None)):
+            vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
         settle_heap()
     if optimizer is None:
@@ -241,21 +231,21 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
     return generate(model, engine.mesh, arguments, seed=None, engine=engine)
 
 
-def _loader(name: str) -> Callable[..., Any]:
-    """The method `name` of modules of a partitioned model that loads whole values, the same on all ranks, which all call it."""
+def _loading(name: str) -> Callable[..., Any]:
+    """The method `name` of a partitioned model, which loads whole values, the same on all ranks, which all call it."""
 
-    def method(module: Any, *arguments: Any, **named: Any) -> Any:
-        load = partial(getattr(type(module), name), module, *arguments, **named)
-        model = _ROOTS.get(module, lambda: None)()
-        return load() if model is None or not is_sharded(model) else engine_of(model).load_whole(load)
+    def method(model: Any, *arguments: Any, **named: Any) -> Any:
+        load = partial(getattr(type(model), name), model, *arguments, **named)
+        return engine_of(model).load_whole(load) if is_sharded(model) else load()
 
-    method.__name__ = name
     return method
 
 
-_LOADERS = {name: _loader(name) for name in ("load_state_dict", "load_adapter")}
+_METHODS: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad, "generate": _generate}
+_METHODS |= {name: _loading(name) for name in ("load_state_dict", "load_adapter")}
 # Copies and pickles of a model find the methods of its class by these names.
-_zero_grad.__name__, _generate.__name__ = "zero_grad", "generate"
+for _name, _method in _METHODS.items():
+    _method.__name__ = _name
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -312,10 +302,8 @@ def unshard(model: nn.Module) -> None:
     sharding.engine.close()
     for parameter in sharding.frozen:
         parameter.requires_grad_(True)
-    for name in (_SHARDING, "zero_grad", "no_sync", "generate"):
+    for name in (_SHARDING, "no_sync", *_METHODS):
         vars(model).pop(name, None)
-    for module, name in product(model.modules(), _LOADERS):
-        vars(module).pop(name, None)
 
 
 def save(
@@ -326,6 +314,7 @@ def save(
     step: int | None = None,
     state: Mapping[str, Any] | None = None,
     alone: bool = False,
+    without: Collection[str] = (),
 ) -> Path:
     """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones. All ranks call it.
 
@@ -338,6 +327,7 @@ def save(
         optimizer: the optimizer that `shard` has returned, whose `param_groups` are saved. Moments always are.
         step: the number of the checkpoint; None: that of the updates so far.
         alone: remove the other checkpoints of `directory` once this one is complete.
+        without: names of parameters and buffers whose values are left out; `load` leaves them as they are.
         state: values of your own that JSON can hold, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
 
     Returns:
@@ -360,13 +350,16 @@ def save(
         trained=progress.trained,
         loss_scale=progress.loss_scale,
         good_steps=progress.good_steps,
-        callbacks={_LOOP: {"groups": groups, "state": dict(state or {})}},
+        callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
 
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh)
     try:
-        saver.begin(made.step, content_of(engine, None, made, lambda: set() if alone else set(store.steps())))
+        content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()))
+        tensors = [each for each in content.tensors if each.kind not in WEIGHTS or each.name not in without]
+        shards = [each for each in content.shards if each.spec.kind not in WEIGHTS or each.spec.name not in without]
+        saver.begin(made.step, replace(content, tensors=tensors, shards=shards))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     saved = saver.finish()
@@ -411,7 +404,7 @@ def load(
             problems.append(str(error))
             _LOGGER.warning("checkpoint %s skipped: %s", each, error)
             continue
-        kept = state.callbacks.get(_LOOP, {})
+        kept = state.callbacks.get(LOOP, {})
         for group, values in zip(
             optimizer.param_groups if optimizer is not None else (), kept.get("groups", ()), strict=False
         ):

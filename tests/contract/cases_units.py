@@ -637,6 +637,11 @@ def clamped(weight: nn.Parameter) -> None:
     weight.data.clamp_(-0.1, 0.1)
 
 
+def rolled(weight: nn.Parameter) -> None:
+    """The same numbers in other places, through `.data` too."""
+    weight.data.copy_(weight.data.roll(1, 0))
+
+
 # What callbacks see
 
 
@@ -763,6 +768,7 @@ CASES = [
         refused=CHANGED,
     ),
     Case(name="weights clamped in forward", build=partial(Stack, partial(Written, clamped)), refused=CHANGED),
+    Case(name="weights rolled in forward", build=partial(Stack, partial(Written, rolled)), refused=CHANGED),
     *(
         Case(name=f"callback reads {name}", build=Stack, callbacks=partial(list, (Looks(look),)), refused=AT_REST)
         for name, look in LOOKS.items()

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from zeromesh import __version__
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.multi_host.agreement import together
@@ -35,6 +36,10 @@ from zeromesh.zero.engine import EngineProgress, ZeroEngine
 from zeromesh.zero.full_state import AVERAGE, WEIGHTS
 
 FOLDER = "checkpoints"
+
+
+LOOP = "loop"
+"""The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
 
 
 class RunCheckpoints:
@@ -338,7 +343,8 @@ def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, st
             updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
         )
     )
-    _fill(loader, reader, engine, state.averages, lambda kind: True)
+    absent = _left_out(state.callbacks)
+    _fill(loader, reader, engine, state.averages, lambda spec: spec.kind not in WEIGHTS or spec.name not in absent)
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
@@ -391,22 +397,29 @@ def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
     loader = Loader(mesh)
     reader = loader.open(path)
     state = loader.document(reader, name_in(reader.manifest.files))
-    _fill(loader, reader, engine, state.get("averages", 0), lambda kind: kind in WEIGHTS)
+    absent, count = _left_out(state.get("callbacks", {})), state.get("averages", 0)
+    _fill(loader, reader, engine, count, lambda spec: spec.kind in WEIGHTS and spec.name not in absent)
     return reader.manifest.step
 
 
+def _left_out(kept: Mapping[str, Any]) -> Sequence[str]:
+    """Names of weights that a loop has left out of a checkpoint that keeps these values; they stay as they are."""
+    found: Sequence[str] = kept.get(LOOP, {}).get("without", ())
+    return found
+
+
 def _fill(
-    loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[str], bool]
+    loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[TensorSpec], bool]
 ) -> None:
-    """Load the kinds of tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
+    """Load the tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
     averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
 
-    def loads(kind: str) -> bool:
-        return wanted(kind) and (averaged or kind != AVERAGE)
+    def loads(spec: TensorSpec) -> bool:
+        return wanted(spec) and (averaged or spec.kind != AVERAGE)
 
-    tensors = [spec for spec in engine.checkpoint_state.tensors(reading=True) if loads(spec.kind)]
+    tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
     with engine.loading(averaged_updates=count if averaged else 0):
-        loader.fill(reader, tensors, [each for each in engine.checkpoint_state.wanted() if loads(each.spec.kind)])
+        loader.fill(reader, tensors, [each for each in engine.checkpoint_state.wanted() if loads(each.spec)])
 
 
 _NONE = float("inf")

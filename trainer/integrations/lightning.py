@@ -3,15 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from zeromesh.environment import kept_environment
-from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, unshard
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _PRECISIONS = ("32-true", "64-true", "bf16-true")
 
 
@@ -32,11 +35,17 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         self._given: dict[str, Any] = {"config": config, "stage": stage, **options}
 
     def setup(self, trainer: Any) -> None:
-        """Partition the module; for `fit`, with its optimizer. Raises `ConfigError` for a precision that is not there."""
+        """Partition the module; for `fit`, with its optimizer. Raises `ConfigError` for what is not there."""
         plugin = self.precision_plugin
         if plugin.precision not in _PRECISIONS:
             raise ConfigError(f"precision is {plugin.precision}; allowed are {', '.join(_PRECISIONS)}")
         plugin.clip_gradients = _clip_gradients
+        averaging = next((each for each in trainer.callbacks if isinstance(each, _AVERAGING)), None)
+        if averaging is not None:
+            raise ConfigError(
+                f"{type(averaging).__name__} averages weights, which are divided among ranks; leave it out and set ema.decay: "
+                'ZeromeshStrategy(ema={"decay": 0.999}), and zeromesh.averaged(model) to evaluate the averages'
+            )
         if is_sharded(self.model):
             unshard(self.model)
         super().setup(trainer)
@@ -76,18 +85,30 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         self._lightning_module = module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` writes the shards of weights."""
-        return {}
+        """Return names and shapes, of which hooks may leave some out: `save_checkpoint` writes the shards of weights."""
+        named = self.lightning_module.state_dict(keep_vars=True).items()
+        return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in named}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return nothing: `save_checkpoint` writes the shards of moments."""
         return {}
 
     def save_checkpoint(self, checkpoint: Any, filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a directory as `zeromesh.save` does, and what Lightning knows besides into it, before it is complete."""
+        """Write a directory as `zeromesh.save` does, and what Lightning knows besides into it, before it is complete.
+
+        What a hook has taken out of the checkpoint's `state_dict` is left out. Raises `ConfigError` for what it has put in.
+        """
+        names, kept = set(self.lightning_module.state_dict(keep_vars=True)), checkpoint["state_dict"]
+        changed = [each for each, value in kept.items() if each not in names or not value.is_meta]
+        if changed:
+            raise ConfigError(
+                f"a hook on_save_checkpoint has put {some(changed, 4)} into state_dict, whose weights are divided among ranks; it "
+                "may delete entries alone: keep values of its own under another key of the checkpoint"
+            )
         directory, name = Path(filepath), f"lightning-{checkpoint['global_step']}.ckpt"
         super().save_checkpoint(checkpoint, directory / name, storage_options)
-        save(directory, self.model, next(iter(self.optimizers), None), state={"lightning": name}, alone=True)
+        state, optimizer = {"lightning": name}, next(iter(self.optimizers), None)
+        save(directory, self.model, optimizer, state=state, alone=True, without=names - kept.keys())
         for earlier in directory.glob("lightning-*.ckpt") if self.is_global_zero else ():
             if earlier.name != name:
                 self.checkpoint_io.remove_checkpoint(earlier)
@@ -97,7 +118,13 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         state = load(checkpoint_path, self.model, next(iter(self.optimizers), None)) or {}
         if "lightning" not in state:
             raise CheckpointError(f"{checkpoint_path} is no checkpoint of ZeromeshStrategy")
-        return super().load_checkpoint(Path(checkpoint_path) / state["lightning"], weights_only)
+        checkpoint = super().load_checkpoint(Path(checkpoint_path) / state["lightning"], weights_only)
+        missing = sorted(self.lightning_module.state_dict(keep_vars=True).keys() - checkpoint["state_dict"].keys())
+        if missing and self.lightning_module.strict_loading:
+            raise CheckpointError(
+                f"{checkpoint_path} lacks {some(missing, 4)}; set the module's strict_loading to False"
+            )
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has loaded the weights."""

@@ -24,6 +24,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 import torch
+import xxhash
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils import _pytree as pytree
@@ -146,7 +147,7 @@ _LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.LIVE: frozenset({Phase.RESTING, Phase.REDUCING}),
     Phase.REDUCING: frozenset({Phase.RESTING, Phase.LIVE}),
 }
-_DIGEST_WORDS = 1 << 18
+_DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
 
@@ -217,6 +218,8 @@ class Bucket:
         self.set_kinds(list(map(type, self.parameters)))
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
+        self._miscounts = False
+        """True if counters of versions rise where values stay, as under parametrizations: their word is not taken."""
         self.first_changed: torch.Tensor | None = None
         """On a device, where nobody has read it so far: the number of the first parameter that was changed through `.data` since
         its values were noted, and as many as there are if none was."""
@@ -249,6 +252,8 @@ class Bucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             set_values(parameter, view)
         self._versions = [parameter._version for parameter in self.parameters]
+        if self._miscounts:
+            self.note_values()
 
     def hide(self) -> None:
         """Parameters become NaN of their own shape, of a class that calls `on_use` before it is read or written."""
@@ -267,14 +272,18 @@ class Bucket:
             view.copy_(parameter.detach())
             set_values(parameter, view)
         versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions and not self._digests and not replaced:
+        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
+        if not (counted or self._digests or replaced):
             return None
-        changed = replaced + [number for number, old in enumerate(self._versions) if old != versions[number]]
         noted, self._versions, self._digests = self._digests, versions, []
+        changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
             self._compare(noted)
         else:
             changed += [number for number, old in enumerate(noted) if old != digest(self._views[number])]
+        self._miscounts = self._miscounts or bool(noted and counted)
+        if self._miscounts:
+            self.note_values()
         return self.layout.slots[min(changed)].spec.fqn if changed else None
 
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
@@ -410,14 +419,17 @@ class Unit:
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """An integer that changes with the values: the sum of their bits. On a CPU that is made in parts, as a sum of integers makes a
-    wide copy."""
-    flat = values.reshape(-1)
+    """An integer that changes with the values and their order. On a device that is a sum of their bits by place, made in parts."""
+    flat = values.detach().reshape(-1)
+    if not on_accelerator(flat):
+        return torch.tensor(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data) >> 1)
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
-    parts = (words,) if on_accelerator(words) else torch.split(words, _DIGEST_WORDS)
-    total = parts[0].sum()
-    for part in parts[1:]:
-        total += part.sum()
+    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd: no bit is lost.
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
+        bits = part.to(torch.int64)
+        # The highest bit alone would be lost where an even number of words has it changed.
+        total += ((bits ^ (bits >> 32)) * (places[: part.numel()] + 2 * number * _DIGEST_WORDS)).sum()
     return total
 
 

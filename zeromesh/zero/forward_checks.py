@@ -9,6 +9,7 @@ are not gathered for it.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -129,20 +130,23 @@ def _viewed(node: Any) -> torch.Tensor | None:
 
 
 _FIRST = 2
-"""Microbatches in which the values of all units are compared."""
+"""Forwards of each unit in which its values are compared."""
 
 
 class InplaceWrites:
     """Finds changed parameters by version counters in every pass, and by digests of values, which show writes through `.data` too:
-    of all units in the first two microbatches, of one unit in turn later, and of parameters that are read between steps."""
+    in the first two forwards of each unit, of one unit in turn later, of parameters that are read between steps, and from then on
+    of those whose counters have risen without a change."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._alone = mesh.data.size == 1
         self._forwards = 0
+        self._calls: Counter[int] = Counter()
 
     def look_at(self, unit: Unit, units: int) -> None:
-        """Note the values of a unit, of `units` in all, that is about to run forward in training, where its turn has come."""
-        if self._forwards < _FIRST or self._forwards % units == unit.index:
+        """Note the values of a unit, of `units` in all, that is about to run forward, where its turn has come."""
+        self._calls[unit.index] += 1
+        if self._calls[unit.index] <= _FIRST or self._forwards % units == unit.index:
             unit.note_values()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:

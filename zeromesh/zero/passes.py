@@ -296,13 +296,13 @@ class Passes:
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
         self._progress.visit(unit.index)
-        if self.gathers.keeps(unit):
+        # Backward enters a stage of a pipeline at what its last block returns, not at what the root does.
+        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.pipeline.size > 1):
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
-        if self.mode is PassMode.FORWARD:
-            self.writes.look_at(unit, len(self.units))
-            if self._sharded and unit.index != 0:
-                self._calls.begin(unit.index)
+        self.writes.look_at(unit, len(self.units))
+        if self.mode is PassMode.FORWARD and self._sharded and unit.index != 0:
+            self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._progress.streams is not None:
             self._progress.streams.enter(unit.name, again=False)

@@ -31,6 +31,8 @@ class ShardedOptimizer(Optimizer):
         self.engine = engine
         self.skipped = False
         """True if the latest step made no update, because gradients under a loss scale were not finite."""
+        self.optimizer = optimizer
+        """The one that it stands for, under the name by which Lightning's LearningRateMonitor knows both for one."""
         self._stands_for = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
         self._scaled = False

@@ -280,9 +280,8 @@ def weights_alone(mesh: Mesh, folder: str, zeromesh: dict[str, Any], adapted: bo
         trainer.train()
         last = next(row["eval_loss"] for row in reversed(trainer.state.log_history[:-1]) if "eval_loss" in row)
         found = {"loaded": trainer.evaluate()["eval_loss"], "best": trainer.state.best_metric, "last": last}
-        head = trainer.model.get_submodule("base_model.model.model.embed_tokens" if adapted else "model.embed_tokens")
-        given = torch.full((VOCABULARY, head.embedding_dim), 0.5)
-        head.load_state_dict({"weight": given})
+        prefix, given = "base_model.model." if adapted else "", torch.full((VOCABULARY, 32), 0.5)
+        trainer.model.load_state_dict({f"{prefix}model.embed_tokens.weight": given}, strict=False)
         values = {name: tensor.clone() for name, tensor in trainer.accelerator.get_state_dict(trainer.model).items()}
         name = next((each for each in values if each.endswith("embed_tokens.weight")), None)
         found["part"] = float((values[name] - given).abs().max()) if name else 0.0

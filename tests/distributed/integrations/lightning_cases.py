@@ -1,12 +1,19 @@
 """Runs of Lightning's Trainer over the engine, beside the same runs over Lightning alone."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -50,13 +57,14 @@ class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning has no 
     val_dataloader = train_dataloader
 
 
-def trainer(strategy: Any, ranks: int, folder: Path | None = None, **arguments: Any) -> Any:
+def trainer(strategy: Any, ranks: int, folder: Path | None = None, more: Sequence[Any] = (), **arguments: Any) -> Any:
     warnings.simplefilter("ignore")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     keeping = [ModelCheckpoint(folder, save_last=True, monitor="val")] if folder else []
     plain = {"accelerator": "cpu", "devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
     given = {"precision": "64-true", "gradient_clip_val": 0.05, "max_epochs": 4, **arguments}
-    return pl.Trainer(**plain, **quiet, **given, callbacks=keeping, enable_checkpointing=bool(keeping))
+    settings = {**plain, **quiet, **given, "callbacks": [*keeping, *more]}
+    return pl.Trainer(**settings, enable_checkpointing=bool(keeping))
 
 
 @kept_environment()  # Lightning takes variables away at the end of a run.
@@ -87,10 +95,50 @@ def as_lightning(mesh: Mesh, folder: str, stage: int, accumulation: int) -> dict
     }
 
 
+class Partial(Regression):
+    """Leaves the first layer out of checkpoints, or renames it, as hooks of users do."""
+
+    strict_loading = False
+
+    def __init__(self, rename: bool = False) -> None:
+        super().__init__()
+        self.rename = rename
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        taken = checkpoint["state_dict"].pop("net.0.weight")
+        if self.rename:
+            checkpoint["state_dict"]["first.weight"] = taken
+
+
 @kept_environment()
-def refused(mesh: Mesh, **arguments: Any) -> str:
+def in_part(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """A checkpoint whose hook has deleted an entry, loaded again; and the rates that LearningRateMonitor has logged."""
+    module, again, place = Partial(), Partial(), Path(folder)
+    with torch.no_grad():
+        again.net[0].weight.fill_(0.25)
+    monitor = LearningRateMonitor()
+    logged = {"logger": CSVLogger(place / str(mesh.rank)), "log_every_n_steps": 1}
+    trainer(ZeromeshStrategy(), mesh.world_size, place, max_epochs=1, more=[monitor], **logged).fit(module)
+    later = trainer(ZeromeshStrategy(), mesh.world_size, place, max_epochs=1)
+    later.fit(again, ckpt_path=str(place / "last.ckpt"))
+    zeromesh.unshard(module)
+    zeromesh.unshard(again)
+    apart = {
+        name: float((dict(module.named_parameters())[name] - each).abs().max())
+        for name, each in again.named_parameters()
+    }
+    return {"apart": apart, "first": float((again.net[0].weight - 0.25).abs().max()), "rates": list(monitor.lrs)}
+
+
+AVERAGING = {"WeightAveraging": WeightAveraging, "StochasticWeightAveraging": lambda: StochasticWeightAveraging(1e-2)}
+
+
+@kept_environment()
+def refused(mesh: Mesh, folder: str, averaging: str = "", rename: bool = False, **arguments: Any) -> str:
+    more = [AVERAGING[averaging]()] if averaging else []
+    place = Path(folder) if rename else None
     try:
-        trainer(ZeromeshStrategy(), 1, **arguments).fit(Regression())
+        trainer(ZeromeshStrategy(), 1, place, more=more, **arguments).fit(Partial(rename) if rename else Regression())
     except ConfigError as error:
         return str(error)
     return "nothing"

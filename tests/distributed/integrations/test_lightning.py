@@ -1,6 +1,7 @@
 """`zeromesh.lightning.ZeromeshStrategy`: runs of Lightning are what they were, and what cannot be right is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from workers import Workers
@@ -27,7 +28,19 @@ def test_a_run_is_that_of_lightning(
     [
         ({"precision": "bf16-mixed"}, "precision is bf16-mixed"),
         ({"gradient_clip_algorithm": "value"}, "set it to norm"),
+        ({"averaging": "WeightAveraging"}, "ema.decay"),
+        ({"averaging": "StochasticWeightAveraging"}, "ema.decay"),
+        ({"rename": True}, "has put first.weight into state_dict"),
     ],
 )
-def test_what_cannot_be_right_is_refused(workers: Workers, arguments: dict[str, str], said: str) -> None:
-    assert said in workers.run(1, "lightning_cases:refused", **arguments)[0]
+def test_what_cannot_be_right_is_refused(
+    workers: Workers, tmp_path: Path, arguments: dict[str, Any], said: str
+) -> None:
+    assert said in workers.run(1, "lightning_cases:refused", folder=str(tmp_path), **arguments)[0]
+
+
+def test_a_hook_leaves_entries_out_and_rates_are_logged_once(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(2, "lightning_cases:in_part", folder=str(tmp_path)):
+        assert {name for name, apart in found["apart"].items() if apart} == {"net.0.weight"}
+        assert found["first"] == 0
+        assert found["rates"] == ["lr-AdamW"]

@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ragged": {"sections": RAGGED},
     "a loss of one's own": {"sections": RAGGED, "own_loss": True},
     "tied": {"kind": "gpt2"},
+    "its own base model": {"kind": "own base"},
     "dropout": {"kind": "dropout"},
     "frozen": {"kind": "frozen"},
     "experts": {"kind": "mixtral"},
@@ -63,7 +64,7 @@ TOLERANCES = {"bfloat16": 3e-2, "float16": 3e-2, "experts": 1e-7}
 """Beside 1e-9. Experts are chosen in float32."""
 TWO_BLOCKS = ("gpt2", "dropout", "mixtral", "bert")
 SHORT = {
-    ("ragged", "pipeline 2"), ("experts", "pipeline 2"),
+    ("ragged", "pipeline 2"), ("experts", "pipeline 2"), ("its own base model", "pipeline 2"),
     ("recomputed", "zero bubble"), ("float16", "tensor 2"),
 }  # fmt: skip
 

@@ -231,6 +231,43 @@ def test_a_users_rules_go_first() -> None:
     )
 
 
+class Scaled(nn.Embedding):
+    """As transformers has it."""
+
+    factor = 2.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.factor
+
+
+class Shifted(nn.Embedding):
+    """With a second parameter."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__(tokens, width)
+        self.shift = nn.Parameter(torch.zeros(width))
+
+
+class Compared(nn.Embedding):
+    """Looks at the numbers of tokens."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (input != 3)[..., None]
+
+
+@pytest.mark.parametrize(("kind", "divided"), [(Scaled, True), (Shifted, False), (Compared, False)])
+def test_an_embedding_is_divided_where_it_gives_rows_alone(kind: type[nn.Embedding], divided: bool) -> None:
+    for tied in (False, True):
+        model = _llama(tie_word_embeddings=tied)
+        model.set_input_embeddings(kind(*model.get_input_embeddings().weight.shape))
+        model.tie_weights()
+        plan = plan_tensor(model, 2)
+        assert ("model.embed_tokens" in _styles(plan)) is divided
+        assert any(f"embed_tokens ({kind.__name__}) is whole" in note for note in plan.notes) is not divided
+        parts = parts_of(model, plan, 1, sequence=False)
+        assert ("model.embed_tokens.weight" in parts) is divided
+
+
 def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
     tied = _llama(tie_word_embeddings=True)
     assert {"model.embed_tokens", "lm_head"} <= set(_styles(plan_tensor(tied, 2)))

@@ -37,6 +37,21 @@ def as_plain(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
     return differences(folder, "lora", (adapted(), adapted()), sentences(), zero={"stage": stage})
 
 
+def _with_experts() -> Any:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    config = tf.Qwen3MoeConfig(**{**LLAMA, **sizes})
+    config._experts_implementation = "eager"  # Others are not there in float64.
+    model = seeded(lambda: tf.Qwen3MoeForCausalLM(config))
+    matrices = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
+    torch.manual_seed(12)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=matrices))
+
+
+def of_experts(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
+    """Adapters of experts and routers, which PEFT adds to their weights by parametrizations, against a plain loop."""
+    return differences(folder, "experts", (_with_experts(), _with_experts()), sentences(), zero={"stage": stage})
+
+
 def variant(mesh: Mesh, folder: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """One of PEFT's kinds of adapters at stage 3: against a plain loop, and what plain PEFT makes of what is saved."""
     root, mine = Path(folder), adapted(base, **changes)

@@ -33,6 +33,12 @@ def test_adapters_train_as_in_one_process(workers: Workers, tmp_path: Path, stag
     assert all(value <= 1e-9 for value in found.values()), found
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_of_experts_train_as_in_one_process(workers: Workers, tmp_path: Path, stage: int) -> None:
+    found = workers.run(2, "lora_cases:of_experts", folder=str(tmp_path), stage=stage)[0]
+    assert all(value <= 1e-7 for value in found.values()), found
+
+
 def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, "lora_cases:saved", folder=str(tmp_path))[0]
     assert found["parameters"] == found["trained"] == 2 * (RANK * (32 + 32) + RANK * (48 + 32))

@@ -19,6 +19,7 @@ one of these styles (those of transformers, and some more):
     replicate                        whole on all ranks
 """
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -155,6 +156,9 @@ _KEYS = ("k_proj", "v_proj", "kv_b_proj", "key", "value", "k", "v")
 _FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
+_SCALED = re.compile(
+    r"def forward\(self, (\w+)[^)]*\)[^:]*:\s+return super\(\)\.forward\(\1\) \* self\.\w+(\.to\(self\.weight\.dtype\))?"
+)
 
 
 def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = None) -> TensorPlan:
@@ -455,10 +459,20 @@ class _Planner:
 
 
 def _divisible_embedding(module: nn.Module) -> bool:
-    """Return True if a module is an embedding whose rows may lie on several ranks."""
-    if not isinstance(module, nn.Embedding):
+    """Return True if a module is an embedding whose rows may lie on several ranks: it gives them as they are, or scaled."""
+    if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return False
+    if "forward" in vars(module) or (type(module).forward is not nn.Embedding.forward and not _scales(type(module))):
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _scales(kind: type[nn.Module]) -> bool:
+    """Return True if all that the forward of a kind of embedding does is to multiply the rows, as in transformers."""
+    try:
+        return _SCALED.fullmatch(inspect.getsource(kind.forward).strip()) is not None
+    except (OSError, TypeError):  # It has no source.
+        return False
 
 
 def _shown(names: Iterable[str]) -> str:
