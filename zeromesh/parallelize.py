@@ -69,9 +69,7 @@ class Divided:
             self.pipeline.close()
 
 
-def divide(
-    model: nn.Module, mesh: Mesh, options: ParallelOptions, example: Mapping[str, Any] | None = None
-) -> Divided:
+def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions, example: Mapping[str, Any] | None = None) -> Divided:
     """Make `model` compute this rank's part. All ranks of the mesh call this alike. `example` is a batch such as the model will be
     given, for a trial without values; by default token ids alone.
 

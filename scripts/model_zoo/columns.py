@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_zoo.small_models import Samples, SmallModel
 from torch import nn
 
+from model_zoo.samples import Samples, documents
+from model_zoo.small_models import SmallModel
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.trainer.losses.trial import whole_passes_in_float64
@@ -66,11 +67,12 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
         return Outcome(outcome=ABSENT, reason="its task is no causal language model"), None
     samples, alone = small.samples, None
     if column == DOCUMENTS:
-        samples, alone = _documents(small.samples)
+        samples, alone = documents(small.samples)
     model, begin = small.build(), _Beginning()
     directory = folder / "saved" if column in ("stage 3", SAVED) else None
     try:
-        with whole_passes_in_float64(), Trainer(model, _settings(folder, small.head, COLUMNS[column]), samples, callbacks=[begin]) as trainer:
+        settings = _settings(folder, small.head, COLUMNS[column])
+        with whole_passes_in_float64(), Trainer(model, settings, samples, callbacks=[begin]) as trainer:
             losses = list(trainer.fit().losses)
             trained = trainer.model
             if directory is not None:
@@ -86,7 +88,8 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
     initial = {name: each.detach().clone() for name, each in reference.named_parameters()}
     wanted = _plain(reference, samples if alone is None else alone)
     worst, where = _difference(trained, reference, initial, losses, wanted)
-    found = Outcome(outcome=EQUAL if worst <= _TOLERANCE else DIFFERENT, reason="" if worst <= _TOLERANCE else where, difference=worst)
+    equal = worst <= _TOLERANCE
+    found = Outcome(outcome=EQUAL if equal else DIFFERENT, reason="" if equal else where, difference=worst)
     return found, None if directory is None else _loaded(small, directory, reference)
 
 
@@ -116,7 +119,9 @@ class _Beginning(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         names = [name for name, _ in trainer.model.named_parameters() if ".lora_" in name]
         with trainer.gathered(names):
-            self.values = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if name in names}
+            self.values = {
+                name: each.detach().clone() for name, each in trainer.model.named_parameters() if name in names
+            }
         self.values[""] = torch.empty(0)  # The run has begun: what is raised now is no refusal.
 
 
@@ -162,22 +167,12 @@ def _loss(model: nn.Module, rows: Samples) -> torch.Tensor:
     return found
 
 
-def _documents(samples: Samples) -> tuple[Samples, Samples]:
-    """Each sample as two documents in one sequence, and the documents alone."""
-    packed, alone = [], []
-    for sample in samples:
-        ids = sample["input_ids"]
-        half = len(ids) // 2
-        labels = ids.clone()
-        labels[half] = -100
-        positions = torch.arange(half).repeat(2)
-        packed.append({"input_ids": ids, "labels": labels, "position_ids": positions})
-        alone += [{"input_ids": part, "labels": part.clone()} for part in (ids[:half], ids[half:])]
-    return packed, alone
-
-
 def _difference(
-    trained: nn.Module, reference: nn.Module, initial: Mapping[str, torch.Tensor], losses: Sequence[float], wanted: Sequence[float]
+    trained: nn.Module,
+    reference: nn.Module,
+    initial: Mapping[str, torch.Tensor],
+    losses: Sequence[float],
+    wanted: Sequence[float],
 ) -> tuple[float, str]:
     """The largest relative difference and what has it: of losses, and of the way that each parameter went."""
     found, right = dict(trained.named_parameters()), dict(reference.named_parameters())
