@@ -25,8 +25,8 @@ python scripts/zoo.py
 ```
 
 `=` is equal, a number is the reason of a refusal below, an empty cell means that the type has no such thing. `differs` and `fails`
-are defects. Types that are fed with pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its saved
-directory loaded by transformers; two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all
+are defects. Types that are fed with pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its
+saved directory loaded by transformers; two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all
 linear layers at stage 3; documents packed into one sequence, beside each document alone.
 
 """

@@ -155,7 +155,11 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
             found[name] = value[:layers]
         elif name.endswith("token_id") and isinstance(value, int) and value >= _VOCABULARY:
             found[name] = 1
-        elif name.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "drop_path_rate", "dropout_rate")):
+        elif (
+            "jitter" in name
+            or name.startswith("mask_")
+            or name.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "drop_path_rate", "dropout_rate"))
+        ):
             found[name] = 0.0 if isinstance(value, float) else value
     return found
 

@@ -315,11 +315,8 @@ class _Recorder:
             reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
             before=tuple(name for name in self._outside if self._when.get(name) == {0}),
             after=tuple(name for name in self._outside if self._when.get(name) != {0}),
-            idle=tuple(name for name in self._outside if name not in self._when and self._in_body(name)),
+            idle=tuple(name for name in self._outside if name not in self._when and name.startswith(self._body)),
         )
-
-    def _in_body(self, name: str) -> bool:
-        return name.startswith(f"{self._body}.") if self._body else True
 
     def _form(self, output: Any) -> BlockOutput:
         leaves, structure = pytree.tree_flatten(output)
