@@ -96,7 +96,7 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
 def _settings(folder: Path, head: str, changes: Settings) -> dict[str, Any]:
     base: dict[str, dict[str, Any]] = {
         "precision": {"compute": "float64", "master": "float64", "reduce": "float64"},
-        "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.9, "weight_decay": 0.0},
+        "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.0, "weight_decay": 0.0},
         "schedule": {"name": "constant", "warmup_steps": 0},
         "batch": {"global_size": _GLOBAL, "micro_size": _MICRO},
         "run": {"output_dir": str(folder), "name": "run", "max_steps": _STEPS, "clip_norm": 1.0, "log_every": 1},
@@ -144,7 +144,7 @@ def _reference(small: SmallModel, column: str, trained: Any, begin: _Beginning) 
 def _plain(model: nn.Module, samples: Samples) -> list[float]:
     """Train as users of torch do; returns the losses. Of samples apart there are as many times more."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer, losses = torch.optim.SGD(trained, lr=_RATE, momentum=0.9), []
+    optimizer, losses = torch.optim.SGD(trained, lr=_RATE), []
     times = len(samples) // (_STEPS * _GLOBAL)
     for step in range(_STEPS):
         total = 0.0
