@@ -63,11 +63,9 @@ def _run(arguments: argparse.Namespace) -> None:
             for line in results_of(kind, left):
                 output.write(json.dumps(line) + "\n")
                 output.flush()
-                shown = f"{line.get('difference') or '':.3}" if line.get("difference") else ""
-                print(
-                    f"{time.monotonic() - begun:6.0f} {kind:28} {line['column']:17} {line['outcome']:10} {shown} {line.get('reason', '')[:150]}",
-                    flush=True,
-                )
+                apart = f"{line['difference']:.1e}" if line.get("difference") else ""
+                text = f"{line['column']:17} {line['outcome']:10} {apart} {line.get('reason', '')[:150]}"
+                print(f"{time.monotonic() - begun:6.0f} {kind:28} {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_zoo.small_models import Samples, SmallModel
 from torch import nn
 
+from model_zoo.samples import Samples, documents
+from model_zoo.small_models import SmallModel
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.trainer.losses.trial import whole_passes_in_float64
@@ -66,14 +67,12 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
         return Outcome(outcome=ABSENT, reason="its task is no causal language model"), None
     samples, alone = small.samples, None
     if column == DOCUMENTS:
-        samples, alone = _documents(small.samples)
+        samples, alone = documents(small.samples)
     model, begin = small.build(), _Beginning()
     directory = folder / "saved" if column in ("stage 3", SAVED) else None
     try:
-        with (
-            whole_passes_in_float64(),
-            Trainer(model, _settings(folder, small.head, COLUMNS[column]), samples, callbacks=[begin]) as trainer,
-        ):
+        settings = _settings(folder, small.head, COLUMNS[column])
+        with whole_passes_in_float64(), Trainer(model, settings, samples, callbacks=[begin]) as trainer:
             losses = list(trainer.fit().losses)
             trained = trainer.model
             if directory is not None:
@@ -89,18 +88,15 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
     initial = {name: each.detach().clone() for name, each in reference.named_parameters()}
     wanted = _plain(reference, samples if alone is None else alone)
     worst, where = _difference(trained, reference, initial, losses, wanted)
-    found = Outcome(
-        outcome=EQUAL if worst <= _TOLERANCE else DIFFERENT,
-        reason="" if worst <= _TOLERANCE else where,
-        difference=worst,
-    )
+    equal = worst <= _TOLERANCE
+    found = Outcome(outcome=EQUAL if equal else DIFFERENT, reason="" if equal else where, difference=worst)
     return found, None if directory is None else _loaded(small, directory, reference)
 
 
 def _settings(folder: Path, head: str, changes: Settings) -> dict[str, Any]:
     base: dict[str, dict[str, Any]] = {
         "precision": {"compute": "float64", "master": "float64", "reduce": "float64"},
-        "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.9, "weight_decay": 0.0},
+        "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.0, "weight_decay": 0.0},
         "schedule": {"name": "constant", "warmup_steps": 0},
         "batch": {"global_size": _GLOBAL, "micro_size": _MICRO},
         "run": {"output_dir": str(folder), "name": "run", "max_steps": _STEPS, "clip_norm": 1.0, "log_every": 1},
@@ -148,7 +144,7 @@ def _reference(small: SmallModel, column: str, trained: Any, begin: _Beginning) 
 def _plain(model: nn.Module, samples: Samples) -> list[float]:
     """Train as users of torch do; returns the losses. Of samples apart there are as many times more."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer, losses = torch.optim.SGD(trained, lr=_RATE, momentum=0.9), []
+    optimizer, losses = torch.optim.SGD(trained, lr=_RATE), []
     times = len(samples) // (_STEPS * _GLOBAL)
     for step in range(_STEPS):
         total = 0.0
@@ -169,20 +165,6 @@ def _plain(model: nn.Module, samples: Samples) -> list[float]:
 def _loss(model: nn.Module, rows: Samples) -> torch.Tensor:
     found: torch.Tensor = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
     return found
-
-
-def _documents(samples: Samples) -> tuple[Samples, Samples]:
-    """Each sample as two documents in one sequence, and the documents alone."""
-    packed, alone = [], []
-    for sample in samples:
-        ids = sample["input_ids"]
-        half = len(ids) // 2
-        labels = ids.clone()
-        labels[half] = -100
-        positions = torch.arange(half).repeat(2)
-        packed.append({"input_ids": ids, "labels": labels, "position_ids": positions})
-        alone += [{"input_ids": part, "labels": part.clone()} for part in (ids[:half], ids[half:])]
-    return packed, alone
 
 
 def _difference(

@@ -1,2 +1,108 @@
-def page(lines):
-    return "# Supported models\n"
+"""The page of what was trained: by type what is equal to plain PyTorch, and what is refused for which reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers as tf
+
+from model_zoo.columns import ABSENT, COLUMNS, CRASHED, DIFFERENT, EQUAL, REFUSED
+
+Line = Mapping[str, Any]
+_SIGNS = {EQUAL: "=", DIFFERENT: "differs", CRASHED: "fails", ABSENT: "", None: "not run"}
+_HEAD = """# Supported models
+
+Every type of transformers {transformers} that can be built small was trained for two steps on two ranks, beside plain PyTorch
+{torch} in one process with the same weights, in float64: the losses and every parameter by name are equal to 1e-7 of the way that
+it went, or the layout is refused before the first step. One command makes this page, and trains what has no result yet:
+
+```sh
+python scripts/zoo.py
+```
+
+`=` is equal, a number is the reason of a refusal below, an empty cell means that the type has no such thing. `differs` and `fails`
+are defects. Types that are fed with pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its
+saved directory loaded by transformers; two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all
+linear layers at stage 3; documents packed into one sequence, beside each document alone.
+
+"""
+
+
+def page(lines: Sequence[Line]) -> str:
+    """The page, in Markdown, of the results in `lines`."""
+    built = sorted({line["type"] for line in lines if line["column"]})
+    found = {(line["type"], line["column"]): line for line in lines}
+    reasons: dict[str, int] = {}
+    rows = []
+    for kind in built:
+        lines_of = [found.get((kind, column)) for column in COLUMNS]
+        about = next(line for line in lines_of if line is not None)
+        task = about.get("head", "").replace("_", " ") + (f", {about['note']}" if about.get("note") else "")
+        rows.append(f"| {kind} | {task} | " + " | ".join(_sign(line, reasons) for line in lines_of) + " |")
+    versions = {"transformers": tf.__version__, "torch": torch.__version__.partition("+")[0]}
+    table = ["| type | task | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS), *rows]
+    parts = [
+        _HEAD.format(**versions),
+        _totals(found, built),
+        "\n".join(table),
+        _reasons(reasons),
+        _absent(lines, built),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _sign(line: Line | None, reasons: dict[str, int]) -> str:
+    outcome = None if line is None else line["outcome"]
+    if line is None or outcome != REFUSED:
+        return _SIGNS[outcome]
+    return str(reasons.setdefault(_general(line["reason"]), len(reasons) + 1))
+
+
+_KINDS = (
+    (
+        r".*there is no tensor-parallel plan for .*?whose blocks hold (.*?); give rules.*",
+        r"no tensor-parallel plan; its blocks hold \1",
+    ),
+    (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
+    (r"\w+ cannot be cut into pipeline stages: ", ""),
+    (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
+    (r"\.\d+(?=\.|\b)", ".*"),
+    (r"\b[A-Z]\w+(For\w+|LMHeadModel\w*|Model|MTModel)\b", "the model"),
+)
+"""What is another one for each model in a reason, and what stands for it."""
+_LONGEST = 160
+
+
+def _general(reason: str) -> str:
+    """The reason without the names of one model, so that types with the same one share it."""
+    text = " ".join(reason.split())
+    for pattern, general in _KINDS:
+        text = re.sub(pattern, general, text)
+    text = text.replace("|", "/").replace("<", "(").replace(">", ")")
+    return text if len(text) <= _LONGEST else text[:_LONGEST].rpartition(" ")[0] + " ..."
+
+
+def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
+    rows = ["| column | equal | refused | differs | fails | not run |", "|---|---|---|---|---|---|"]
+    for column in COLUMNS:
+        counts = Counter(found[kind, column]["outcome"] if (kind, column) in found else None for kind in built)
+        rows.append(
+            f"| {column} | "
+            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, DIFFERENT, CRASHED, None))
+            + " |"
+        )
+    return "\n".join(rows)
+
+
+def _reasons(reasons: Mapping[str, int]) -> str:
+    rows = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join(["## Reasons of refusals", "", *rows])
+
+
+def _absent(lines: Sequence[Line], built: Sequence[str]) -> str:
+    names = sorted({line["type"] for line in lines if not line["column"]} - set(built))
+    return f"## Not built\n\nNo small model of these was found by their numbers alone: {', '.join(names)}."

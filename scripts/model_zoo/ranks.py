@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+
 from model_zoo import columns as training
 from model_zoo.small_models import NotBuiltError, heads_of_types, small_model
 
@@ -44,13 +45,11 @@ def results_of(kind: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield a line for each column of a type, as soon as it is known."""
     left = list(columns)
     while left:
-        told = 0
         for line in _one_launch(kind, left):
             yield {"type": kind, **line}
             if line["column"] == "":
                 return
             left.remove(line["column"])
-            told += 1
             if line["outcome"] == training.CRASHED:
                 break  # Ranks that crashed may be anywhere: the rest is run by others.
 

@@ -11,27 +11,22 @@ import copy
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as tf
-from torch import nn
 from transformers.models.auto import modeling_auto
 
+from model_zoo.samples import FORMS, Maker, Samples, with_picture_tokens
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
 from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.verification.shrink import without_dropout
 
 LARGEST = 8_000_000
 """Parameters of a small model."""
-LENGTH = 12
-SAMPLES = 8
 _VOCABULARY = 96
-_IGNORED = -100
-_FEWEST_IDS = 3
-"""The first ids are those of padding, and the beginning and end of a text."""
 
 _MAPPINGS: Mapping[Head, str] = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -98,58 +93,59 @@ def heads_of_types() -> dict[str, tuple[Head, ...]]:
 
 
 _RULES: tuple[tuple[str, int], ...] = (
-    (r"vocab_size|.*_vocab_size|vocab_size_or_config_json_file", _VOCABULARY),
-    (r"(num_)?(text_|image_|audio_)?image_size|.*image_size|input_size", 32),
-    (r"(\w+_)?patch_size|patch_stride", 8),
-    (r"num_key_value_heads|multi_query_group_num|num_kv_heads|n_head_kv|(swa_|\w+_)?num_key_value_heads", 2),
-    (r"n_heads?|num_heads|num_attention_heads|(encoder|decoder)_attention_heads|\w*num_attention_heads|attention_heads", 4),
-    (r"(\w+_)?head_dim|d_kv|kv_channels|key_length|(qk|v)_head_dim|attention_head_dim|\w*(key|value)_head_dim", 8),
-    (r"qk_nope_head_dim|qk_rope_head_dim|rotary_dim", 8),
-    (r"(q|kv|o)_lora_rank|\w*lora_rank", 8),
-    (r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder|hidden)_layers|\w*_num_hidden_layers|depth|num_blocks|n_encoder_layers|(encoder|decoder)_num_layers", 4),
-    (r"hidden_size|d_model|n_embd|(\w+_)?embed_dim|embedding_size|word_embed_proj_dim|\w*_?hidden_(size|dim)|dim|d_embed|emb_dim|d_text|attention_hidden_size|embedding_dim|projection_dim|width|(encoder|decoder)_hidden_size|conv_dim_out|lru_width|out_hidden_size|output_dim|model_dim", 32),
-    (r"intermediate_size|ffn_dim|(encoder|decoder)_ffn_dim|d_ff|n_inner|ffn_hidden_size|d_inner|intermediate_dim|\w*intermediate_size(_mlp)?|feedforward_size|mlp_dim|inner_dim|ffn_intermediate_size|dim_feedforward", 48),
-    (r"moe_\w*intermediate_size|shared_expert_intermediate_size|moe_hidden_size|expert_ffn_hidden_size|expert_dim", 16),
-    (r"num_local_experts|num_experts|n_routed_experts|moe_num_experts|num_moe_experts|num_routed_experts", 4),
-    (r"num_experts_per_tok|moe_k|top_k_experts|moe_topk|num_selected_experts|num_experts_per_token|moe_top_k", 2),
-    (r"n_group|topk_group|n_shared_experts|num_shared_experts|num_nextn_predict_layers", 1),
-    (r"max_position_embeddings|max_target_positions|n_positions|max_seq_len|seq_length|max_sequence_length|max_source_positions|n_ctx|context_length|max_seq_length", 64),
-    (r"(ssm_|mamba_)?(d_)?state(_size|_dim)?|mamba_d_state|ssm_state_size|mamba_d_head|mamba_head_dim", 8),
-    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
-    (r"mamba_n_groups|n_groups|mamba_dt_rank|time_step_rank", 2),
-    (r"\w*chunk_size|chunk_length|attention_chunk_size", 8),
-    (r"num_mel_bins|feature_size|input_feat_per_channel", 8),
-    (r"type_vocab_size", 2),
+    (r"vocab_size \w+_vocab_size", _VOCABULARY),
+    (r"\w*image_size input_size", 32),
+    (r"(\w+_)?patch_size patch_stride", 8),
+    (r"(\w+_)?num_key_value_heads multi_query_group_num num_kv_heads n_head_kv", 2),
+    (r"n_heads? num_heads attention_heads \w*num_attention_heads (encoder|decoder)_attention_heads", 4),
+    (r"(\w+_)?head_dim d_kv kv_channels key_length \w*(key|value)_head_dim rotary_dim \w*lora_rank", 8),
+    (r"n_layers? \w*num_hidden_layers num_layers num_(encoder|decoder|hidden)_layers depth num_blocks", 4),
+    (r"n_encoder_layers (encoder|decoder)_(num_)?layers", 4),
+    (
+        r"\w*hidden_(size|dim) d_model n_embd (\w+_)?embed_dim embedding_size word_embed_proj_dim dim d_embed emb_dim d_text",
+        32,
+    ),
+    (r"embedding_dim projection_dim width conv_dim_out lru_width output_dim model_dim", 32),
+    (r"\w*intermediate_size(_mlp)? ffn_dim (encoder|decoder)_ffn_dim d_ff n_inner ffn_hidden_size d_inner", 48),
+    (r"intermediate_dim feedforward_size mlp_dim inner_dim dim_feedforward", 48),
+    (r"moe_\w*intermediate_size shared_expert_intermediate_size moe_hidden_size expert_ffn_hidden_size expert_dim", 16),
+    (r"num_local_experts num_experts n_routed_experts moe_num_experts num_moe_experts num_routed_experts", 4),
+    (r"num_experts_per_tok moe_k top_k_experts moe_top_?k num_selected_experts num_experts_per_token", 2),
+    (r"n_group topk_group n_shared_experts num_shared_experts num_nextn_predict_layers", 1),
+    (r"max_position_embeddings max_(target|source)_positions n_positions max_seq_len(gth)? max_sequence_length", 64),
+    (r"seq_length n_ctx context_length", 64),
+    (r"(ssm_|mamba_)?(d_)?state(_size|_dim)? mamba_d_state ssm_state_size mamba_d_head mamba_head_dim", 8),
+    (r"mamba_n_heads mamba_num_heads n_mamba_heads \w*chunk_size chunk_length num_mel_bins feature_size", 8),
+    (r"input_feat_per_channel", 8),
+    (r"mamba_n_groups n_groups mamba_dt_rank time_step_rank type_vocab_size linear_num_(key|value)_heads", 2),
     (r"num_labels", 5),
     (r"mm_tokens_per_image", 16),
-    (r"num_frames", 4),
-    (r"num_queries|num_query_tokens|num_learnable_queries", 4),
-    (r"num_codebook_vectors|codebook_size|num_embeddings", 32),
-    (r"sliding_window|local_attention|attention_window|block_size", 4),
-    (r"linear_num_(key|value)_heads|linear_attn_num_heads", 2),
-)  # fmt: skip
+    (r"num_frames num_queries num_query_tokens sliding_window local_attention attention_window block_size", 4),
+    (r"num_codebook_vectors codebook_size num_embeddings", 32),
+)
+"""Patterns of names, and what such a number is at most; the first one counts that fits."""
 _LISTS: Mapping[str, int] = {"hidden_sizes": 32, "embed_dims": 32, "encoder_hidden_sizes": 32, "decoder_hidden_sizes": 32,
     "depths": 1, "layer_depths": 1}  # fmt: skip
 """Lists of which each element becomes at most so large; of widths the i-th is (i + 1) times so wide."""
 
 
 def _rule(name: str) -> int | None:
-    return next((value for pattern, value in _RULES if re.fullmatch(pattern, name)), None)
+    fits = (value for patterns, value in _RULES if any(re.fullmatch(each, name) for each in patterns.split()))
+    return next(fits, None)
 
 
 def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
     """The small values of a configuration's own fields."""
     found: dict[str, Any] = {}
     whole = {name: value for name, value in config.to_dict().items() if not isinstance(value, dict)}
-    depth = next(
-        (whole[each] for each in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(whole.get(each), int)), 0
-    )
+    depths = (whole.get(each) for each in ("num_hidden_layers", "n_layer", "num_layers"))
+    depth = next((each for each in depths if isinstance(each, int)), 0)
     for name, value in whole.items():
         small = _rule(name)
         if isinstance(value, bool) or (skipped and re.fullmatch(skipped, name)):
             continue
         if isinstance(value, int) and small is not None:
-            if small == 4 and "layer" in name or name in ("depth", "num_blocks"):
+            if (small == 4 and "layer" in name) or name in ("depth", "num_blocks"):
                 small = layers
             found[name] = min(value, small) if value > 0 else value
         elif isinstance(value, list) and name in _LISTS:
@@ -159,7 +155,11 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
             found[name] = value[:layers]
         elif name.endswith("token_id") and isinstance(value, int) and value >= _VOCABULARY:
             found[name] = 1
-        elif name.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "drop_path_rate", "dropout_rate")):
+        elif (
+            "jitter" in name
+            or name.startswith("mask_")
+            or name.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "drop_path_rate", "dropout_rate"))
+        ):
             found[name] = 0.0 if isinstance(value, float) else value
     return found
 
@@ -167,9 +167,8 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
 _AS_HEADS = {"num_key_value_heads": 4}
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minicpm3", "axk1", "axk2", "kimi_k2"), _AS_HEADS
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _AS_HEADS),
+    **dict.fromkeys(("minicpm3", "axk1", "axk2"), _AS_HEADS),
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl"), _ROTARY),
     "mamba2": {"num_heads": 8},
     "esm": {"vocab_size": _VOCABULARY, "pad_token_id": 0, "mask_token_id": 1},
@@ -180,13 +179,14 @@ _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
 }
 """What some types need beside: numbers that follow from others, and such as have no value by default."""
 
-_PICTURE_TOKENS = {"image_token_id": 80, "image_token_index": 80, "video_token_id": 82, "video_token_index": 82}
-_PICTURE_TOKENS |= {"boi_token_index": 81, "eoi_token_index": 83, "audio_token_id": 84, "audio_token_index": 84}
-_PICTURE_TOKENS |= {
-    "vision_start_token_id": 85,
-    "vision_end_token_id": 86,
-    "image_start_token_id": 85,
-    "image_end_token_id": 86,
+_PICTURE_TOKENS = {
+    **dict.fromkeys(("image_token_id", "image_token_index"), 80),
+    **dict.fromkeys(("video_token_id", "video_token_index"), 82),
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), 84),
+    **dict.fromkeys(("vision_start_token_id", "image_start_token_id"), 85),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id"), 86),
+    "boi_token_index": 81,
+    "eoi_token_index": 83,
 }
 
 
@@ -222,7 +222,7 @@ class SmallModel:
     kind: str
     head: Head
     config: Any
-    samples: list[dict[str, torch.Tensor]]
+    samples: Samples
     note: str
     """What the samples lack of what the type is fed with; empty where they have all."""
 
@@ -233,9 +233,8 @@ class SmallModel:
 
 def _built(config: Any, head: Head) -> Any:
     torch.manual_seed(11)
-    made = getattr(tf, AUTO_CLASSES[head]).from_config(
-        copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
-    )
+    automatic = getattr(tf, AUTO_CLASSES[head])
+    made = automatic.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     without_dropout(made)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -278,30 +277,31 @@ def small_model(kind: str, heads: tuple[Head, ...]) -> SmallModel:
                 warnings.simplefilter("ignore")
                 try:
                     whole = tf.AutoConfig.for_model(kind)
-                    config = _without_fused(_small_config(whole, layers, skipped, anew=anew))
+                    config = _as_of_a_directory(_small_config(whole, layers, skipped, anew=anew))
                     type(config).from_dict(config.to_dict())  # It is read again from a directory.
-                    with torch.device("meta"):
-                        size = sum(
-                            p.numel()
-                            for p in getattr(tf, AUTO_CLASSES[head]).from_config(copy.deepcopy(config)).parameters()
-                        )
-                    if size > LARGEST:
-                        failures.append(f"{head}: {size:,} parameters")
-                        continue
-                    model = _built(config, head).train()
-                    samples, note = _samples_with_loss(model, head)
+                    _require_size(config, head)
+                    samples, note = _samples_with_loss(_built(config, head).train(), head)
                 except ERRORS as error:
-                    failures.append(
-                        f"{head}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-                    )
+                    text = str(error).strip().partition("\n")[0]
+                    failures.append(f"{head}: {type(error).__name__}: {text}")
                     continue
             return SmallModel(kind=kind, head=head, config=config, samples=samples, note=note)
     raise NotBuiltError("; ".join(dict.fromkeys((failures or ["it has no task"])[:: max(1, len(failures) - 1)])))
 
 
-def _without_fused(config: Any) -> Any:
+def _require_size(config: Any, head: Head) -> None:
+    with torch.device("meta"):
+        made = getattr(tf, AUTO_CLASSES[head]).from_config(copy.deepcopy(config))
+    size = sum(each.numel() for each in made.parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size:,} parameters")
+
+
+def _as_of_a_directory(config: Any) -> Any:
     """The same with the experts and attentions that have float64, and with what only a directory of weights would say."""
     config.architectures = []
+    if hasattr(config, "ctc_loss_reduction"):
+        config.ctc_loss_reduction = "mean"  # A sum of a batch is no mean of its microbatches' sums.
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     for each in (config, *(value for value in vars(config).values() if isinstance(value, tf.PreTrainedConfig))):
@@ -315,29 +315,28 @@ def _without_fused(config: Any) -> Any:
     return config
 
 
-Samples = list[dict[str, torch.Tensor]]
-
-
 def _samples_with_loss(model: Any, head: Head) -> tuple[Samples, str]:
     """The first of the possible samples that the model has a finite loss and gradients for."""
     failures: list[Exception] = []
-    for samples, note in _possible_samples(model, head):
+    for samples, note in FORMS[head](Maker(model)):
         try:
             _require_loss(model, samples[:2])
         except ERRORS as error:
-            wanted = re.search(r"features:? (\d+)", str(error)) or re.search(r"features (\d+)", str(error))
-            if wanted and "pixel_values" in samples[0] and 0 < int(wanted[1]) // 2 <= 64 and "input_ids" in samples[0]:
-                again = _with_picture_tokens(model, samples, int(wanted[1]) // 2)
-                try:
-                    _require_loss(model, again[:2])
-                except ERRORS as second:
-                    failures.append(second)
-                    continue
-                return again, note
             failures.append(error)
+            wanted = re.search(r"features:? (\d+)", str(error))
+            count = int(wanted[1]) // 2 if wanted else 0
+            if not (0 < count <= _MOST_PICTURE_TOKENS and {"pixel_values", "input_ids"} <= samples[0].keys()):
+                continue
+            samples = with_picture_tokens(model.config, samples, count)
+            with contextlib.suppress(*ERRORS):
+                _require_loss(model, samples[:2])
+                return samples, note
             continue
         return samples, note
     raise failures[0]
+
+
+_MOST_PICTURE_TOKENS = 64
 
 
 def _require_loss(model: Any, samples: Samples) -> None:
@@ -350,188 +349,3 @@ def _require_loss(model: Any, samples: Samples) -> None:
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     if not any(each is not None and bool(each.isfinite().all()) and bool(each.any()) for each in gradients):
         raise ValueError("its loss has no gradients")
-
-
-def _possible_samples(model: Any, head: Head) -> Iterator[tuple[Samples, str]]:
-    generator = torch.Generator().manual_seed(1)
-    text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    vocabulary = min(int(getattr(text, "vocab_size", None) or _VOCABULARY), 76)
-
-    def tokens(length: int = LENGTH) -> torch.Tensor:
-        return torch.randint(_FEWEST_IDS, max(vocabulary, _FEWEST_IDS + 1), (length,), generator=generator)
-
-    def each(make: Callable[[int], dict[str, torch.Tensor]]) -> Samples:
-        return [make(index) for index in range(SAMPLES)]
-
-    def classes(index: int) -> torch.Tensor:
-        return torch.tensor(index % max(1, int(getattr(model.config, "num_labels", 2))))
-
-    def pictures(channels: int, size: int) -> torch.Tensor:
-        return torch.randn(channels, size, size, generator=generator, dtype=torch.float64)
-
-    vision = getattr(model.config, "vision_config", None) or model.config
-    size = getattr(vision, "image_size", None) or 32
-    size = size if isinstance(size, int) else list(size)[0]
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    if head in ("causal_lm", "masked_lm"):
-        yield each(lambda index: (lambda ids: {"input_ids": ids, "labels": ids.clone()})(tokens())), ""
-    elif head == "seq2seq_lm":
-        yield (
-            each(
-                lambda index: {
-                    "input_ids": tokens(),
-                    "attention_mask": torch.ones(LENGTH, dtype=torch.long),
-                    "labels": tokens(LENGTH - 2),
-                }
-            ),
-            "",
-        )
-    elif head == "sequence_classification":
-        yield (
-            each(
-                lambda index: {
-                    "input_ids": tokens(),
-                    "attention_mask": torch.ones(LENGTH, dtype=torch.long),
-                    "labels": classes(index),
-                }
-            ),
-            "",
-        )
-    elif head == "image_text_to_text":
-        yield (
-            _with_picture_tokens(
-                model, each(lambda index: {"input_ids": tokens(), "pixel_values": pictures(channels, size)}), 16
-            ),
-            "",
-        )
-        yield (
-            _with_picture_tokens(
-                model, each(lambda index: {"input_ids": tokens(), "pixel_values": pictures(channels, size)}), 0
-            ),
-            "",
-        )
-        yield each(lambda index: (lambda ids: {"input_ids": ids, "labels": ids.clone()})(tokens())), "text alone"
-        yield (
-            each(
-                lambda index: (
-                    lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-                )(tokens())
-            ),
-            "text alone",
-        )
-        yield (
-            each(
-                lambda index: (
-                    lambda ids: {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids), "labels": ids.clone()}
-                )(tokens())
-            ),
-            "text alone",
-        )
-    elif head in ("image_classification", "semantic_segmentation"):
-        for wide in (size, 64, 224):
-            if head == "image_classification":
-                yield (
-                    each(lambda index, wide=wide: {"pixel_values": pictures(channels, wide), "labels": classes(index)}),
-                    "",
-                )
-            else:
-                yield (
-                    each(
-                        lambda index, wide=wide: {
-                            "pixel_values": pictures(channels, wide),
-                            "labels": torch.randint(0, 2, (wide, wide), generator=generator),
-                        }
-                    ),
-                    "",
-                )
-    elif head == "video_classification":
-        frames = int(getattr(model.config, "num_frames", None) or getattr(model.config, "frames_per_clip", None) or 4)
-        yield (
-            each(
-                lambda index: {
-                    "pixel_values": torch.stack([pictures(channels, size) for _ in range(frames)]),
-                    "labels": classes(index),
-                }
-            ),
-            "",
-        )
-        yield (
-            each(
-                lambda index: {
-                    "pixel_values_videos": torch.stack([pictures(channels, size) for _ in range(frames)]),
-                    "labels": classes(index),
-                }
-            ),
-            "",
-        )
-    else:
-        yield from _sounds(model, head, tokens, classes, generator, each)
-
-
-def _sounds(
-    model: Any, head: Head, tokens: Any, classes: Any, generator: torch.Generator, each: Any
-) -> Iterator[tuple[Samples, str]]:
-    bins = next((int(value) for name in ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
-        if (value := getattr(model.config, name, None) or getattr(getattr(model.config, "encoder_config", None), name, None))), 8)  # fmt: skip
-    length = 2 * int(getattr(model.config, "max_source_positions", None) or 32)
-
-    def labels(index: int) -> torch.Tensor:
-        return tokens(LENGTH - 4) if head != "audio_classification" else classes(index)
-
-    def spectrum(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    yield each(lambda index: {"input_features": spectrum(bins, length), "labels": labels(index)}), ""
-    yield each(lambda index: {"input_features": spectrum(length, bins), "labels": labels(index)}), ""
-    yield (
-        each(
-            lambda index: {
-                "input_features": spectrum(length, bins),
-                "attention_mask": torch.ones(length, dtype=torch.long),
-                "labels": labels(index),
-            }
-        ),
-        "",
-    )
-    yield each(lambda index: {"input_values": spectrum(6400), "labels": labels(index)}), ""
-    yield (
-        each(
-            lambda index: {
-                "input_values": spectrum(int(getattr(model.config, "max_length", 64) or 64), bins),
-                "labels": labels(index),
-            }
-        ),
-        "",
-    )
-
-
-def _with_picture_tokens(model: Any, samples: Samples, count: int) -> Samples:
-    """The samples with `count` tokens of a picture before their text."""
-    token = next(
-        (
-            value
-            for name in ("image_token_id", "image_token_index")
-            if isinstance(value := getattr(model.config, name, None), int)
-        ),
-        80,
-    )
-    found = []
-    for sample in samples:
-        text = sample["input_ids"][sample["input_ids"] != token]
-        ids = torch.cat([torch.full((count,), token), text])
-        more = {"token_type_ids": (ids == token).long()} if "gemma3" in model.config.model_type else {}
-        found.append(
-            {
-                **sample,
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "labels": ids.masked_fill(ids == token, _IGNORED),
-                **more,
-            }
-        )
-    return found
-
-
-def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters by name."""
-    return {name: each.detach().clone() for name, each in model.named_parameters()}

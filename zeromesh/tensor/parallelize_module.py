@@ -255,8 +255,8 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
     off = "set parallel.sequence: false"
     if not plan.stacks:
         raise LayoutError(
-            f"{type(model).__name__} has no repeated blocks with a layer that its plan divides among tensor ranks, so there is none "
-            f"in which a sequence could be shared out; {off}"
+            f"{type(model).__name__} has no repeated blocks with a layer that its plan divides among ranks, in which a "
+            f"sequence could be shared out; {off}"
         )
     known = (*plan.readers(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
     for block in (name for stack in plan.stacks for name in stack):

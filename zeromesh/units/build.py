@@ -177,8 +177,8 @@ def kept_buckets(
     """Which buckets of each unit, the root first, keep their gathered parameters between uses.
 
     Without a budget these are all on one rank, and where ranks share pages those that take no more memory for it: the root, which
-    is there all the time that others come and go, and units that rest in the dtype in which they are gathered. What one rank computes
-    with where it rests is kept whatever the budget.
+    is there all the time that others come and go, and units that rest in the dtype in which they are gathered. What one rank
+    computes with where it rests is kept whatever the budget.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away

@@ -246,8 +246,8 @@ class Passes:
         self._progress.streams = before
 
     def begin_without_root(self) -> None:
-        """Begin the root's random numbers where a stage of a pipeline runs its part without the head, and hold the root: its results
-        are nobody's, so backward would enter it without a hook."""
+        """Begin the root's random numbers where a stage runs its part without the head, and hold the root: backward has no hook by
+        which it would enter it."""
         self._hold(self.units[0])
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)

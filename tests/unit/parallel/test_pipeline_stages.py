@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from bench.without_zero import PlainRunner, cut_model
 from conformance import models
+from model_zoo.small_models import small_model
 from pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -137,6 +138,65 @@ def own_parameter() -> Any:
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:
     with pytest.raises(LayoutError, match=f"cannot be cut into pipeline stages: .*{reason}"):
         examine(make())
+
+
+class Halving(nn.Module):
+    """Each block returns half of the features that it gets; `early`: the head takes what the first one returns, too."""
+
+    def __init__(self, early: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.early = nn.Embedding(VOCABULARY, 32), early
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32 >> each, 16 >> each)) for each in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        seen = []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        return self.head(x + seen[0][..., :4]) if self.early else self.head(x)
+
+
+def test_blocks_that_change_the_shape_are_cut() -> None:
+    torch.manual_seed(0)
+    model = Halving()
+    whole, anatomy = copy.deepcopy(model), examine(model)
+    assert anatomy.reshapes
+    assert not examine(build("llama", 2)).reshapes
+    stages = Stages(model, anatomy, (1, 1, 1), [1])
+    ids = torch.arange(4)[None]
+    received = whole.blocks[0](whole.embedding(ids))
+    with torch.no_grad():
+        (sent,) = stages.forward(0, {"input_ids": ids}, [received])
+    assert torch.equal(sent, whole.blocks[1](received))
+
+
+def test_what_an_earlier_block_returns_is_not_taken_by_the_head_unseen() -> None:
+    with pytest.raises(LayoutError, match="head takes what is computed from parameters of earlier stages"):
+        examine(Halving(early=True))
+
+
+def test_the_towers_of_a_model_run_before_the_blocks_of_its_decoder() -> None:
+    small = small_model("llava", ("image_text_to_text",))
+    batch = {name: torch.stack([row[name] for row in small.samples[:2]]) for name in small.samples[0]}
+    anatomy = examine(small.build(), batch)
+    assert anatomy.blocks == "model.language_model.layers"
+    before = {"model.vision_tower", "model.multi_modal_projector", "model.language_model.embed_tokens"}
+    assert (set(anatomy.before), anatomy.idle) == (before, ())
+
+
+def test_a_tower_that_no_batch_has_shown_is_refused_when_it_is_to_run() -> None:
+    small = small_model("llava", ("image_text_to_text",))
+    model = small.build()
+    anatomy = examine(model)
+    assert "model.vision_tower" in anatomy.idle
+    stages = Stages(model, anatomy, (2, 2), [0])
+    batch = {name: values[None] for name, values in small.samples[0].items()}
+    with pytest.raises(LayoutError, match=r"model\.vision_tower did not run for the first batch"):
+        stages.forward(0, batch)
+    stages.restore()
+    assert "forward" not in vars(model.model.vision_tower)
 
 
 def test_a_stage_holds_its_own_parameters_alone_until_it_is_restored() -> None:

@@ -302,9 +302,7 @@ class Stages:
 
 def _refuse_to_run(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     raise refusal(
-        model,
-        f"{name} did not run for the first batch, so it is not known which stage it belongs to, and now it is to run; "
-        "let the first batch have all fields that any batch has",
+        model, f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
     )
 
 

@@ -124,14 +124,14 @@ def _body(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is base), "")
 
 
-def _block_lists(model: nn.Module, body: str) -> list[str]:
+def _block_lists(model: Any, body: str) -> list[str]:
     """The lists that may be that of the blocks, the likeliest first: of a model of several towers those of the decoder, then one of
     as many modules as the configuration says, then the largest."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     wanted = getattr(config, "num_hidden_layers", None)
-    decoder = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else None
+    decoder = getattr(model, "get_decoder", lambda: None)()
     inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
     found: list[tuple[bool, bool, int, str]] = []
     for name, module in model.get_submodule(body).named_modules(prefix=body):
@@ -315,11 +315,8 @@ class _Recorder:
             reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
             before=tuple(name for name in self._outside if self._when.get(name) == {0}),
             after=tuple(name for name in self._outside if self._when.get(name) != {0}),
-            idle=tuple(name for name in self._outside if name not in self._when and self._in_body(name)),
+            idle=tuple(name for name in self._outside if name not in self._when and name.startswith(self._body)),
         )
-
-    def _in_body(self, name: str) -> bool:
-        return name.startswith(f"{self._body}.") if self._body else True
 
     def _form(self, output: Any) -> BlockOutput:
         leaves, structure = pytree.tree_flatten(output)
@@ -345,5 +342,5 @@ def _like_first(arguments: Any) -> torch.Tensor:
     """A tensor like the first one among arguments. Raises the error in force where there is none."""
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     if not tensors:
-        raise  # noqa: PLE0704
+        raise
     return torch.empty_like(tensors[0])

@@ -14,7 +14,14 @@ def _rules(**patterns: str) -> Rules:
 
 
 _GPT2 = _rules(qkv_stacked="*.attn.c_attn", colwise="*.mlp.c_fc", rowwise="*.attn.c_proj *.mlp.c_proj")
-_OPT = _rules(colwise="*.self_attn.[qkv]_proj *.fc1", rowwise="*.self_attn.out_proj *.fc2")
+_BART = _rules(
+    colwise="*.self_attn.[qkv]_proj *.encoder_attn.[qkv]_proj *.fc1",
+    rowwise="*.self_attn.out_proj *.encoder_attn.out_proj *.fc2",
+)
+_VIT = _rules(
+    colwise="*.attention.[qkv]_proj *.mlp.fc1 *.feed_forward.intermediate_dense",
+    rowwise="*.attention.o_proj *.attention.out_proj *.mlp.fc2 *.feed_forward.output_dense",
+)
 _BLOOM = _rules(
     qkv_by_head="*.query_key_value",
     colwise="*.mlp.dense_h_to_4h",
@@ -39,7 +46,8 @@ _PHI3 = _rules(
 _GPTJ = _rules(colwise="*.attn.[qkv]_proj *.mlp.fc_in", rowwise="*.attn.out_proj *.mlp.fc_out")
 _GPT_NEO = _rules(colwise="*.attention.[qkv]_proj *.mlp.c_fc", rowwise="*.attention.out_proj *.mlp.c_proj")
 _STABLELM = _rules(
-    colwise="*.self_attn.[qkv]_proj *.mlp.gate_proj *.mlp.up_proj", rowwise="*.self_attn.o_proj *.mlp.down_proj"
+    colwise="*.self_attn.[qkv]_proj *.mlp.gate_proj *.mlp.up_proj *.mlp.fc1",
+    rowwise="*.self_attn.o_proj *.mlp.down_proj *.mlp.fc2",
 )
 _DEEPSEEK = _rules(
     colwise=(
@@ -53,20 +61,29 @@ _DEEPSEEK = _rules(
 _BERT_KINDS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "megatron-bert", "rembert", "roformer"),
     *("data2vec-text", "bert-generation", "roberta-prelayernorm", "xlm-roberta-xl"),
+    *("layoutlm", "roc_bert", "esm", "markuplm"),
+)
+_BART_KINDS = (
+    *("opt", "biogpt", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "plbart"),
+    *("whisper", "speech_to_text", "clip", "metaclip_2", "siglip"),
+)
+_VIT_KINDS = (
+    *("vit", "deit", "audio-spectrogram-transformer", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn", "vivit"),
+    *("videomae", "wav2vec2", "hubert", "unispeech", "unispeech-sat", "sew"),
 )
 
 OWN: Mapping[str, Rules] = {
     "gpt2": _GPT2,
-    "opt": _OPT,
-    "biogpt": _OPT,
-    **dict.fromkeys(("bloom", "gpt_neox", "persimmon"), _BLOOM),
+    **dict.fromkeys(_BART_KINDS, _BART),
+    **dict.fromkeys(_VIT_KINDS, _VIT),
+    **dict.fromkeys(("bloom", "gpt_neox", "persimmon", "fuyu"), _BLOOM),
     "falcon": _FALCON,
     **dict.fromkeys(_BERT_KINDS, _BERT),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "phi3": _PHI3,
     "gptj": _GPTJ,
     "gpt_neo": _GPT_NEO,
-    "stablelm": _STABLELM,
+    **dict.fromkeys(("stablelm", "gte", "nomic_bert", "jina_embeddings_v3"), _STABLELM),
     "deepseek_v3": _DEEPSEEK,
 }
 """By `config.model_type`. Input and output embeddings are divided by vocabulary without a rule."""

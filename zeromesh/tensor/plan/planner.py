@@ -202,8 +202,13 @@ class _Planner:
         builtin = OWN.get(kind, {})
         library: Mapping[str, str] = {} if builtin else (getattr(self.model, "tp_plan", None) or {})
         if not rules and not builtin and not library:
+            held = (child for block in block_modules(self.model) for child in block.named_children())
+            kinds = dict.fromkeys(
+                f"{leaf} ({type(child).__name__})" for leaf, child in held if "Norm" not in type(child).__name__
+            )
             raise LayoutError(
-                f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}); give rules "
+                f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
+                f"hold {some(kinds) or 'nothing that is known'}; give rules "
                 "(pattern of module names -> style), or set parallel.tensor: 1"
             )
         if getattr(config, "slow_but_exact", False):

@@ -1,0 +1,46 @@
+"""Types of transformers on two ranks, each beside plain PyTorch in float64. `scripts/zoo.py` trains all that there are."""
+
+from pathlib import Path
+
+import pytest
+from model_zoo.columns import ABSENT, COLUMNS, EQUAL, LORA, REFUSED
+from workers import Workers
+
+QUICK = [
+    ("llava", ["pipeline"]),  # a tower of pictures runs before the blocks of its decoder
+    ("convnext", ["pipeline"]),  # blocks change the shape of what they pass on
+    ("llama4_text", ["pipeline"]),  # its forward reads a root parameter's attribute
+    ("qwen3_next", ["sequence"]),  # linear attention, all of whose outputs are gathered
+    ("whisper", ["tensor"]),  # cross attention, without a plan of transformers'
+]
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "mixtral",
+    "mamba",
+    "bert",
+    "modernbert",
+    "bart",
+    "t5",
+    "whisper",
+    "wav2vec2",
+    "vit",
+    "convnext",
+)
+FAMILIES += ("llava", "gemma3", "qwen3_next", "gpt_oss", "deepseek_v3", "distilbert", "clip", "segformer")
+
+
+@pytest.mark.parametrize(("kind", "columns"), QUICK, ids=[kind for kind, _ in QUICK])
+def test_a_type_trains_as_plain_pytorch_does(workers: Workers, tmp_path: Path, kind: str, columns: list[str]) -> None:
+    found, _ = workers.run(2, "model_type_cases:trained", folder=str(tmp_path), kind=kind, columns=columns)
+    assert {column: outcome["outcome"] for column, outcome in found.items()} == dict.fromkeys(columns, EQUAL), found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_is_equal_or_refused_in_every_layout(workers: Workers, tmp_path: Path, kind: str) -> None:
+    for column in COLUMNS:
+        if column == LORA and kind in ("mixtral", "deepseek_v3"):
+            continue  # Experts with adapters are tried in tests/distributed/trainer.
+        found, _ = workers.run(2, "model_type_cases:trained", folder=str(tmp_path), kind=kind, columns=[column])
+        assert found[column]["outcome"] in (EQUAL, REFUSED, ABSENT), found
