@@ -12,10 +12,13 @@ from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.mesh.process_set import require_same
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
-from zeromesh.trainer.formatting import human_count
+from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.batch_generation import BatchGeneration, settings_of
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
+
+_MUCH = 64 << 20
+"""Bytes of outputs of which an evaluation says how many it collects."""
 
 
 def evaluate(
@@ -136,6 +139,13 @@ def _run_through(
 
     def go_on(done: int, total: int) -> bool:
         run.console.status(f"evaluating: {done} of {total} batches")
+        expected = 0 if collector is None else collector.nbytes // done * total
+        if expected >= _MUCH and collector is not None and not collector.told:
+            collector.told = True
+            run.console.note(
+                f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; "
+                "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"
+            )
         run.events.call("on_prediction_step", done, total)
         return not stop()
 

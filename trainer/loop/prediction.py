@@ -6,7 +6,6 @@ order of the dataset, so metrics do not depend on the layout. Nothing is padded 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import EvalPrediction
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.loop.batch_generation import BatchGeneration
 
@@ -45,6 +44,10 @@ class Collector:
         self._ignored = {"loss", *ignored}
         self._preprocess = preprocess
         self._found: list[Tree] = []
+        self.nbytes = 0
+        """Bytes of all that is gathered so far, on each rank."""
+        self.told = preprocess is not None or generation is not None
+        """True once nobody need be told any more how many they are."""
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
         """The outputs of a microbatch without the loss, or the tokens that were generated for it, and its labels; as arrays on the
@@ -72,6 +75,7 @@ class Collector:
             gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
             rows = zip(map(self._mesh.shape.data_index, self._mesh.world.ranks), gathered, strict=True)
             self._found += [decode(each) for _, each in sorted(rows) if each]
+            self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
         """All samples: `predictions` as the model returned them, without its loss, and `label_ids` as the batches had them, as one
@@ -80,17 +84,24 @@ class Collector:
         Raises:
             DataError: where microbatches gave different kinds of outputs.
         """
+        filler = PADDING if self.generation is None else self.generation.padding
         try:
             whole = {
-                "predictions": pytree.tree_map(
-                    partial(_concatenated, padding=PADDING if self.generation is None else self.generation.padding),
-                    *[each["predictions"] for each in self._found],
-                ),
-                "label_ids": pytree.tree_map(_concatenated, *[each["label_ids"] for each in self._found]),
+                name: self._whole(name, padding) for name, padding in (("predictions", filler), ("label_ids", PADDING))
             }
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
+
+    def _whole(self, name: str, padding: int) -> Tree:
+        """One kind of what was gathered, put together piece by piece: each is released when it is in the whole."""
+        flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
+        structure = flat[0][1]
+        if any(other != structure for _, other in flat):
+            raise ValueError(f"{name} of several structures")
+        columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+        del flat
+        return pytree.tree_unflatten([_concatenated(column, padding) for column in columns], structure)
 
 
 def encode(tree: Tree) -> bytes:
@@ -124,12 +135,17 @@ def _numpy(tree: Any) -> Tree:
     return tree if tree is None else np.asarray(tree)
 
 
-def _concatenated(*parts: Any, padding: int = PADDING) -> Any:
-    """The arrays of one output, along their first dim; padded where their second dims differ."""
-    if parts[0] is None:
-        return None
-    if parts[0].ndim < 2:
-        return np.concatenate(parts) if parts[0].ndim else np.stack(parts)
-    longest, rest = max(part.shape[1] for part in parts), [(0, 0)] * (parts[0].ndim - 2)
-    padded = [np.pad(part, [(0, 0), (0, longest - part.shape[1]), *rest], constant_values=padding) for part in parts]
-    return np.concatenate(padded)
+def _concatenated(parts: list[Any], padding: int) -> Any:
+    """The arrays of one output, along their first dim; padded where their second dims differ. It takes them out of the list."""
+    if parts[0] is None or parts[0].ndim < 2:
+        return None if parts[0] is None else np.concatenate(parts) if parts[0].ndim else np.stack(parts)
+    if len({part.shape[2:] for part in parts}) > 1:
+        raise ValueError(f"shapes {some([part.shape for part in parts])}")
+    size = (sum(map(len, parts)), max(part.shape[1] for part in parts), *parts[0].shape[2:])
+    whole, end = np.empty(size, dtype=np.result_type(*{part.dtype for part in parts})), size[0]
+    while parts:
+        part = parts.pop()
+        place = whole[end - len(part) : end]
+        place[:, : part.shape[1]], place[:, part.shape[1] :] = part, padding
+        end -= len(part)
+    return whole
