@@ -128,6 +128,10 @@ class Trainer:
         loaded = model if isinstance(model, nn.Module) and source_of(model) is not None else None
         tunes = None if loaded is None else "adapters" if is_adapted(loaded) else "whole"
         self.config: TrainerConfig = load_config(config, unused=unused, consent=Consent.GIVEN, tunes=tunes)
+        if self.config.train.method != "sft":
+            raise ConfigError(
+                f"train.method: {self.config.train.method} is for `zeromesh train`, which hands the run to TRL"
+            )
         self.events = CallbackDispatcher(self, callbacks or ())
         self.inputs = UserInputs(
             model=model,

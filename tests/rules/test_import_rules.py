@@ -34,6 +34,7 @@ FLOORS = {
     | {"clearml", "comet_ml", "swanlab"}  # which are there where a person tracks by them
     | {"fastapi", "starlette", "uvicorn", "h11"}  # which are there where a person serves a model
     | {"IPython"}  # which is there in a notebook
+    | {"trl", "tokenizers"}  # where a person trains by preferences and rewards
     | {"liger_kernel", "torchao"},  # and where a person computes the loss or linear layers by them
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.

@@ -294,6 +294,11 @@ def _fit(config: TrainerConfig, began: float) -> int:
     if fresh:
         gc.freeze()
         gc.enable()
+    if config.train.method != "sft":
+        from zeromesh.trainer.integrations.trl import train
+
+        train(config)
+        return 0
     times.end("imports")
     # Python looks through all objects again when it ends, which takes seconds after torch and transformers were loaded.
     atexit.register(gc.freeze)

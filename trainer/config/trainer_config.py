@@ -38,6 +38,7 @@ from zeromesh.trainer.config.sections.training import (
     EmaSection,
     OptimizerSection,
     ScheduleSection,
+    TrainSection,
 )
 from zeromesh.trainer.config.yaml_reader import plain_scalar
 from zeromesh.trainer.lr_schedule import LRSchedule
@@ -56,6 +57,7 @@ class TrainerConfig(Section):
     ema: EmaSection = Field(default_factory=EmaSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     batch: BatchSection = Field(default_factory=BatchSection)
+    train: TrainSection = Field(default_factory=TrainSection)
     run: RunSection = Field(default_factory=RunSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     hub: HubSection = Field(default_factory=HubSection)

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
@@ -224,6 +224,28 @@ class ScheduleSection(Section):
         if self.warmup_steps is not None:
             return self.warmup_steps
         return 0 if self.name == "constant" else default_warmup(steps)
+
+
+class NamedFunction(Section):
+    """A Python function."""
+
+    python: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+class TrainSection(Section):
+    """What the model learns from. Preferences and rewards are learnt by TRL's own trainers (extra `zeromesh[trl]`)."""
+
+    method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
+    """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
+    the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
+    rewards: Annotated[
+        tuple[NamedFunction, ...],
+        BeforeValidator(tuple_from_list),
+        Allowed("a list such as [{python: package.module:function}]"),
+    ] = ()
+    """Functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
+    options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
+    """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
 
 
 class EmaSection(Section):

@@ -1,0 +1,116 @@
+"""`train.method`: what of a configuration TRL gets, by its names, and what is refused by ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer import Trainer
+from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.integrations import trl
+
+DPO: dict[str, Any] = {"train": {"method": "dpo", "options": {"beta": 0.3}}, "data": {"tokenizer": "bytes"}}
+
+
+def arguments(ranks: int = 2, **sections: Any) -> dict[str, Any]:
+    return trl.arguments_of(load_config({**DPO, **sections}), ranks)
+
+
+def test_keys_have_the_names_of_trl() -> None:
+    found = arguments(
+        batch={"global_size": 16, "micro_size": 2},
+        optimizer={"lr": 1e-5, "betas": [0.9, 0.98]},
+        schedule={"name": "cosine", "warmup_ratio": 0.1},
+        run={"max_steps": 7, "clip_norm": 0.5, "log_every": 3, "eval_every": "epoch"},
+        checkpoint={"every_steps": 0},
+        precision={"compute": "float32"},
+        zero={"stage": 3},
+    )
+    wanted = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": 1e-5,
+        "adam_beta2": 0.98,
+        "lr_scheduler_type": "cosine",
+        "max_steps": 7,
+        "max_grad_norm": 0.5,
+        "logging_strategy": "steps",
+        "logging_steps": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "bf16": False,
+        "fp16": False,
+        "beta": 0.3,
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["warmup_steps"] == 0.1
+
+
+def test_what_trl_has_no_word_for_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as error:
+        arguments(
+            ranks=3,
+            data={"packing": False, "loss_on": "all"},
+            run={"label_smoothing": 0.1},
+            optimizer={"name": "sgd"},
+            batch={"global_size": 16, "micro_size": 2},
+        )
+    named = [problem.partition(":")[0] for problem in error.value.problems]
+    assert sorted(named) == [
+        "batch.global_size",
+        "data.loss_on",
+        "data.packing",
+        "optimizer.name",
+        "run.label_smoothing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"method": "grpo"}, "train.rewards"),
+        ({"method": "dpo", "rewards": [{"python": "math:sqrt"}]}, "train.rewards"),
+        ({"method": "dpo", "options": {"bf16": True}}, "train.options.bf16"),
+        ({"method": "ppo"}, "train.method"),
+        ({"method": "grpo", "rewards": [{"python": "math"}]}, "package.module:function"),
+    ],
+)
+def test_methods_and_rewards_are_checked(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        arguments(train=section)
+
+
+def test_a_reward_is_a_function_of_a_module() -> None:
+    import math
+
+    config = load_config({"train": {"method": "grpo", "rewards": [{"python": "math:sqrt"}, {"python": "math:none"}]}})
+    assert trl._reward(config.train.rewards[0]) is math.sqrt
+    with pytest.raises(ConfigError, match=r"train.rewards: math:none"):
+        trl._reward(config.train.rewards[1])
+
+
+def test_rows_and_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n", encoding="utf-8")
+    assert trl._rows(str(file))[0] == {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for given in ("rows.txt", str(tmp_path / "none.jsonl")):
+        with pytest.raises(ConfigError, match=given.rpartition("/")[2]):
+            trl._rows(given)
+    tokenizer = trl._tokenizer("bytes")
+    assert tokenizer.decode(tokenizer("Grün 7")["input_ids"]) == "Grün 7"
+    with pytest.raises(ConfigError, match=r"data.tokenizer: missing"):
+        trl._tokenizer(None)
+
+
+def test_our_own_trainer_is_for_targets() -> None:
+    with pytest.raises(ConfigError, match=r"train.method: dpo"):
+        Trainer(config=DPO)
+
+
+def test_the_configuration_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    trl.train(load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2"]))
+    assert (tmp_path / "dpo/model/config.json").is_file()

@@ -1,0 +1,198 @@
+"""`train.method`: TRL's own trainers over the engine, from a configuration.
+
+`_ARGUMENTS` has the names that our keys have there. What is set and is in no table is refused, so that nothing is passed over;
+what is not set is as TRL has it.
+"""
+
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from zeromesh.environment import read_environment
+from zeromesh.errors import ConfigError
+from zeromesh.offload.accelerator import found as accelerator_kind
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.integrations.transformers import on_zeromesh
+from zeromesh.trainer.models.adapters import import_peft
+
+_KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
+_ENGINE = ("zero", "parallel", "precision", "offload", "ema")
+_ARGUMENTS = {
+    "model.trust_remote_code": "trust_remote_code",
+    "data.sequence_length": "max_length",
+    "data.workers": "dataloader_num_workers",
+    "data.seed": "data_seed",
+    "batch.micro_size": "per_device_train_batch_size",
+    "batch.eval_micro_size": "per_device_eval_batch_size",
+    "optimizer.lr": "learning_rate",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.weight_decay": "weight_decay",
+    "schedule.name": "lr_scheduler_type",
+    "schedule.warmup_steps": "warmup_steps",
+    "schedule.warmup_ratio": "warmup_steps",
+    "run.max_steps": "max_steps",
+    "run.epochs": "num_train_epochs",
+    "run.clip_norm": "max_grad_norm",
+    "run.seed": "seed",
+    "run.log_first_step": "logging_first_step",
+    "run.eval_at_start": "eval_on_start",
+    "run.load_best": "load_best_model_at_end",
+    "checkpoint.keep_last": "save_total_limit",
+    "tracking.backends": "report_to",
+    "tracking.project": "project",
+    "tracking.name": "run_name",
+}
+_EVERY = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
+_READ = frozenset(
+    """
+    model.source model.revision model.config model.lora model.attention model.activation_checkpointing data.train data.eval
+    data.tokenizer batch.global_size optimizer.name optimizer.betas run.name run.output_dir checkpoint.resume train.method
+    train.rewards train.options
+    """.split()  # noqa: SIM905 - a table of words
+)
+_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
+    """Return the arguments of TRL's configuration of a method, for so many ranks.
+
+    Raises:
+        ConfigError: for the keys that TRL has no word for, all at once.
+    """
+    given = config.model_dump(exclude_unset=True)
+    keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
+    known = (*_ARGUMENTS, *_EVERY, *_READ)
+    problems = [
+        f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
+        for key in keys
+        if key not in known and key.partition(".")[0] not in _ENGINE
+    ]
+    found = {name: keys[key] for key, name in _ARGUMENTS.items() if keys.get(key) is not None}
+    for name, every in ((name, keys[key]) for key, name in _EVERY.items() if key in keys):
+        found[f"{name}_strategy"] = "epoch" if every == "epoch" else "steps" if every else "no"
+        found |= {f"{name}_steps": every} if every and every != "epoch" else {}
+    if "model.activation_checkpointing" in keys:
+        found["gradient_checkpointing"] = config.model.activation_checkpointing != "none"
+    for key, value in {"optimizer.name": "adamw", "model.activation_checkpointing": "block"}.items():
+        if keys.get(key, value) not in (value, "none"):
+            problems.append(f"{key}: {keys[key]} is not to be had from TRL; allowed is {value}")
+    if config.train.method == "grpo" and "max_length" in found:
+        problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
+    found |= dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas", ()), strict=False))
+    if "batch.global_size" in keys:
+        once = config.batch.micro_size * (ranks // config.parallel.tensor)
+        if config.batch.global_size % once:
+            problems.append(
+                f"batch.global_size: {config.batch.global_size} is no multiple of {once}, one batch of all ranks"
+            )
+        found["per_device_train_batch_size"] = config.batch.micro_size
+        found["gradient_accumulation_steps"] = config.batch.global_size // once
+    half = {"bf16": config.precision.compute == "bfloat16", "fp16": config.precision.compute == "float16"}
+    twice = sorted(config.train.options.keys() & {**half, **found}.keys())
+    problems += [f"train.options.{name}: is set by a key of its own" for name in twice]
+    if (config.train.method == "grpo") != bool(config.train.rewards):
+        problems.append("train.rewards: functions are given with train.method grpo, and with it alone")
+    if problems:
+        raise ConfigError(problems)
+    return {**half, "use_cpu": accelerator_kind() is None, **found, **config.train.options}
+
+
+def train(config: TrainerConfig) -> None:
+    """Train by TRL's trainer, and write the model into the folder `model` of the run's directory. All ranks call it.
+
+    Raises:
+        ConfigError: for what TRL has no word for or does not take, and where it is not installed.
+    """
+    arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
+    directory = Path(config.run.output_dir).expanduser() / config.run.name
+    try:
+        import trl
+
+        made = getattr(trl, f"{kind}Config")(str(directory), **arguments)
+    except ImportError as error:
+        raise ConfigError(
+            f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ({error})"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
+    rewards = list(map(_reward, config.train.rewards))
+    source = config.model.source or str(directory / "base")
+    with made.main_process_first(local=False):
+        tokenizer = _tokenizer(
+            config.data.tokenizer if "tokenizer" in config.data.model_fields_set else config.model.source
+        )
+        if config.model.source is None and made.process_index == 0:
+            _write_base(config, source, tokenizer)
+        rows = {name: _rows(spec) for name in ("train", "eval") if (spec := getattr(config.data, name)) is not None}
+    kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
+    made.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    named = {f"{name}_dataset": found for name, found in rows.items()}
+    if config.model.lora is not None:
+        lora = config.model.lora
+        sizes: dict[str, Any] = {
+            "r": lora.rank,
+            "lora_alpha": lora.alpha or 2 * lora.rank,
+            "lora_dropout": lora.dropout,
+        }
+        sizes["task_type"] = "SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM"
+        named["peft_config"] = import_peft().LoraConfig(**sizes, target_modules=lora.targets or "all-linear")
+    named |= {"reward_funcs": rewards} if rewards else {}
+    sections = {name: value for name in _ENGINE if (value := getattr(config, name).model_dump(exclude_unset=True))}
+    trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(
+        source, args=made, processing_class=tokenizer, zeromesh=sections, **named
+    )
+    last = get_last_checkpoint(directory) if directory.is_dir() and config.checkpoint.resume == "auto" else None
+    trainer.train(resume_from_checkpoint=last)
+    trainer.save_model(str(directory / "model"))
+
+
+def _reward(given: Any) -> Any:
+    try:
+        return resolve_name(given.python)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"train.rewards: {given.python} cannot be had: {error}; give package.module:function"
+        ) from error
+
+
+def _tokenizer(spec: str | None) -> Any:
+    """The tokenizer of a directory or of the Hub; for `bytes` one whose tokens are bytes."""
+    if spec is None:
+        raise ConfigError("data.tokenizer: missing; give bytes, a directory, or model.source, which has its own")
+    if spec == "bytes":
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE({each: n for n, each in enumerate(sorted(ByteLevel.alphabet()))}, [])
+        )
+        made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="<pad>")
+    try:
+        return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.tokenizer: {spec!r} cannot be loaded: {error}") from error
+
+
+def _write_base(config: TrainerConfig, folder: str, tokenizer: Any) -> None:
+    """Write a model that is built from its fields, since TRL's trainers load models, a reference model too, by their names."""
+    fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **(config.model.config or {})}
+    set_seed(config.run.seed)
+    made = AutoConfig.for_model(**fields)
+    AutoModelForCausalLM.from_config(made, trust_remote_code=False).save_pretrained(folder)
+
+
+def _rows(spec: Any) -> Any:
+    """The rows of files, or of a name on the Hub."""
+    from datasets import load_dataset
+
+    files = [spec] if isinstance(spec, str) else list(spec)
+    kinds = {_FILES.get(Path(each).suffix) for each in files}
+    if None in kinds or len(kinds) > 1:
+        raise ConfigError(f"data.train and data.eval: {files} are not files of one of {', '.join(_FILES)}")
+    missing = [each for each in files if not Path(each).expanduser().is_file()]
+    if missing:
+        raise ConfigError(f"data.train and data.eval: {missing[0]!r} does not exist")
+    return load_dataset(kinds.pop(), data_files=[str(Path(each).expanduser()) for each in files], split="train")
