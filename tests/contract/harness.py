@@ -242,11 +242,14 @@ def plain_loop(case: Case) -> Plain:
         indices = [order.dataset_index(index) for index in range(step * size, (step + 1) * size)]
         total, count = case.loss(model, stacked(data, indices))
         (total / count).backward()
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)  # As after `zero_grad(set_to_none=False)`.
         found.losses.append(float(total.detach()) / count)
-        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        found.gradients.append(
+            {
+                name: torch.zeros_like(model.get_parameter(name)) if each is None else each.clone()
+                for name, each in gradients.items()
+            }
+        )
         found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), run["clip_norm"])))
         optimizer.step()
         schedule.step()

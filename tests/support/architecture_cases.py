@@ -47,9 +47,9 @@ def plainly_trained(
         loss = mean(model(**batch).loss, size)
         loss.backward()
         found.losses.append(float(loss.detach()))
-        for parameter in trained.values():  # One that got no gradient has gradient zero, and decays.
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        found.gradients.append(
+            {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
+        )
         found.norms.append(float(nn.utils.clip_grad_norm_(trained.values(), run["clip_norm"])))
         optimizer.step()
         schedule.step()

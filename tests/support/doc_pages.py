@@ -212,9 +212,10 @@ class Page:
             made = command.words == ("make", "train") and self.name in TRAINED
             words = list(_MADE) if made else self._filled(command.words)
             if words is not None:
-                code = self._commanded(words)["code"]
+                found = self._commanded(words)
+                code = found["code"]
                 allowed = {0, 1} if words[:2] == ["checkpoint", "diff"] or words[0] == "status" else {command.code}
-                assert code in allowed, f"{' '.join(words)}: exit code {code}"
+                assert code in allowed, f"{' '.join(words)}: exit code {code}\n{found['err'][-600:]}"
 
     def _console(self, block: Block) -> None:
         said: list[str] = []

@@ -45,6 +45,7 @@ def evaluated(mesh: Mesh, folder: str) -> dict[str, Any]:
         for name, source in {"run": "runs/small", "checkpoint": checkpoint, "config": "small.yaml"}.items():
             found[name] = command(mesh, ["evaluate", source])
         keys = [f"data.{key}={value}" for key, value in SMALL["data"].items()]
+        keys += ["data.tokenizer=bytes"]  # The directory has none.
         keys += [f"precision.{role}=float64" for role in ("compute", "master", "reduce")]
         found["hf"] = command(mesh, ["evaluate", "hf", *keys])
         found["all"] = command(mesh, ["evaluate", "runs/small", "data.eval_samples=null"])

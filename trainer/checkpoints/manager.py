@@ -175,10 +175,10 @@ class RunCheckpoints:
         Raises:
             StorageError: on all ranks, with the first thing that cannot be written.
         """
-        engine = self._engine
+        engine, found = self._engine, state()  # Stages of a pipeline put it together.
 
         def write() -> None:
-            state().to_json()
+            found.to_json()
             with TemporaryDirectory() as folder:
                 model = pretrained_of(engine.model) or engine.model
                 save_configuration(model, engine.options.precision.compute, self._processing_class, Path(folder))

@@ -163,7 +163,7 @@ _ALSO_KNOWN = {
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
 """The keys that every configuration accepts and that are no fields, or are older names of fields."""
-_MANY = re.compile(r"layer|depth|block|expert|stage")
+_MANY = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
 _MOST = 10_000
 """Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
 _MOST_LABELS = 1_000_000

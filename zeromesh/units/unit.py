@@ -19,6 +19,7 @@ overrides (TorchScript, collectives of torch.distributed) see NaN.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
@@ -422,7 +423,9 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     """An integer that changes with the values and their order. On a device that is a sum of their bits by place, made in parts."""
     flat = values.detach().reshape(-1)
     if not on_accelerator(flat):
-        return torch.tensor(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data) >> 1)
+        # Not by numpy, after which torch does not give a storage's memory back.
+        memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+        return torch.tensor((xxhash.xxh3_64_intdigest(memory) if flat.numel() else 0) >> 1)
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
     places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd: no bit is lost.
     total = torch.zeros((), dtype=torch.int64, device=words.device)

@@ -114,7 +114,7 @@ def epochs(mesh: Mesh, folder: str, last: str, smoothing: float = 0.0) -> dict[s
     config = settings(
         folder,
         batch={"last": last},
-        run={"epochs": 2, "eval_every": "epoch", "label_smoothing": smoothing},
+        run={"epochs": 2, "max_steps": None, "eval_every": "epoch", "label_smoothing": smoothing},
         checkpoint={"every_steps": "epoch"},
     )
     diary = Diary()

@@ -157,7 +157,6 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     ("words", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["train"], "required: CONFIG"),
         (["train", "c", "--nproc", "0"], "got '0'; allowed is an integer >= 1"),
         (["train", "c", "--nprocs-per-node", "2"], "unknown arguments: --nprocs-per-node"),
         (["fit"], "invalid choice"),

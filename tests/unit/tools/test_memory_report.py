@@ -120,14 +120,16 @@ class TestReport:
 def test_the_prediction_for_the_default_workload() -> None:
     """34,087,424 elements on two ranks: parameters 2 bytes, master weights 4, moments 8; two slots of the embedding's gradient."""
     count, embedding = 34_087_424, 8192 * 512
+    block = 4 * 512 * 512 + 3 * 512 * 1408 + 2 * 512
+    gathered = 2 * (embedding + block) // 2  # Two units that follow each other, of which each rank counts a half.
     found = predict(Workload(transport="shared"), 3, activations=7)
     assert found.staying == {
-        "PARAMETERS": count,
+        "PARAMETERS": 512,  # of the root
         "MASTER": 2 * count,
         "MOMENTS": 4 * count,
         "GRADIENT_BUCKETS": 2 * 2 * embedding,
     }
-    assert (found.passing, found.activations) == (2 * 4 * embedding // 2, 7)
+    assert (found.passing, found.activations) == (2 * 4 * embedding // 2 + gathered, 7)
     after = predict(Workload(transport="shared", in_backward=False), 3, activations=7)
     assert "GRADIENTS" not in after.staying
-    assert after.passing == 2 * count  # from reduction to update
+    assert after.passing == 2 * count + gathered  # from reduction to update
