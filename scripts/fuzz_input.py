@@ -31,7 +31,7 @@ VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2.5, 10**6, 10**12, 10**23, 1e308, float("nan"), float("inf")),
     *("", "hot", "auto", "\u0000", "n" * 300, "../..", "/proc/self/mem", [], [1], ["a"], {}, {"a": 1}, [[[]]]),
 ]
-"""What stands in place of a right value."""
+"""The text that stands in place of a right value."""
 SAMPLER = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
     *("no_repeat_ngram_size", "max_new_tokens", "min_new_tokens", "max_length", "eos_token_id", "pad_token_id", "seed"),

@@ -31,7 +31,7 @@ COLUMNS: Mapping[str, Settings] = {
     LORA: {"zero": {"stage": 3}, "model": {"lora": {"rank": 4, "targets": "all-linear"}}},
     DOCUMENTS: {"zero": {"stage": 3}, "data": {"shuffle": False, "separate_documents": True}},
 }
-"""What is tried of every type on two ranks, and the settings of the trainer for it."""
+"""Each column of the page, tried for every type on two ranks, with the trainer's settings for it."""
 
 EQUAL, DIFFERENT, REFUSED, CRASHED, ABSENT = "equal", "different", "refused", "crashed", "-"
 """The outcomes; the last one: the type has no such thing."""

@@ -73,7 +73,7 @@ _KINDS = (
     (r"\.\d+(?=\.|\b)", ".*"),
     (r"\b[A-Z]\w+(For\w+|LMHeadModel\w*|Model|MTModel)\b", "the model"),
 )
-"""What is another one for each model in a reason, and what stands for it."""
+"""Patterns of the parts of a reason that differ between models, each with its replacement."""
 _LONGEST = 160
 
 

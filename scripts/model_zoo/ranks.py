@@ -26,7 +26,7 @@ from model_zoo.small_models import NotBuiltError, heads_of_types, small_model
 
 RANKS = 2
 _SECONDS = 90.0
-"""What a column may take before it counts as hanging."""
+"""Seconds that a column may take before it counts as hanging."""
 
 
 def import_once() -> None:

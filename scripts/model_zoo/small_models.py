@@ -177,7 +177,7 @@ _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "longt5": {"decoder_start_token_id": 0},
 }
-"""What some types need beside: numbers that follow from others, and such as have no value by default."""
+"""Fields that some types need besides: numbers that follow from others, and those without a default."""
 
 _PICTURE_TOKENS = {
     **dict.fromkeys(("image_token_id", "image_token_index"), 80),
@@ -224,7 +224,7 @@ class SmallModel:
     config: Any
     samples: Samples
     note: str
-    """What the samples lack of what the type is fed with; empty where they have all."""
+    """The inputs of the type that the samples lack; empty where they have all."""
 
     def build(self) -> Any:
         """The model in float64, without dropout, always with the same values."""

@@ -143,7 +143,7 @@ _RESOLVED = "config.resolved.yaml"
 
 
 _DEFAULTS = "-"
-"""What stands in place of a configuration: all defaults, and the keys of the command line."""
+"""The source given in place of a configuration: all defaults, and the keys of the command line."""
 _BY_COLUMN = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
 """The formats of rows by a column that they alone have."""
 

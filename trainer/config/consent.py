@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Consent(Enum):
-    """What counts as a person's consent that code runs, with what to do for it."""
+    """The places whose word counts as a person's consent that code runs."""
 
     GIVEN = "the file that the person names to train, or what a program of their own hands over, and the command line"
     COMMAND_LINE = "read that code, and name the key on the command line too if it may run"

@@ -212,7 +212,7 @@ class StreamedDataset:
 
 
 _NUMBERS = ("position", "chain", "epoch", "begun")
-"""What a place holds besides the state of the source."""
+"""The numbers that a place holds besides the state of the source."""
 
 
 def is_stream(dataset: Any) -> bool:

@@ -78,7 +78,7 @@ _MARKS = {
 
 OF_DEEPSPEED = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
 BY_NAME = {name: key for key, names in NAMES.items() for name in names}
-"""What each name is here, by the name in lower case."""
+"""Our key for each foreign name, by the name in lower case."""
 
 
 def foreign_problems(data: Mapping[str, Any]) -> list[str]:

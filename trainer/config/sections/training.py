@@ -233,7 +233,7 @@ class NamedFunction(Section):
 
 
 class TrainSection(Section):
-    """What the model learns from. Preferences and rewards are learnt by TRL's own trainers (extra `zeromesh[trl]`)."""
+    """The signal that the model learns from. Preferences and rewards are learnt by TRL's own trainers (extra `zeromesh[trl]`)."""
 
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
     """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
