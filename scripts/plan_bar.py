@@ -24,7 +24,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 from zeromesh.trainer.planning.estimate import Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import find_machine
+from zeromesh.trainer.planning.machine_files import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner, Room
 from zeromesh.trainer.planning.subject import Subject
 

@@ -11,7 +11,7 @@ from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.estimate import Estimate, Estimator, PlanPhase
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import find_machine
+from zeromesh.trainer.planning.machine_files import find_machine
 from zeromesh.trainer.planning.planner import Room
 from zeromesh.trainer.planning.subject import Subject
 

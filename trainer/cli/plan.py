@@ -45,13 +45,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.picture is not None:
         from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
-    plan, more, estimator = plan_config(
+    plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
         try:
-            moments = estimator.over_step(plan.rows[0].estimate.layout)
-            write_whole(options.picture, plan_picture(plan, list(moments)).encode())
+            write_whole(options.picture, plan_picture(plan).encode())
         except OSError as error:
             raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
     if options.json:
@@ -94,9 +93,9 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.mesh.process_mesh import ProcessMesh
     from zeromesh.offload import reuse_freed_memory
     from zeromesh.offload.accelerator import pick_device
-    from zeromesh.trainer.planning.machine import machine_file, write_machine
-    from zeromesh.trainer.planning.measuring.clock import sizes_for
-    from zeromesh.trainer.planning.measuring.measure import MachineMeter
+    from zeromesh.trainer.planning.machine_files import machine_file, write_machine
+    from zeromesh.trainer.planning.measuring.device_meter import sizes_for
+    from zeromesh.trainer.planning.measuring.machine_meter import measure_machine
 
     reuse_freed_memory()
     environment = read_environment()
@@ -105,8 +104,8 @@ def _measure_here(options: argparse.Namespace) -> None:
         MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
     )
     try:
-        meter = MachineMeter(mesh, sizes_for(device, tiny=options.tiny), options.directory or _DIRECTORY, train.say)
-        machine = meter.machine()
+        sizes = sizes_for(device, tiny=options.tiny)
+        machine = measure_machine(mesh, sizes, options.directory or _DIRECTORY, train.say)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)

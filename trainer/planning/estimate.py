@@ -12,7 +12,7 @@ compute also move, so both count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -21,7 +21,7 @@ import torch
 from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule
+from zeromesh.pipeline.schedule import Kind, PipelineSchedule
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import Prediction
 from zeromesh.trainer.planning.layouts import TIERS, Layout
@@ -101,20 +101,10 @@ _MEASURED_AS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """A moment of a step: seconds since it began, an action that begins or ends then, and bytes by purpose on the device."""
-
-    seconds: float
-    action: str
-    device: Mapping[str, int]
-
-
 _DISTINCT = 4
 """Pipeline ranks whose memory is looked at: the first ones and the last one."""
 _ROUNDS = 4
 """Rounds of microbatches after which memory has had its peak."""
-_HIGHEST = " at its highest"
 
 
 class Estimator:
@@ -194,38 +184,6 @@ class Estimator:
             layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble, rank=looked_at[most]
         )
 
-    def over_step(self, layout: Layout) -> Iterator[Moment]:
-        """The memory of the rank that needs most over a step, which grows or shrinks evenly between two moments: activations come
-        while forward makes them and go while backward uses them, and gradient shards that do not stay come meanwhile."""
-        subject, options, estimate = self._subject, self.options(layout), self.estimate(layout)
-        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
-        cut, rank = subject.cut(layout.pipeline * layout.chunks), estimate.rank
-        units = subject.stage_units(layout.tensor, tuple(range(rank, len(cut), layout.pipeline)), cut, layout.shard)
-        memory, pipeline = self._states(layout, options, units), self._times.stages(trace, cut, layout)
-        schedule = schedule_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
-        timeline, stay = self._times.timeline(layout, pipeline), options.gradients_stay(self._device)
-        shards = memory.terms.get(Purpose.GRADIENTS, 0) + memory.passing
-        backwards, done, live, length = layout.accumulation * layout.chunks, 0, 0, timeline.duration
-
-        def moment(seconds: float, action: str, activations: int, **more: int) -> Moment:
-            now = {ACTIVATIONS: activations}
-            if not stay and (not action.endswith(_HIGHEST) or action.startswith(Kind.FORWARD.value)):
-                now[Purpose.GRADIENTS.value] = shards * done // backwards
-            return Moment(seconds=seconds, action=action, device={**estimate.device, **now, **more})
-
-        yield moment(0.0, "the step begins", 0)
-        walk = self._walk(layout, pipeline.of_rank(rank), schedule, rank)
-        for (action, during, after), start, end in zip(walk, timeline.starts[rank], timeline.ends[rank], strict=True):
-            backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-            yield moment(start, f"{action} begins", live)
-            yield moment(start if backward else end, f"{action}{_HIGHEST}", during)
-            done, live = done + backward, after
-            yield moment(end, f"{action} ends", live)
-        update = {GATHERED: 0} if layout.stage == 3 else {}
-        yield moment(length, "all actions have ended", 0)
-        yield moment(length, "what nothing hides, and the update", 0, **update)
-        yield moment(max(length, estimate.seconds), "the step ends", 0, **update)
-
     # Bytes
 
     def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
@@ -266,29 +224,23 @@ class Estimator:
         """The most bytes of activations of a pipeline rank over its actions."""
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
-        if key not in self._peaks:
-            self._peaks[key] = max(during for _, during, _ in self._walk(layout, own, schedule, rank))
-        return self._peaks[key]
-
-    def _walk(
-        self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int
-    ) -> Iterator[tuple[Action, int, int]]:
-        """The actions of a pipeline rank, each with the most bytes of activations during it and those after it."""
+        if key in self._peaks:
+            return self._peaks[key]
         kept = [self._kept(layout, chunk) for chunk in own]
-        live = 0
+        live = most = 0
         for action in schedule.actions[rank]:
             chunk, stays = own[action.chunk], kept[action.chunk]
-            during = live
             if action.kind is Kind.FORWARD:
-                during += chunk.forward_peak + chunk.received
+                most = max(most, live + chunk.forward_peak + chunk.received)
                 live += stays
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 live -= min(chunk.deferred, stays)
             else:
                 live -= stays
-                during = live + max(stays, chunk.backward_peak + chunk.received)
+                most = max(most, live + max(stays, chunk.backward_peak + chunk.received))
                 live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
-            yield action, during, live
+        self._peaks[key] = most
+        return most
 
     def _kept(self, layout: Layout, chunk: Chunk) -> int:
         """Bytes that a microbatch leaves on the device from forward to backward."""
@@ -348,7 +300,7 @@ class Estimator:
     ) -> float:
         """Seconds of gathers and reductions between data ranks that are not hidden behind `compute` seconds."""
         machine, shard, hosts = self._machine, layout.shard, self._hosts(layout)
-        total = 0.0
+        busy, total = min(self._host, layout.ranks), 0.0
         on_device = not machine.is_cpu
         wire = sum(
             whole * options.wire_dtype(dtype, on_device=on_device).itemsize
@@ -358,10 +310,11 @@ class Estimator:
         def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
             # One exchange for each unit.
             number = max(1, len(units.layouts))
-            each = self._times.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
-            return number * each + self._times.waits(number, compute / layout.accumulation, layout)
+            return number * self._times.collective_seconds(
+                kind.value, nbytes / number, ranks=ranks, hosts=spread, ranks_on_host=busy
+            )
 
-        total += layout.accumulation * self._sum_seconds(options, units, shard)
+        total += layout.accumulation * self._sum_seconds(options, units, shard, busy)
         each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation
         if shard > 1:
             kind = Collective.ALL_REDUCE if layout.stage == 0 else Collective.REDUCE_SCATTER
@@ -379,7 +332,7 @@ class Estimator:
         least = total / max(1, len(units.layouts) * layout.accumulation)
         return max(total - compute, min(total, least))
 
-    def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int) -> float:
+    def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int, busy: int) -> float:
         """Seconds in which a rank adds the gradients of a microbatch to the sum of a step, or puts them where they are reduced."""
         moved = 0.0
         sums = options.precision.sums.itemsize
@@ -388,7 +341,7 @@ class Estimator:
                 moved += whole * (dtype.itemsize + sums * (2 if options.accumulation > 1 else 1))
             else:
                 moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
-        return self._machine.moved_seconds(moved)
+        return self._machine.moved_seconds(moved, ranks_on_host=busy)
 
     def _away_seconds(
         self, layout: Layout, options: ZeroOptions, pipeline: StageChunks, units: StageUnits, compute: float
@@ -426,7 +379,7 @@ class Estimator:
         choice = options.offload.optimizer
         away = choice.fraction * own if choice.leaves(self._device) else 0.0
         here = machine.update_seconds(own - away, moments=moments, ranks_on_host=busy)
-        norm = machine.moved_seconds(own * width)
+        norm = machine.moved_seconds(own * width, ranks_on_host=busy)
         if not away:
             return here + norm, 0.0
         states = away * width * (1 + moments)

@@ -1,4 +1,4 @@
-"""A plan as a picture: memory over a step, and of its first rows memory by purpose and time by phase."""
+"""A plan as a picture: of its first rows memory by purpose and time by phase."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from zeromesh.trainer.formatting import human_bytes, human_seconds
-from zeromesh.trainer.planning.estimate import Moment
 from zeromesh.trainer.planning.planner import GIB, Plan
 from zeromesh.trainer.planning.report import SHOWN
-from zeromesh.trainer.tools.html_report.charts import COLORS, LAYOUT, Chart, Line, chart_of, go
+from zeromesh.trainer.tools.html_report.charts import COLORS, LAYOUT, Chart, go
 from zeromesh.trainer.tools.html_report.page import document, table_of
 
 
-def plan_picture(plan: Plan, moments: Sequence[Moment], *, shown: int = SHOWN) -> str:
-    """A page of HTML: the memory of the first row's rank over a step (`moments`), and of the first rows the memory by purpose and
-    the seconds of a step by phase."""
-    charts = plan_charts(plan, moments, shown=shown)
+def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
+    """A page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase."""
+    charts = plan_charts(plan, shown=shown)
     estimates = [row.estimate for row in plan.rows[:shown]]
     rows = [
         (number, str(each.layout), human_bytes(each.device_bytes), human_seconds(each.seconds))
@@ -28,31 +26,16 @@ def plan_picture(plan: Plan, moments: Sequence[Moment], *, shown: int = SHOWN) -
     return document(title, sections, charts, f"A rank has room for {human_bytes(plan.room.device)}.")
 
 
-def plan_charts(plan: Plan, moments: Sequence[Moment], *, shown: int = SHOWN) -> list[Chart]:
-    """The charts of `plan_picture`. A purpose has one color in both charts of memory, and each chart names its own."""
+def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
+    """The charts of `plan_picture`."""
     estimates = [row.estimate for row in plan.rows[:shown]]
-    purposes = list(dict.fromkeys(name for each in estimates for name, nbytes in each.device.items() if nbytes))
-    # What stays lies below what comes and goes.
-    purposes.sort(key=lambda name: len({each.device.get(name, 0) for each in moments}))
-    # Each moment is later than the one before.
-    little = moments[-1].seconds * 1e-9
-    over = [
-        Line(
-            name,
-            {each.seconds + place * little: each.device.get(name, 0) for place, each in enumerate(moments)},
-            color,
-            "levels",
-        )
-        for color, name in enumerate(purposes)
-    ]
-    used = [line for line in over if any(line.values.values())]
+    purposes = dict.fromkeys(name for each in estimates for name, nbytes in each.device.items() if nbytes)
     memory = _bars([{name: each.device.get(name, 0) / GIB for name in purposes} for each in estimates], COLORS)
     if max(each.device_bytes for each in estimates) > 0.3 * plan.room.device:
         memory.add_vline(x=plan.room.device / GIB, line_dash="dot")
-    phases = list(dict.fromkeys(phase for each in estimates for phase in each.phases))
+    phases = dict.fromkeys(phase for each in estimates for phase in each.phases)
     times = [{str(phase): each.phases.get(phase, 0.0) for phase in phases} for each in estimates]
     return [
-        chart_of("over-step", "Memory of a rank over a step", "bytes", f"of row 1: {estimates[0].layout}", used),
         Chart("memory", "Highest memory of a rank", "GiB, by row", memory, False, False),
         Chart("seconds", "Time of a step", "seconds, by row", _bars(times, COLORS[::-1]), False, False),
     ]

@@ -22,7 +22,7 @@ from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace
-from zeromesh.trainer.planning.work import Work
+from zeromesh.trainer.planning.tracing.work import Work
 
 _AROUND = 400
 """How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
@@ -145,11 +145,10 @@ class StageTimes:
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
+                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
                     for each, count in work.exchanges
                 )
-                + self.waits(sum(count for _, count in work.exchanges), computing, layout)
-                for work, computing in ((forward, computes[0]), (backward, computes[1]))
+                for work in (forward, backward)
             ]
             self._seconds[key] = _SegmentSeconds(
                 forward=computes[0],
@@ -171,9 +170,10 @@ class StageTimes:
         hidden = max(each.received for each in pipeline.chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
-        transfer = self.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
-        mean = sum(each.forward + each.backward for each in pipeline.chunks) / (2 * len(pipeline.chunks))
-        return transfer + self.waits(1, mean, layout)
+        busy = min(self._host, layout.ranks)
+        return self.collective_seconds(
+            Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=busy
+        )
 
     def timeline(self, layout: Layout, pipeline: StageChunks) -> Timeline:
         """When each rank does what."""
@@ -197,11 +197,6 @@ class StageTimes:
         machine = self._machine
         launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
-
-    def waits(self, exchanges: int, computing: float, layout: Layout) -> float:
-        """Seconds in which ranks of a host wait for each other at so many exchanges in as many seconds of computing."""
-        each = self._machine.waiting_seconds(min(self._host, layout.ranks), computing / max(1, exchanges))
-        return exchanges * each
 
 
 def _inputs_and_gradients(work: Work) -> int:
