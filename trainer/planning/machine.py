@@ -1,8 +1,7 @@
 """The description of a machine for a plan: its rates in numbers, and the seconds that they predict.
 
-Every prediction is a formula of published figures: products by the roofline, exchanges by latency and bandwidth, updates and all
-other operations by the bytes that they move. Of products alone shapes are measured too, and say how far from the formula a product
-of nearly that shape is. `machine_files` reads machines from files and knows those that many have.
+Every prediction is a formula of a few figures: products by the roofline, exchanges by latency and bandwidth, updates and all other
+operations by the bytes that they move. `machine_files` reads machines from files and knows those that many have.
 
 Bytes are bytes (not bits), rates are a second, times are seconds.
 """
@@ -10,18 +9,15 @@ Bytes are bytes (not bits), rates are a second, times are seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Literal
 
 import torch
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from zeromesh.errors import ConfigError
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.trainer.config.sections.base import (
-    Allowed,
     Bytes,
     Count,
     NotNegative,
@@ -29,7 +25,6 @@ from zeromesh.trainer.config.sections.base import (
     Section,
     Text,
     Texts,
-    tuple_from_list,
 )
 from zeromesh.trainer.config.trainer_config import CoreDumper
 from zeromesh.trainer.planning.tracing.work import Product, Work
@@ -40,26 +35,6 @@ _TURN_SECONDS = 2e-3
 _ADAMW_FIXED, _ADAMW_MOMENT = 12, 8
 """Bytes of an element that an update moves in float32: the parameter is read and written and its gradient read; each moment is read
 and written."""
-
-
-_Row = BeforeValidator(tuple_from_list)
-"""Files hold lists."""
-ProductRow = Annotated[tuple[Count, Count, Count, Count, Positive], _Row]
-ProductRows = Annotated[
-    tuple[ProductRow, ...],
-    _Row,
-    Field(min_length=1),
-    Allowed("at least one row [batch, rows, inner, columns, operations a second]"),
-]
-
-
-class ProductRates(Section):
-    """How fast a device multiplies matrices of one dtype."""
-
-    peak: Positive
-    """Floating-point operations a second that the device cannot exceed."""
-    measured: ProductRows
-    """`[batch, rows, inner, columns, operations a second]` of `batch` products `[rows, inner] x [inner, columns]`."""
 
 
 class HostCopies(Section):
@@ -83,8 +58,8 @@ class DeviceRates(Section):
     """Bytes a second that operations read and write which are no products."""
     launch_seconds: NotNegative
     """Seconds that launching one operation takes, with what Python and autograd do around it."""
-    products: Annotated[dict[Text, ProductRates], Field(min_length=1)]
-    """By dtype, as in `precision.compute`."""
+    products: Annotated[dict[Text, Positive], Field(min_length=1)]
+    """Floating-point operations a second that products of matrices reach, by dtype as in `precision.compute`."""
     copies: HostCopies | None = None
 
 
@@ -172,35 +147,18 @@ class Machine(Section):
     def product_seconds(self, product: Product) -> float:
         """Seconds of one product, alone on its host.
 
-        The formula is the roofline of Williams, Waterman and Patterson (2009), operations over the peak rate or bytes over the
-        memory's, whichever is longer, as far as the best measured shape reaches it, after the seconds of the shortest product.
-        Measured shapes say how far from that a product of nearly that shape is (inverse-distance weighting by Shepard (1968), in
-        logarithms of batch, rows, inner and columns).
-
-        Raises `ConfigError` for a dtype that the machine file has no rates of.
+        They are those of the roofline of Williams, Waterman and Patterson (2009): operations over their rate, or bytes over the
+        memory's, whichever is longer. Raises `ConfigError` for a dtype that the machine file has no rate of.
         """
-        rates = self._rates(product.dtype)
-        first, reached, known = _fitted(self.device.memory_bandwidth, product.dtype, rates.peak, rates.measured)
-        formula = first + _roof(product, rates.peak, self.device.memory_bandwidth) / reached
-        sought = _logarithms(product[1:])
-        weights = total = 0.0
-        for place, ratio in known:
-            distance = sum((a - b) ** 2 for a, b in zip(sought, place, strict=True))
-            if distance == 0.0:
-                return formula * math.exp(ratio)
-            weight = distance**-2
-            weights, total = weights + weight, total + weight * ratio
-        return max(formula * math.exp(total / weights), product.flops / rates.peak)
-
-    def _rates(self, dtype: str) -> ProductRates:
-        rates = self.device.products.get(dtype)
-        if rates is None:
+        rate = self.device.products.get(product.dtype)
+        if rate is None:
             known = ", ".join(self.device.products)
             raise ConfigError(
-                f"the machine {self.name} has no rates of {dtype} products, only of {known}; set precision.compute to one of them, "
-                f"add device.products.{dtype} to its file, or measure it (zeromesh plan --measure)"
+                f"the machine {self.name} has no rate of {product.dtype} products, only of {known}; set precision.compute to one "
+                f"of them, add device.products.{product.dtype} to its file, or measure it (zeromesh plan --measure)"
             )
-        return rates
+        nbytes = product.elements * torch_dtype(product.dtype).itemsize
+        return max(product.flops / rate, nbytes / self.device.memory_bandwidth)
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
         """Seconds in which operations that are no products read and write `nbytes` altogether, without their launches, while
@@ -335,30 +293,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{name} is no dtype of torch; allowed is a name such as bfloat16")
     return dtype
-
-
-def _roof(product: Product, peak: float, bandwidth: float) -> float:
-    """The least seconds of a product: of its operations, or of its bytes."""
-    _, batch, rows, inner, columns = product
-    elements = batch * (rows * inner + inner * columns + rows * columns)
-    return max(product.flops / peak, elements * torch_dtype(product.dtype).itemsize / bandwidth)
-
-
-@lru_cache(maxsize=64)
-def _fitted(
-    bandwidth: float, dtype: str, peak: float, measured: Sequence[tuple[int, int, int, int, float]]
-) -> tuple[float, float, list[tuple[tuple[float, ...], float]]]:
-    """Return the figures that measured products give: seconds of the shortest beyond its roof, the part of the roof that the best
-    one reaches, and for each shape, in logarithms, the logarithm of its seconds over those by formula."""
-    found = []
-    for *shape, rate in measured:
-        product = Product(dtype, *shape)
-        found.append((_logarithms(shape), _roof(product, peak, bandwidth), product.flops / rate))
-    reached = max(roof / seconds for _, roof, seconds in found)
-    _, roof, least = min(found, key=lambda each: each[2])
-    first = max(0.0, least - roof / reached)
-    return first, reached, [(place, math.log(seconds / (first + roof / reached))) for place, roof, seconds in found]
-
-
-def _logarithms(sizes: Sequence[int]) -> tuple[float, ...]:
-    return tuple(math.log2(max(1, size)) for size in sizes)

@@ -16,7 +16,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.config.messages import allowed, known_paths, nearest_path, section_of, shown
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml
-from zeromesh.trainer.planning.machine import Machine, ProductRates
+from zeromesh.trainer.planning.machine import Machine
 
 SHIPPED = Path(__file__).resolve().parent.parent / "machines"
 """Files of hosts that many have and the table of cards, from public data."""
@@ -78,14 +78,7 @@ def _cards() -> dict[str, Any]:
 def _of_card(name: str, devices: int) -> Machine:
     """The machine of a row of the table, with so many cards in a host: what is not in the row is as `every` has it."""
     row, every = _cards()["cards"][name], _cards()["every"]
-    products = {
-        dtype: {
-            "peak": row[dtype],
-            "measured": [[*shape, part * row[dtype]] for *shape, part in every["parts_of_peak"][dtype]],
-        }
-        for dtype in every["parts_of_peak"]
-        if dtype in row
-    }
+    products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
     copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
     return Machine.model_validate(
         {
@@ -157,22 +150,16 @@ def _problem(detail: Any, data: Any) -> str:
     """Describe what is wrong at one place of a machine file, what is allowed there, and what may have been meant."""
     steps, field, value = list(detail["loc"]), FieldInfo(annotation=Machine), data
     holder: type[BaseModel] | None = Machine
-    if isinstance(steps[-1], int) and detail["type"] == "missing":
-        steps.pop()  # A row that is too short.
     path: list[str] = []
     for step in steps:
         if isinstance(value, dict):
             value = value.get(step)
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-            value = value[step]
         else:
             break
         path.append(str(step))
         if holder is not None and step in holder.model_fields:
             field = holder.model_fields[step]
             holder = section_of(field)
-        elif holder is None and path[-2:-1] == ["products"]:
-            holder = ProductRates  # The one mapping of sections.
     name = ".".join(path)
     if detail["type"] == "extra_forbidden":
         near = nearest_path(name, known_paths(Machine))

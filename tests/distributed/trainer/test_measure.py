@@ -31,8 +31,7 @@ def test_the_ranks_of_a_host_are_measured(workers: Workers, tmp_path: Path) -> N
     for link in (machine.links.inside.shared, machine.links.inside.gloo):
         assert link is not None
         assert 0 < link.latency_seconds < 1
-    rates = machine.device.products["float32"]
-    assert {row[1:4] for row in rates.measured} >= set(TINY_SIZES.products)
+    assert set(machine.device.products) == set(TINY_SIZES.dtypes)
     assert 0 < machine.device.launch_seconds < 1e-2
     assert machine.update.device is not None
     assert machine.library.host > 1 << 20

@@ -1,6 +1,5 @@
 """What a machine file says is what is predicted from it, and nonsense in one is an error that names it."""
 
-import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +20,7 @@ SMALL = {
         "memory_bytes": 1 << 34,
         "memory_bandwidth": 1e10,
         "launch_seconds": 1e-5,
-        "products": {"float32": {"peak": 1e11, "measured": [[1, 64, 64, 64, 2e10], [1, 512, 512, 512, 8e10]]}},
+        "products": {"float32": 8e10},
     },
     "host": {
         "devices": 2,
@@ -39,12 +38,9 @@ MACHINE = Machine.model_validate(SMALL)
 EVERY = [MACHINE, *map(find_machine, ("a100", "b200", "h100", "h200", "l4", "laptop", "t4"))]
 
 
-def test_a_measured_point_is_its_own_prediction() -> None:
-    for machine in EVERY:
-        for dtype, rates in machine.device.products.items():
-            for *shape, rate in rates.measured:
-                product = Product(dtype, *shape)
-                assert machine.product_seconds(product) == pytest.approx(product.flops / rate)
+def test_a_product_takes_as_long_as_its_operations_or_its_bytes() -> None:
+    assert MACHINE.product_seconds(Product("float32", 2, 512, 512, 512)) == pytest.approx(2 * 2 * 512**3 / 8e10)
+    assert MACHINE.product_seconds(Product("float32", 1, 1, 4096, 4096)) == pytest.approx(4 * (4096**2 + 8192) / 1e10)
 
 
 @pytest.mark.parametrize("machine", EVERY, ids=lambda machine: machine.name)
@@ -57,9 +53,8 @@ def test_more_takes_longer(machine: Machine, data: st.DataObject) -> None:
     ]
     place = data.draw(st.integers(0, 3))
     larger = [4 * size if number == place else size for number, size in enumerate(shape)]
-    # Where a launch is all that counts, neighbours that differ by little may decide.
     less, more = (machine.product_seconds(Product(dtype, *each)) for each in (shape, larger))
-    assert more > 0.9 * less
+    assert more > less
     kind = data.draw(st.sampled_from(["all-gather", "reduce-scatter", "all-reduce", "point to point"]))
     ranks, hosts = data.draw(st.sampled_from([(2, 1), (4, 1), (8, 1), (8, 2), (64, 8), (512, 64)]))
     seconds = [
@@ -131,12 +126,7 @@ def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
             "links.inside.shared.bandwidth: got 'fast'; allowed is a number > 0",
         ),
         ("memory_bytes: 17179869184", "memory_bytes: .nan", "memory_bytes: got nan; allowed is a number of bytes"),
-        ("peak: 100000000000.0", "peek: 1.0", "device.products.float32.peek: unknown key; allowed are peak, measured"),
-        (
-            "[1, 64, 64, 64, 20000000000.0]",
-            "[1, 64, 64]",
-            "measured.0: got [1, 64, 64]; allowed is at least one row [batch, rows,",
-        ),
+        ("float32: 80000000000.0", "float32: {}", "device.products.float32: got a mapping of 0 keys; allowed is a"),
         ("kind: cpu", "kind: [", "line "),
         ("host:", "hosts:", "hosts: unknown key; did you mean host?"),
     ],
@@ -162,7 +152,7 @@ def test_no_machine_at_all_is_an_error(tmp_path: Path, text: str) -> None:
 def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"no rates of bfloat16 .* of float32; set precision\.compute .*, add device\.products\.bf",
+        match=r"no rate of bfloat16 .* of float32; set precision\.compute .*, add device\.products\.bf",
     ):
         MACHINE.product_seconds(Product("bfloat16", 1, 2, 2, 2))
     with pytest.raises(ConfigError, match=r"no figures of nccl inside a host; add links\.inside\.nccl"):
@@ -188,9 +178,7 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
         machine = find_machine(name)
         assert len(machine.sources) >= 3
         dtype = "bfloat16" if "bfloat16" in machine.device.products else "float16"
-        assert all(math.isfinite(rate) for *_, rate in machine.device.products[dtype].measured)
-        large = Product(dtype, 1, 8192, 8192, 8192)
-        assert 0.55 < large.flops / machine.product_seconds(large) / machine.device.products[dtype].peak < 0.9
+        assert machine.device.products[dtype] >= machine.device.products["float32"]
 
 
 @pytest.mark.parametrize(

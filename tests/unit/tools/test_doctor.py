@@ -124,6 +124,9 @@ class Devices(SimpleNamespace):
             raise RuntimeError("CUDA error: no kernel image is available")
         return torch.ones(count)
 
+    def collectives_library(self) -> str:
+        return "NCCL 2.27.3"
+
 
 @pytest.mark.parametrize(
     ("driver", "devices", "found"),

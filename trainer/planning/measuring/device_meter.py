@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +34,6 @@ _STEPS = 4
 """Steps after which the heap of a process has found its size."""
 _WIDTH, _PASSED = 1024, 16
 """The width of a tensor, and how many such a norm (2), GELU (2) and an addition (3) read and write, and backward (3 each)."""
-_ATTENTION_PRODUCTS = 7
-"""The number of products of fused attention: two in forward, five in backward, of which one is computed again."""
 Shape = tuple[int, int, int]
 
 
@@ -45,8 +44,6 @@ class MeasureSizes:
     dtypes: tuple[str, ...]
     products: tuple[Shape, ...]
     """`(rows, inner, columns)`."""
-    attention: tuple[Shape, ...]
-    """`(batch x heads, sequence, size of a head)`."""
     elements: int
     """The number of elements of an update, and of a copy between device and host; other operations have a quarter."""
     exchanged: tuple[int, int]
@@ -62,22 +59,19 @@ def _grid(rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> tuple[Sha
 
 CPU_SIZES = MeasureSizes(
     dtypes=("float32", "bfloat16", "float64"),
-    products=_grid((64, 256, 1024), ((64, 64), (256, 256), (512, 2048), (2048, 512), (256, 8192))),
-    attention=((16, 64, 32), (16, 256, 64), (8, 1024, 64)),
+    products=_grid((64, 256, 1024), ((256, 256), (512, 2048), (2048, 512))),
     elements=1 << 22,
     exchanged=(1 << 10, 1 << 22),
 )
 ACCELERATOR_SIZES = MeasureSizes(
     dtypes=("bfloat16", "float16", "float32"),
-    products=_grid((256, 1024, 4096, 16384), ((512, 512), (1024, 4096), (4096, 4096), (4096, 16384), (8192, 8192))),
-    attention=((64, 512, 64), (32, 2048, 128), (16, 8192, 128)),
+    products=_grid((1024, 4096, 16384), ((1024, 4096), (4096, 4096), (4096, 16384), (8192, 8192))),
     elements=1 << 26,
     exchanged=(1 << 12, 1 << 28),
 )
 TINY_SIZES = MeasureSizes(
     dtypes=("float32",),
     products=((16, 16, 16), (64, 64, 64)),
-    attention=((2, 16, 8),),
     elements=1 << 12,
     exchanged=(1 << 10, 1 << 14),
     disk=False,
@@ -124,24 +118,16 @@ class DeviceMeter:
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(dtype)
 
-    def _products(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Rates of products as linear layers make them, forward and for both gradients, and of fused attention."""
-        rows: list[list[float]] = []
+    def _products(self, dtype: torch.dtype) -> float:
+        """Operations a second of products as linear layers make them, forward and for both gradients: the median over shapes."""
         bare = self._calls(1, 1, 1, dtype)
         launches = [0.0 if self._on_device else self._seconds(call) for call in bare]
+        rates = []
         for count, inner, columns in self._sizes.products:
-            if dtype == torch.float64 and count * inner * columns > 1 << 26:
-                continue
-            seconds = 0.0
-            for call, launch in zip(self._calls(count, inner, columns, dtype), launches, strict=True):
-                taken = self._seconds(call)
-                seconds += max(taken - launch, taken / 5)
-            rows.append([1, count, inner, columns, 6.0 * count * inner * columns / seconds])
-        if dtype != torch.float64:
-            for batch, length, depth in self._sizes.attention:
-                rate = self._attention(batch, length, depth, dtype)
-                rows += [[batch, length, depth, length, rate], [batch, length, length, depth, rate]]
-        return {"peak": max(row[-1] for row in rows), "measured": rows}
+            taken = [self._seconds(call) for call in self._calls(count, inner, columns, dtype)]
+            seconds = sum(max(each - launch, each / 5) for each, launch in zip(taken, launches, strict=True))
+            rates.append(6.0 * count * inner * columns / seconds)
+        return statistics.median(rates)
 
     def _calls(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> list[Callable[[], object]]:
         """Products of one shape in the three layouts of a linear layer.
@@ -158,16 +144,6 @@ class DeviceMeter:
             lambda: linear_grad_x(left, next(matrices)),
             lambda: linear_grad_weight(turned, next(matrices)),
         ]
-
-    def _attention(self, batch: int, length: int, depth: int, dtype: torch.dtype) -> float:
-        """Operations a second of causal attention, forward and backward, of all of which are counted, skipped ones too."""
-        query, key, value = (self._random(1, batch, length, depth, dtype=dtype).requires_grad_() for _ in range(3))
-
-        def step() -> None:
-            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            torch.autograd.grad(out, (query, key, value), out.detach())
-
-        return _ATTENTION_PRODUCTS * 2.0 * batch * length * length * depth / self._seconds(step)
 
     def _launch_seconds(self) -> float:
         """Seconds of an operation of a transformer so small that they are all that its step takes."""
