@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from zeromesh.environment import die_with_launcher, read_environment
-from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import write_whole
+from zeromesh.errors import ConfigError
+from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
@@ -40,19 +40,17 @@ def run_plan(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines
+    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
     if options.picture is not None:
-        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
+        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # Without plotly this is an error before the work.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
-        try:
+        with refusals(options.picture, "written", "; give another place with --picture"):
             write_whole(options.picture, plan_picture(plan).encode())
-        except OSError as error:
-            raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")

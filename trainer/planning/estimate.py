@@ -130,7 +130,7 @@ class Estimator:
         offload = replace(
             zero.offload,
             optimizer=layout.optimizer,
-            parameters=layout.parameters if layout.stage == 3 else TierChoice(),
+            parameters=layout.parameters if layout.gathers else TierChoice(),
             activations=layout.activations,
             staging_bytes=self._staging(zero),
         )
@@ -315,17 +315,18 @@ class Estimator:
             )
 
         total += layout.accumulation * self._sum_seconds(options, units, shard, busy)
-        each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation
+        each = 1 if options.placements.accumulating is Placement.PARTIAL else layout.accumulation
+        whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
-            kind = Collective.ALL_REDUCE if layout.stage == 0 else Collective.REDUCE_SCATTER
+            kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
             total += each * moved(kind, wire, shard, hosts)
-            if layout.stage == 3 and memory.gathered:
+            if memory.gathered:
                 total += 2 * layout.accumulation * moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
-            elif layout.stage in (1, 2) and machine.transport(hosts) != "shared":
+            elif not whole and machine.transport(hosts) != "shared":
                 total += moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
         if layout.replicate > 1:
             spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._host))
-            total += moved(Collective.ALL_REDUCE, wire / (shard if layout.stage else 1), layout.replicate, spread)
+            total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
         if machine.is_cpu:
             return total
         # The first gather and the last reduction have nothing beside them.

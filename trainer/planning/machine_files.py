@@ -8,13 +8,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from zeromesh.environment import setting
 from zeromesh.errors import ConfigError
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.config.messages import allowed, known_paths, nearest_path, section_of, shown
+from zeromesh.trainer.config.messages import allowed, known_paths, nearest_path, shown
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml
 from zeromesh.trainer.planning.machine import Machine
 
@@ -136,7 +135,7 @@ def read_machine(path: Path) -> Machine:
     try:
         return Machine.model_validate(data)
     except ValidationError as error:
-        found = {problem: None for detail in error.errors(include_url=False) for problem in [_problem(detail, data)]}
+        found = dict.fromkeys(map(_problem, error.errors(include_url=False)))
         raise ConfigError(list(found), where=where) from None
 
 
@@ -146,25 +145,13 @@ def write_machine(machine: Machine, path: Path) -> None:
     write_whole(path, machine.to_yaml().encode())
 
 
-def _problem(detail: Any, data: Any) -> str:
+def _problem(detail: Any) -> str:
     """Describe what is wrong at one place of a machine file, what is allowed there, and what may have been meant."""
-    steps, field, value = list(detail["loc"]), FieldInfo(annotation=Machine), data
-    holder: type[BaseModel] | None = Machine
-    path: list[str] = []
-    for step in steps:
-        if isinstance(value, dict):
-            value = value.get(step)
-        else:
-            break
-        path.append(str(step))
-        if holder is not None and step in holder.model_fields:
-            field = holder.model_fields[step]
-            holder = section_of(field)
-    name = ".".join(path)
+    name = ".".join(map(str, detail["loc"]))
+    section, known = name.rpartition(".")[0], known_paths(Machine)
     if detail["type"] == "extra_forbidden":
-        near = nearest_path(name, known_paths(Machine))
-        beside = ", ".join((holder or Machine).model_fields)
+        near = nearest_path(name, known)
+        beside = ", ".join(each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section)
         return f"{name}: unknown key; " + (f"did you mean {near}?" if near else f"allowed are {beside}")
-    if detail["type"] == "missing" and isinstance(steps[-1], str):
-        return f"{name}: is missing; allowed is {allowed(field)}"
-    return f"{name}: got {shown('', value)}; allowed is {allowed(field)}"
+    given = "is missing" if detail["type"] == "missing" else f"got {shown('', detail['input'])}"
+    return f"{name}: {given}; allowed is {allowed(known.get(name) or known[section])}"

@@ -31,13 +31,12 @@ numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SegmentSeconds:
-    """Seconds of a segment: what it computes, of that the gradients of weights, and what tensor ranks exchange."""
+    """Seconds of a segment with what tensor ranks exchange; of backward, those of the gradients of weights."""
 
     forward: float
     backward: float
     weights: float
-    forward_exchanges: float
-    backward_exchanges: float
+    exchanges: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,17 +122,16 @@ class StageTimes:
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
             deferred += _inputs_and_gradients(segment.forward)
-        exchanges = sum(each.forward_exchanges + each.backward_exchanges for each in times)
         return Chunk(
             kept=base,
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             deferred=deferred,
             received=trace.segments[1].output if later else 0,
-            forward=around + prepares + sum(each.forward + each.forward_exchanges for each in times),
-            backward=around + sum(each.backward + each.backward_exchanges for each in times),
+            forward=around + prepares + sum(each.forward for each in times),
+            backward=around + sum(each.backward for each in times),
             weights=sum(each.weights for each in times),
-            exchanges=exchanges,
+            exchanges=sum(each.exchanges for each in times),
         )
 
     def _segment_seconds(self, segment: Segment, layout: Layout) -> _SegmentSeconds:
@@ -151,11 +149,10 @@ class StageTimes:
                 for work in (forward, backward)
             ]
             self._seconds[key] = _SegmentSeconds(
-                forward=computes[0],
-                backward=computes[1],
+                forward=computes[0] + exchanges[0],
+                backward=computes[1] + exchanges[1],
                 weights=computes[2],
-                forward_exchanges=exchanges[0],
-                backward_exchanges=exchanges[1],
+                exchanges=sum(exchanges),
             )
         return self._seconds[key]
 

@@ -7,8 +7,8 @@ from browser import Browser, find_browser, looks_of
 from test_machine import MACHINE
 
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning.picture import plan_charts, plan_picture
 from zeromesh.trainer.planning.planner import GIB, Planner
+from zeromesh.trainer.planning.report import plan_charts, plan_picture
 from zeromesh.trainer.planning.subject import Subject
 
 _MODEL = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,10 @@ from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-_COLD = 96 << 20
-"""Bytes of which a processor's caches keep nothing until it comes round again."""
-_MATRICES = 1024
 _STEPS = 4
 """Steps after which the heap of a process has found its size."""
 _WIDTH, _PASSED = 1024, 16
 """The width of a tensor, and how many such a norm (2), GELU (2) and an addition (3) read and write, and backward (3 each)."""
-Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +37,7 @@ class MeasureSizes:
     """The sizes that are measured."""
 
     dtypes: tuple[str, ...]
-    products: tuple[Shape, ...]
+    products: tuple[tuple[int, int, int], ...]
     """`(rows, inner, columns)`."""
     elements: int
     """The number of elements of an update, and of a copy between device and host; other operations have a quarter."""
@@ -53,19 +48,15 @@ class MeasureSizes:
     """A Llama that is trained for a moment, to see what libraries take."""
 
 
-def _grid(rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> tuple[Shape, ...]:
-    return tuple((count, *matrix) for count in rows for matrix in matrices)
-
-
 CPU_SIZES = MeasureSizes(
     dtypes=("float32", "bfloat16", "float64"),
-    products=_grid((64, 256, 1024), ((256, 256), (512, 2048), (2048, 512))),
+    products=((256, 256, 256), (256, 512, 2048), (256, 2048, 512), (1024, 512, 2048), (1024, 2048, 512)),
     elements=1 << 22,
     exchanged=(1 << 10, 1 << 22),
 )
 ACCELERATOR_SIZES = MeasureSizes(
     dtypes=("bfloat16", "float16", "float32"),
-    products=_grid((1024, 4096, 16384), ((1024, 4096), (4096, 4096), (4096, 16384), (8192, 8192))),
+    products=((1024, 4096, 4096), (4096, 1024, 4096), (4096, 4096, 4096), (4096, 4096, 16384), (16384, 8192, 8192)),
     elements=1 << 26,
     exchanged=(1 << 12, 1 << 28),
 )
@@ -119,31 +110,20 @@ class DeviceMeter:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def _products(self, dtype: torch.dtype) -> float:
-        """Operations a second of products as linear layers make them, forward and for both gradients: the median over shapes."""
-        bare = self._calls(1, 1, 1, dtype)
-        launches = [0.0 if self._on_device else self._seconds(call) for call in bare]
-        rates = []
-        for count, inner, columns in self._sizes.products:
-            taken = [self._seconds(call) for call in self._calls(count, inner, columns, dtype)]
-            seconds = sum(max(each - launch, each / 5) for each, launch in zip(taken, launches, strict=True))
-            rates.append(6.0 * count * inner * columns / seconds)
-        return statistics.median(rates)
+        """Operations a second of products of matrices: the median over shapes."""
+        return statistics.median(self._product(*shape, dtype) for shape in self._sizes.products)
 
-    def _calls(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> list[Callable[[], object]]:
-        """Products of one shape in the three layouts of a linear layer.
+    def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+        """Operations a second of the products of a linear layer, forward and for both gradients."""
+        given, weight = self._random(rows, inner, dtype=dtype), self._random(columns, inner, dtype=dtype)
+        grad = self._random(rows, columns, dtype=dtype)
 
-        Matrices of weights take turns, so many of them that a processor's caches hold none when it comes round again: in training
-        each layer has its own.
-        """
-        left, turned = self._random(rows, inner, dtype=dtype), self._random(inner, rows, dtype=dtype)
-        copies = 1 if self._on_device else max(1, min(_MATRICES, _COLD // (inner * columns * dtype.itemsize)))
-        many = self._random(inner * columns, dtype=dtype).repeat(copies).view(copies, inner, columns)
-        matrices, others = itertools.cycle(many.unbind()), itertools.cycle(many.view(copies, columns, inner).unbind())
-        return [
-            lambda: linear(left, next(others), None),
-            lambda: linear_grad_x(left, next(matrices)),
-            lambda: linear_grad_weight(turned, next(matrices)),
-        ]
+        def step() -> None:
+            linear(given, weight, None)
+            linear_grad_x(grad, weight)
+            linear_grad_weight(grad, given)
+
+        return 6.0 * rows * inner * columns / self._seconds(step)
 
     def _launch_seconds(self) -> float:
         """Seconds of an operation of a transformer so small that they are all that its step takes."""
