@@ -50,7 +50,7 @@ class MeasureSizes:
 
 CPU_SIZES = MeasureSizes(
     dtypes=("float32", "bfloat16", "float64"),
-    products=((256, 256, 256), (256, 512, 2048), (256, 2048, 512), (1024, 512, 2048), (1024, 2048, 512)),
+    products=tuple((rows, *each) for rows in (64, 256, 1024) for each in ((256, 256), (512, 2048), (2048, 512))),
     elements=1 << 22,
     exchanged=(1 << 10, 1 << 22),
 )
