@@ -24,7 +24,7 @@ from typing import Any
 from zeromesh.offload import Purpose, TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
-from zeromesh.trainer.planning.estimate import Estimator
+from zeromesh.trainer.planning.estimate import GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.machine_files import find_machine
@@ -221,7 +221,8 @@ def _runs(count: int, machine: Machine) -> Iterator[tuple[str, ...]]:
             command = [sys.executable, "-m", "zeromesh", "train", str(file), "--nproc", str(layout.ranks), *words]
             subprocess.run(command, check=True, capture_output=True)
             states, seconds = _measured(Path(folder))
-            predicted = sum(nbytes for name, nbytes in estimate.device.items() if name in _STATES.values())
+            named = (*_STATES.values(), GATHERED)  # The ledger has what is gathered among parameters.
+            predicted = sum(estimate.device.get(name, 0) for name in named)
             yield (
                 str(placed),
                 *(human_bytes(predicted), human_bytes(states), f"{predicted / states - 1:+.1%}"),
@@ -233,11 +234,11 @@ _STATES = {
     each.name.lower(): each.value
     for each in (Purpose.PARAMETERS, Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENT_BUCKETS)
 }
-"""Purposes of the ledger that stay between steps, by their names in metrics."""
+"""Purposes of the ledger that are compared, by their names in metrics."""
 
 
 def _measured(folder: Path) -> tuple[int, float]:
-    """Bytes of states and buffers by the ledger at the end of the last step, and the median seconds of steps."""
+    """The most bytes of states and buffers by the ledger in the last step, and the median seconds of steps."""
     lines = [json.loads(line) for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
     steps = [line for line in lines if "device" in line.get("memory", {})]
     held = steps[-1]["memory"]["device"]

@@ -8,8 +8,9 @@ from typing import Any
 
 from zeromesh.errors import LayoutError
 from zeromesh.offload import TierChoice
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning.estimate import Estimate, Estimator, PlanPhase
+from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine_files import find_machine
 from zeromesh.trainer.planning.planner import lacks, room_of
@@ -184,7 +185,7 @@ def llama_table() -> Iterator[str]:
             )
             found.append(estimator.estimate(layout))
         seconds = [
-            f"{each.seconds - each.phases.get(PlanPhase.OFFLOAD, 0.0) - each.phases.get(PlanPhase.OPTIMIZER, 0.0):.2f}"
+            f"{each.seconds - each.phases.get(StepPhase.OFFLOAD_WAIT, 0.0) - each.phases.get(StepPhase.OPTIMIZER, 0.0):.2f}"
             for each in found
         ]
         fits = "no" if any(lacks(each, room) for each in found) else "yes"

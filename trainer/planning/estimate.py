@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import torch
 
@@ -34,18 +33,6 @@ LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "ac
 """Names of bytes that have no purpose in the ledger."""
 
 
-class PlanPhase(StrEnum):
-    """The phases that the seconds of a step go to."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    TENSOR = "tensor exchanges"
-    DATA = "gathers and reductions"
-    PIPELINE = "pipeline"
-    OPTIMIZER = "optimizer"
-    OFFLOAD = "offload"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """A layout, with what it needs and takes. Bytes are of the rank that needs most."""
@@ -57,8 +44,8 @@ class Estimate:
     """Bytes by purpose in the host's memory beside an accelerator, for each rank."""
     disk: int
     """Bytes of swap files, for each rank."""
-    phases: Mapping[PlanPhase, float] = field(default_factory=dict)
-    """Seconds of a step."""
+    phases: Mapping[StepPhase, float] = field(default_factory=dict)
+    """Seconds of a step. What stages of a pipeline wait for each other is communication."""
     bubble: float = 0.0
     """The part of the step in which stages wait for each other."""
     rank: int = 0
@@ -83,22 +70,8 @@ class Estimate:
         """Return the prediction that a run can compare itself with."""
         here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
         beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
-        phases: dict[StepPhase, float] = {}
-        for phase, seconds in self.phases.items():
-            phases[_MEASURED_AS[phase]] = phases.get(_MEASURED_AS[phase], 0.0) + seconds
         memory = {Tier.DEVICE: here, Tier.HOST: beside} if beside else {Tier.DEVICE: here}
-        return Prediction(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
-
-
-_MEASURED_AS = {
-    PlanPhase.FORWARD: StepPhase.FORWARD,
-    PlanPhase.BACKWARD: StepPhase.BACKWARD,
-    PlanPhase.TENSOR: StepPhase.COMMUNICATION,
-    PlanPhase.DATA: StepPhase.COMMUNICATION,
-    PlanPhase.PIPELINE: StepPhase.COMMUNICATION,
-    PlanPhase.OPTIMIZER: StepPhase.OPTIMIZER,
-    PlanPhase.OFFLOAD: StepPhase.OFFLOAD_WAIT,
-}
+        return Prediction(layout=str(self.layout), phases=self.phases, memory=memory, peak=self.device_bytes)
 
 
 _DISTINCT = 4
@@ -265,7 +238,7 @@ class Estimator:
         found: Sequence[tuple[int, Mapping[str, int], MemoryModel, StageUnits]],
         *,
         exact: bool,
-    ) -> tuple[dict[PlanPhase, float], float]:
+    ) -> tuple[dict[StepPhase, float], float]:
         """Seconds by phase, and the part of the step that is bubble."""
         count = layout.accumulation
         own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
@@ -280,13 +253,11 @@ class Estimator:
         optimizer, offload = max(updates, key=sum)
         away = max(self._away_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
         phases = {
-            PlanPhase.FORWARD: forward * (1 - share),
-            PlanPhase.BACKWARD: backward * (1 - share),
-            PlanPhase.TENSOR: exchanges,
-            PlanPhase.DATA: max(data),
-            PlanPhase.PIPELINE: length - forward - backward,
-            PlanPhase.OPTIMIZER: optimizer,
-            PlanPhase.OFFLOAD: offload + away,
+            StepPhase.FORWARD: forward * (1 - share),
+            StepPhase.BACKWARD: backward * (1 - share),
+            StepPhase.COMMUNICATION: exchanges + max(data) + length - forward - backward,
+            StepPhase.OPTIMIZER: optimizer,
+            StepPhase.OFFLOAD_WAIT: offload + away,
         }
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)

@@ -69,7 +69,7 @@ def _cells(plan: Plan, row: PlanRow, others: Sequence[PlanRow]) -> tuple[str, ..
         f"{estimate.device_bytes / plan.room.critical:.0%}",
         human_bytes(estimate.host_bytes) if estimate.host_bytes else "",
         human_bytes(estimate.disk) if estimate.disk else "",
-        f"{longest} {estimate.phases[longest] / estimate.seconds:.0%}",
+        f"{longest.replace('_', ' ')} {estimate.phases[longest] / estimate.seconds:.0%}",
         f"{len(others):,} more, from {human_bytes(least)}" if others else "",
     )
 
