@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import statistics
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+_COLD = 96 << 20
+"""Bytes of which a processor's caches keep nothing until it comes round again."""
 _STEPS = 4
 """Steps after which the heap of a process has found its size."""
 _WIDTH, _PASSED = 1024, 16
@@ -114,13 +117,18 @@ class DeviceMeter:
         return statistics.median(self._product(*shape, dtype) for shape in self._sizes.products)
 
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-        """Operations a second of the products of a linear layer, forward and for both gradients."""
-        given, weight = self._random(rows, inner, dtype=dtype), self._random(columns, inner, dtype=dtype)
-        grad = self._random(rows, columns, dtype=dtype)
+        """Operations a second of the products of a linear layer, forward and for both gradients.
+
+        On a CPU matrices of weights take turns, so that caches hold none when it comes round again: in training each layer has its
+        own.
+        """
+        given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
+        copies = 1 if self._on_device else max(1, _COLD // (inner * columns * dtype.itemsize))
+        weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())
 
         def step() -> None:
-            linear(given, weight, None)
-            linear_grad_x(grad, weight)
+            linear(given, next(weights), None)
+            linear_grad_x(grad, next(weights))
             linear_grad_weight(grad, given)
 
         return 6.0 * rows * inner * columns / self._seconds(step)
