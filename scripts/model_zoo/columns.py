@@ -15,7 +15,7 @@ from model_zoo.samples import Samples, documents
 from model_zoo.small_models import SmallModel
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
-from zeromesh.trainer.losses.trial import whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.verification.shrink import without_dropout
 
 Settings = Mapping[str, Mapping[str, Any]]

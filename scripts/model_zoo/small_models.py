@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 
 from model_zoo.samples import FORMS, Maker, Samples, with_picture_tokens
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
-from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.trainer.verification.shrink import without_dropout
 
 LARGEST = 8_000_000

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from zeromesh.environment import die_with_launcher, read_environment
-from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import write_whole
+from zeromesh.errors import ConfigError
+from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
@@ -40,20 +40,17 @@ def run_plan(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines
+    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
     if options.picture is not None:
-        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
+        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # Without plotly this is an error before the work.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
-    plan, more, estimator = plan_config(
+    plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
-        try:
-            moments = estimator.over_step(plan.rows[0].estimate.layout)
-            write_whole(options.picture, plan_picture(plan, list(moments)).encode())
-        except OSError as error:
-            raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
+        with refusals(options.picture, "written", "; give another place with --picture"):
+            write_whole(options.picture, plan_picture(plan).encode())
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -94,9 +91,9 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.mesh.process_mesh import ProcessMesh
     from zeromesh.offload import reuse_freed_memory
     from zeromesh.offload.accelerator import pick_device
-    from zeromesh.trainer.planning.machine import machine_file, write_machine
-    from zeromesh.trainer.planning.measuring.clock import sizes_for
-    from zeromesh.trainer.planning.measuring.measure import MachineMeter
+    from zeromesh.trainer.planning.machine_files import machine_file, write_machine
+    from zeromesh.trainer.planning.measuring.device_meter import sizes_for
+    from zeromesh.trainer.planning.measuring.machine_meter import measure_machine
 
     reuse_freed_memory()
     environment = read_environment()
@@ -105,8 +102,8 @@ def _measure_here(options: argparse.Namespace) -> None:
         MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
     )
     try:
-        meter = MachineMeter(mesh, sizes_for(device, tiny=options.tiny), options.directory or _DIRECTORY, train.say)
-        machine = meter.machine()
+        sizes = sizes_for(device, tiny=options.tiny)
+        machine = measure_machine(mesh, sizes, options.directory or _DIRECTORY, train.say)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)

@@ -17,9 +17,10 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.planning.estimate import Estimate, Estimator
+from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
-from zeromesh.trainer.planning.machine import Machine, find_machine, named_in
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.machine_files import find_machine, named_in
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
@@ -69,10 +70,10 @@ def plan_config(
     ranks: int | None = None,
     host: int | None = None,
     more: bool = False,
-) -> tuple[Plan, Plan | None, Estimator]:
+) -> tuple[Plan, Plan | None]:
     """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout is to have as it says.
 
-    Returns the plan; with `more` that of one rank more, or of one host more where ranks fill hosts; and what estimates layouts.
+    Returns the plan; and with `more` that of one rank more, or of one host more where ranks fill hosts.
 
     Raises:
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -86,7 +87,7 @@ def plan_config(
     # So many ranks may divide nothing.
     with suppress(ConfigError):
         after = planner.plan(ranks + (1 if ranks < each else each)) if more else None
-    return plan, after, Estimator(subject, machine, each)
+    return plan, after
 
 
 _AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "chunks")

@@ -26,7 +26,7 @@ from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace, TraceOptions, Tracer
-from zeromesh.trainer.planning.work import Product, TensorExchange, Work
+from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
 from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan

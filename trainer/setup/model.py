@@ -19,7 +19,7 @@ from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import Tier, Tiers, settle_heap
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
@@ -178,7 +178,7 @@ def build_trained_model(
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
     )
-    if options.stage == 3 or mesh.tensor.size * mesh.pipeline.size > 1:
+    if options.placements.parameters is Placement.SHARDED or mesh.tensor.size * mesh.pipeline.size > 1:
         trained.replace_save_pretrained()
     if mesh.device.type == "cpu":
         settle_heap()

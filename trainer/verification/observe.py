@@ -19,7 +19,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.losses.trial import whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.units.unit import all_buckets

@@ -17,9 +17,9 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.adapters import adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
 
 RANK = 3

@@ -35,7 +35,7 @@ from zeromesh.trainer.planning.tracing.meter import Meter, Segment, TracedExchan
 from zeromesh.trainer.planning.tracing.operations import kernels_of
 from zeromesh.trainer.planning.tracing.short_model import expand, shorten, without_values
 from zeromesh.trainer.planning.tracing.without_values import Operators
-from zeromesh.trainer.planning.work import Work
+from zeromesh.trainer.planning.tracing.work import Work
 from zeromesh.units.plan import ModelCuts, ModelPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 
