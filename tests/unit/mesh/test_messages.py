@@ -211,6 +211,22 @@ def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.Mon
     assert told[0].startswith(f"127.0.0.1, which came to 127.0.0.1:{port}, is refused: ")
 
 
+def test_no_line_of_a_connection_can_be_sent_again() -> None:
+    """Neither at once, nor after another one: the digest covers the line's number."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        leads = LauncherConnection(ours, "secret", serves=True)
+        follows = LauncherConnection(theirs, "secret", serves=False)
+        assert follows.receive() == [{"zeromesh": 1, "drawn": leads.drawn}]
+        follows.send({"drawn": follows.drawn})
+        follows.send({"rest": 0})
+        first, second = leads.read() or ()
+        assert [leads.opened(line) for line in (first, second)] == [{"drawn": follows.drawn}, {"rest": 0}]
+        for line in (second, first):
+            with pytest.raises(MessageError, match="has not the digest"):
+                leads.opened(line)
+
+
 def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}", rank=0)
