@@ -24,8 +24,8 @@ from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
+from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -422,9 +422,7 @@ class Trainer:
             TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
         """
         weights = self.stream_weights()
-        return send_weights(
-            weights, self.mesh, addresses, step=self.state.step, token=token, timeout_seconds=timeout_seconds
-        )
+        return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.

@@ -4,8 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME
+from zeromesh.trainer.config.deepspeed_table import TABLE
+from zeromesh.trainer.config.foreign_names import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT: str = runpy.run_path(str(ROOT / "scripts" / "migration_tables.py"))["page"]()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import xxhash
 
-from zeromesh.environment import die_with_launcher, kept_environment, read_environment
+from zeromesh.environment import kept_environment, read_environment
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
@@ -43,11 +43,6 @@ def run_generate(options: argparse.Namespace) -> int:
         ConfigError, DataError: for a source, prompts or settings that cannot be.
         StorageError: where results cannot be written.
     """
-    if options.worker:
-        die_with_launcher()
-        from zeromesh.launch.rank_processes import become_worker
-
-        become_worker(train.exit_code_of)
     environment = read_environment()
     processes = train.processes_of(options, environment)
     if options.chat and (options.prompts or options.out):

@@ -20,14 +20,14 @@ from typing import Any
 
 from zeromesh import __version__
 from zeromesh.errors import ZeromeshError, printable, refused_path
+from zeromesh.launch.rank_processes import become_worker
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import run_generate
-from zeromesh.trainer.cli.plan import run_plan
+from zeromesh.trainer.cli.plan import checks_of, run_plan, run_verify
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
 from zeromesh.trainer.cli.serve import run_serve
 from zeromesh.trainer.cli.status import run_status, run_trace
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
-from zeromesh.trainer.cli.verify import checks_of, run_verify
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
 _DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = process_began() if arguments is None else now()
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     options.began = began
+    if options.worker:
+        become_worker(train.exit_code_of)
     try:
         code = _COMMANDS[options.command](options)
         _reader_has_gone()
@@ -89,8 +91,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if rest:
         options.overrides += rest
     options.words = tuple(arguments)
-    if options.numa_binding is not None:
-        options.overrides.append(f"parallel.numa_binding={options.numa_binding}")
     if options.verbose:
         options.overrides.append("run.verbose=true")
     return options
@@ -100,18 +100,16 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
-    parser.set_defaults(worker=False, attached=None, nproc=None, numa_binding=None, verbose=False, overrides=None)
+    parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    near = "short for parallel.numa_binding=MODE: node, socket, exclusive or core-complex"
     config, source = (
         "a YAML or JSON file, DeepSpeed's among them",
         "a run, a checkpoint, a model directory or a configuration",
     )
 
     command = commands.add_parser("train", help="train what a configuration describes")
-    _value(command, "--numa-binding", "MODE", str, near)
     hosts = "hosts that run this command together; with MIN:MAX they may come and go (default 1)"
     _value(command, "--nnodes", "N|MIN:MAX", _nodes, hosts, default=(1, 1))
     number = "this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint"
@@ -144,7 +142,6 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--host-timeout", "SECONDS", _silence, silent, default=SILENCE_SECONDS)
     meeting = "of the first host, where all meet (default: one from 20000 to 29999)"
     _value(command, "--port", "PORT", _positive, meeting)
-    _value(command, "--numa-binding", "MODE", str, near)
     _flag(command, "--dry-run", "print the command for each host, and start nothing")
     _configured(command, "CONFIG", config)
 

@@ -22,7 +22,6 @@ from zeromesh.environment import (
     INTERFACE,
     LaunchEnvironment,
     command_began,
-    die_with_launcher,
     kept_environment,
     python_arguments,
     read_environment,
@@ -30,8 +29,8 @@ from zeromesh.environment import (
 )
 from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
 from zeromesh.files import write_whole
-from zeromesh.launch.rank_processes import WorkersFailed, become_worker
-from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
+from zeromesh.launch.rank_processes import WorkersFailed
+from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
@@ -63,10 +62,11 @@ def run_launch(options: argparse.Namespace) -> int:
     if not options.dry_run:
         return report(supervise(plan, say))
     plan.check(plan.hosts)
-    for host, place in zip(plan.hosts, plan.places(), strict=True):
-        last = place.first + place.processes - 1
-        ranks = f"ranks {place.first} to {last} of {place.world_size}, which meet at {place.master_address}:{place.master_port}"
+    (address, port), first = plan.meeting_place(hosts), 0
+    for host in hosts:
+        ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
         sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
+        first += host.slots
     names = ", ".join(sorted(plan.variables)) or "none"
     sys.stdout.write(f"# variables set on every host, whose values are sent over standard input: {names}\n")
     return 0
@@ -189,9 +189,6 @@ def run_train(options: argparse.Namespace) -> int:
     _take_start(options)
     if options.attached is not None:
         return _attached(options)
-    if options.worker:
-        die_with_launcher()
-        become_worker(exit_code_of)
     environment = read_environment()
     processes = processes_of(options, environment)
     evaluates = options.command == "evaluate"
@@ -213,18 +210,9 @@ def run_train(options: argparse.Namespace) -> int:
 
 def _attached(options: argparse.Namespace) -> int:
     """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
-    from zeromesh.launch.messages import Lifeline
-    from zeromesh.launch.rendezvous import run_ranks
-
-    line = Lifeline(options.attached)
-    place = line.read_start()
-    with line, kept_environment({BEGAN: str(options.began)}):
-        result = run_ranks(_worker_arguments(options), place)
-        if isinstance(result, int):
-            line.end(result)
-            return result
-        line.end(result.exit_code, text=str(result), noticed=result.noticed)
-        return result.exit_code
+    with kept_environment({BEGAN: str(options.began)}):
+        result = run_attached(_worker_arguments(options), options.attached)
+    return result if isinstance(result, int) else result.exit_code
 
 
 def same_command(options: argparse.Namespace) -> tuple[str, ...]:

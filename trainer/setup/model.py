@@ -17,7 +17,6 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import Tier, Tiers, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
@@ -305,7 +304,7 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     }
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
     mesh.meet("comparison of models")
-    require_same(mesh.world, {"model": type(model).__name__, **plan}, LayoutError, advice=advice)
+    mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
     if mesh.world_size == 1:
         return []
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import either, nearest_path, shown
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
