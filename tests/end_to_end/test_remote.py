@@ -224,7 +224,7 @@ class Alone:
 def test_a_host_ends_itself_when_nobody_answers(launch: Launch) -> None:
     alone = Alone(launch)
     wait_for(alone.is_over, 2 * SILENCE)
-    alone.process.close()
+    alone.process.close(time.monotonic())
 
 
 def test_old_answers_keep_no_host_alive(launch: Launch) -> None:
@@ -235,7 +235,7 @@ def test_old_answers_keep_no_host_alive(launch: Launch) -> None:
         assert time.monotonic() < deadline
         alone.line.send({"echo": 1})
         time.sleep(0.1)
-    alone.process.close()
+    alone.process.close(time.monotonic())
 
 
 def test_a_host_lives_while_it_is_answered_and_ends_with_its_line(launch: Launch) -> None:
@@ -244,4 +244,4 @@ def test_a_host_lives_while_it_is_answered_and_ends_with_its_line(launch: Launch
     assert not alone.is_over()
     alone.line.connection.close()
     wait_for(alone.is_over, 0.5 * SILENCE)
-    alone.process.close()
+    alone.process.close(time.monotonic())

@@ -122,12 +122,11 @@ def run_verify(options: argparse.Namespace) -> int:
     """
     from zeromesh.launch.rendezvous import launch_workers
 
-    environment = read_environment()
-    processes = train.processes_of(options, environment)
+    processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
     out = options.out or Path(config.run.output_dir).expanduser() / config.run.name / "certificate.json"
-    if options.worker or processes == environment.world_size:
+    if not starts:
         return _verify_here(config, options.check, out, quiet=options.worker)
     with refusals(out, "written"):
         out.unlink(missing_ok=True)

@@ -31,10 +31,9 @@ def run_serve(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: for a source, an address or settings that cannot be, and for packages that are missing.
     """
-    environment = read_environment()
-    processes = train.processes_of(options, environment)
+    processes, starts = train.ranks_of(options)
     fields, keys = split_fields(options.overrides, None)
-    if options.worker or processes == environment.world_size:
+    if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS
     from zeromesh.launch.rendezvous import launch_workers

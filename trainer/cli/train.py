@@ -20,7 +20,6 @@ from typing import Any
 from zeromesh.environment import (
     BEGAN,
     INTERFACE,
-    LaunchEnvironment,
     command_began,
     kept_environment,
     python_arguments,
@@ -189,8 +188,7 @@ def run_train(options: argparse.Namespace) -> int:
     _take_start(options)
     if options.attached is not None:
         return _attached(options)
-    environment = read_environment()
-    processes = processes_of(options, environment)
+    processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
     path = None if path == _DEFAULTS else path
@@ -201,9 +199,9 @@ def run_train(options: argparse.Namespace) -> int:
         write_whole(options.save_config.expanduser(), config.to_yaml().encode())
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
-    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
+    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
         return report(_launch(options, processes))
-    if not options.worker and environment.rank == 0:
+    if not options.worker and read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
@@ -225,20 +223,20 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
 
-def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
-    """Return how many ranks will train: those that a launcher started, else --nproc.
+def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
+    """Return how many ranks there are, those that a launcher started, else --nproc; and whether this process starts them.
 
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
     """
-    wanted: int | None = options.nproc
+    environment, wanted = read_environment(), options.nproc
     if environment.launcher != "torchrun" and environment.world_size == 1:
-        return wanted or 1
+        return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:
         raise ConfigError(
             f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
             "host, which are the ranks; leave --nproc out"
         )
-    return environment.world_size
+    return environment.world_size, False
 
 
 def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:

@@ -39,6 +39,7 @@ import xxhash
 from zeromesh.errors import ConfigError, TransferError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import tensor_bytes
 
 Part = tuple[int, int, int]
 """Names the part `index` of `parts` of a tensor along `dim`, as `torch.tensor_split` cuts it: `(dim, index, parts)`."""
@@ -221,7 +222,7 @@ def _greet(line: _WeightLine, token: str | None) -> dict[str, Part]:
 
 
 def _send_tensor(line: _WeightLine, name: str, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor_bytes(tensor).numpy()
     header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat.data)}, flat.data)
 

@@ -155,7 +155,7 @@ class Leader:
         self._serve()
         numbered = [each for each in self._members if each.numbered]
         self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
-        if self._lost or self._joining or self._failed():
+        if self._joining or self._failed():
             self._stop()
         return self.rest_seconds if self._stopping else None
 
@@ -190,8 +190,8 @@ class Leader:
         return [each for each in self._members if each.processes]
 
     def _failed(self) -> bool:
-        """Return True if a failure elsewhere is to end all ranks."""
-        return any(each.failure for each in self._members)
+        """Return True if a failure or a loss elsewhere is to end all ranks."""
+        return bool(self._lost) or any(each.failure for each in self._members)
 
     def _too_few(self) -> bool:
         """Return True if a loss ends the run."""
@@ -234,7 +234,7 @@ class Leader:
             self._send_all({"stop": self.rest_seconds})
 
     def _send_all(self, message: Message) -> None:
-        for each in self._members:
+        for each in self._known:
             each.line.send(message)
 
     def _end(self, result: Result) -> Result:

@@ -15,6 +15,7 @@ import os
 import queue
 import random
 import re
+import select
 import shlex
 import signal
 import socket
@@ -30,7 +31,7 @@ from typing import IO
 from zeromesh.environment import export
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.messages import MAX_MESSAGE, LauncherConnection, Message, MessageError
+from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, Message, MessageError
 from zeromesh.launch.rank_processes import RankRange, StopSignals, WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
@@ -191,8 +192,9 @@ class _SshLeader(Leader):
 
     def close(self) -> None:
         super().close()
+        until = time.monotonic() + _LINGER_SECONDS
         for process in self._processes_of.values():
-            process.close()
+            process.close(until)
         self._output.close()
 
     @property
@@ -205,7 +207,8 @@ class _SshLeader(Leader):
         now = time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
         late = self._failed_at is not None and now > self._failed_at + self._plan.silence_seconds + _MARGIN_SECONDS
-        return (late or any(not each.noticed for each in failures)) and not self._requests.passed_on
+        known = bool(self._lost) or any(not each.noticed for each in failures)
+        return (known or late) and not self._requests.passed_on  # Ranks that were told to stop may save.
 
     def _too_few(self) -> bool:
         return len(self._members) < self._plan.least
@@ -350,6 +353,7 @@ class HostProcess:
             ours, "", serves=True, hello_seconds=START_SECONDS, silence_seconds=plan.silence_seconds
         )
         self._program = plan.ssh[0]
+        self._patience = plan.silence_seconds / BEATS
         self._streams = {number: HostStream(output, number, host.name) for number in (1, 2)}
         pipes = {1: self._process.stdout, 2: self._process.stderr}
         self._threads = [
@@ -363,6 +367,7 @@ class HostProcess:
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
                 for line in self._streams[number].feed(data):
+                    select.select([], [self._theirs], [])  # ssh may have set its input, which this is, not to block.
                     with suppress(OSError):  # Nobody listens any more.
                         self._theirs.sendall(line + b"\n")
         self._streams[number].flush()
@@ -378,20 +383,21 @@ class HostProcess:
     def end(self) -> str:
         """Say how the local command has ended; empty while it goes on."""
         try:
-            code = self._process.wait(_LAST_SECONDS if not self._threads[0].is_alive() else 0.0)
+            code = self._process.wait(0.0 if self._threads[0].is_alive() else self._patience)
         except subprocess.TimeoutExpired:
             return ""
-        self._threads[1].join(_LAST_SECONDS)
+        self._threads[1].join(self._patience)
         last_line = f": {self._streams[2].last}" if self._streams[2].last else ""
         return f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
 
-    def close(self) -> None:
-        """End the local command, once it has handed over what the host has printed; the host ends its processes by itself when the
-        line is cut."""
+    def close(self, until: float) -> None:
+        """End the local command, once it has handed over what the host has printed, or at `until`, in monotonic time.
+
+        Of a host that is lost nothing more comes. A host ends its processes by itself when the line is cut.
+        """
         self.line.connection.close()
-        until = time.monotonic() + (0.0 if self.lost else _LINGER_SECONDS)
         for thread in self._threads:  # A process that somebody left behind may keep the pipes for ever.
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(0.0 if self.lost else max(0.0, until - time.monotonic()))
         for harder in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
                 with suppress(ProcessLookupError):

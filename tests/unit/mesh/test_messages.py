@@ -284,6 +284,21 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
     assert str(found) == f"the launcher at {nodes.endpoint} has ended"
 
 
+def test_who_has_not_introduced_itself_is_told_nothing() -> None:
+    """What it has drawn is not known yet, so it would take a message for one of somebody else."""
+    nodes = Nodes(least=1, most=3, endpoint=f"127.0.0.1:{free_port()}")
+    leader = Leader(nodes, 1, lambda line: None, bool)
+    assert isinstance(leader.first_start(), RankRange)
+    with socket.create_connection(nodes.where) as stranger:
+        joining = threading.Thread(target=Follower(nodes, 1, bool).first_start)
+        joining.start()
+        while leader.poll() is None:
+            time.sleep(0.01)
+        assert stranger.recv(1 << 16).count(b"\n") == 1
+        leader.close()
+        joining.join()
+
+
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_failure_on_another_host_counts_as_one(rank: int | None) -> None:
     """It is not taken for a host that has come, after which all would start again without end."""
