@@ -335,7 +335,7 @@ class Follower:
     """A launcher that finds the leader at the endpoint."""
 
     rest_seconds = _REST_SECONDS
-    """How long ranks here have to end when the leader is gone."""
+    """How long ranks here have to end when the run is over; when the leader is gone, they have no time at all."""
 
     def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
         self._nodes, self._processes, self._stopped = nodes, processes, stopped
@@ -415,9 +415,9 @@ class Follower:
                 self._take(message)
         except (MessageError, ConnectionError) as error:
             if self._result is None:
-                self._result = self._unreached(str(error))
+                self._result, self._stop = self._unreached(str(error)), 0
         if self._result is not None:
-            self._stop = self.rest_seconds
+            self._stop = self.rest_seconds if self._stop is None else self._stop
             self.close()
 
     def _take(self, message: Message) -> None:

@@ -277,7 +277,9 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
     follower = Follower(nodes, 1, lambda: False)
     assert isinstance(follower.first_start(), RankRange)
     waiting.join()
+    assert follower.poll() is None
     leader.close()
+    assert follower.poll() == follower.rest_seconds
     noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, noticed=True)
     found = follower.next_start(noticed)
     assert isinstance(found, WorkersFailed)
@@ -297,6 +299,20 @@ def test_who_has_not_introduced_itself_is_told_nothing() -> None:
         assert stranger.recv(1 << 16).count(b"\n") == 1
         leader.close()
         joining.join()
+
+
+def test_ranks_are_killed_where_the_leader_is_gone_without_a_word() -> None:
+    """It counts this host as lost, and starts the others again, no earlier than that."""
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
+    leader = Leader(nodes, 1, lambda line: None, bool)
+    waiting = threading.Thread(target=leader.first_start)
+    waiting.start()
+    follower = Follower(nodes, 1, bool)
+    assert isinstance(follower.first_start(), RankRange)
+    waiting.join()
+    leader._members[0].line.connection.close()
+    assert follower.poll() == 0
+    leader.close()
 
 
 @pytest.mark.parametrize("rank", [None, 1])
