@@ -85,7 +85,7 @@ def connect(config: TrainerConfig) -> Mesh:
     if config.profile.allocations:
         accelerator.record_allocations(device)
     mesh.recorder.enabled = config.profile.step_figures
-    mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
+    mesh.watch.disk_patience = config.checkpoint.timeout_seconds
     return mesh
 
 
