@@ -75,7 +75,7 @@ class Trainer:
             Where a model comes with weights, defaults are those for tuning, as a line at the start says.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
-            A DeepSpeed configuration is taken too (`docs/from-deepspeed.md`); notes at the start say what became of each setting.
+            A DeepSpeed configuration is taken too (`docs/coming-from.md`); notes at the start say what became of each setting.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that the model does not take are left out.
         eval_dataset: the same by index; several are given as a mapping, by name.

@@ -214,7 +214,7 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
 
 def _unknown(path: str, value: Any) -> str:
     near = nearest_path(path, _PATHS)
-    hint = f"did you mean {near}?" if near else "docs/from-deepspeed.md lists all that are known"
+    hint = f"did you mean {near}?" if near else "docs/coming-from.md lists all that are known"
     got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
     return f"{path}: unknown key{got}; {hint}"
 
