@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
-from zeromesh.errors import CollectiveError, LayoutError
+from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
@@ -346,7 +346,11 @@ class SharedExchange(Exchange):
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
                 self._published.wait(sequence + 1, what)
-                parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                try:
+                    parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                except StorageError:  # The memory of a rank that is gone cannot be mapped any more.
+                    self._group.watch.examine(self._group.ranks, what)
+                    raise
                 return self._combine(kind, parts, dim, lengths)
 
         pending = Pending(read, lambda: self._consume(sequence))
