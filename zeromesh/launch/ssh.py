@@ -337,6 +337,8 @@ class HostProcess:
     def __init__(self, host: Host, plan: LaunchPlan, output: Output) -> None:
         self.host = host
         self.lost = False
+        self._closed = False
+        """True if the command has closed its output, and is about to end."""
         ours, self._theirs = socket.socketpair()
         try:
             # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
@@ -372,6 +374,7 @@ class HostProcess:
                         self._theirs.sendall(line + b"\n")
         self._streams[number].flush()
         if number == 1:
+            self._closed = True
             with suppress(OSError):
                 self._theirs.shutdown(socket.SHUT_WR)
 
@@ -383,7 +386,7 @@ class HostProcess:
     def end(self) -> str:
         """Say how the local command has ended; empty while it goes on."""
         try:
-            code = self._process.wait(0.0 if self._threads[0].is_alive() else self._patience)
+            code = self._process.wait(self._patience if self._closed else 0.0)
         except subprocess.TimeoutExpired:
             return ""
         self._threads[1].join(self._patience)
