@@ -113,10 +113,8 @@ def bind_near(device: torch.device, ranks: int, mode: str) -> None:
         ConfigError: for a device that torch does this not for, and where something that it needs is missing.
     """
     bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
-    if not is_accelerator(device):
-        problem = "this rank computes on the CPU"
-    elif device.type != "cuda":
-        problem = f"torch does not know them for {device.type.upper()}"
+    if device.type != "cuda":
+        problem = f"this rank computes on {device.type.upper()}, for which torch does not know them"
     elif bind is None:
         problem = f"torch {torch.__version__} cannot bind a process to them; it is tested with 2.13"
     elif shutil.which("numactl") is None:

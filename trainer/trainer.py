@@ -24,8 +24,8 @@ from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
+from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -75,7 +75,7 @@ class Trainer:
             Where a model comes with weights, defaults are those for tuning, as a line at the start says.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
-            A DeepSpeed configuration is taken too (`docs/from-deepspeed.md`); notes at the start say what became of each setting.
+            A DeepSpeed configuration is taken too (`docs/coming-from.md`); notes at the start say what became of each setting.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that the model does not take are left out.
         eval_dataset: the same by index; several are given as a mapping, by name.
@@ -422,9 +422,7 @@ class Trainer:
             TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
         """
         weights = self.stream_weights()
-        return send_weights(
-            weights, self.mesh, addresses, step=self.state.step, token=token, timeout_seconds=timeout_seconds
-        )
+        return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.

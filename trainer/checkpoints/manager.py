@@ -11,7 +11,6 @@ from zeromesh import __version__
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
-from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
@@ -184,9 +183,7 @@ class RunCheckpoints:
                 save_configuration(model, engine.options.precision.compute, self._processing_class, Path(folder))
 
         if self._section.every_steps:
-            together(
-                self._mesh.world, "trial of a checkpoint", write if self._mesh.rank == 0 else lambda: None, StorageError
-            )
+            self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
         """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.

@@ -20,9 +20,7 @@ from typing import Any
 from zeromesh.environment import (
     BEGAN,
     INTERFACE,
-    LaunchEnvironment,
     command_began,
-    die_with_launcher,
     kept_environment,
     python_arguments,
     read_environment,
@@ -30,8 +28,8 @@ from zeromesh.environment import (
 )
 from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
 from zeromesh.files import write_whole
-from zeromesh.launch.rank_processes import WorkersFailed, become_worker
-from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
+from zeromesh.launch.rank_processes import WorkersFailed
+from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
@@ -63,10 +61,11 @@ def run_launch(options: argparse.Namespace) -> int:
     if not options.dry_run:
         return report(supervise(plan, say))
     plan.check(plan.hosts)
-    for host, place in zip(plan.hosts, plan.places(), strict=True):
-        last = place.first + place.processes - 1
-        ranks = f"ranks {place.first} to {last} of {place.world_size}, which meet at {place.master_address}:{place.master_port}"
+    (address, port), first = plan.meeting_place(hosts), 0
+    for host in hosts:
+        ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
         sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
+        first += host.slots
     names = ", ".join(sorted(plan.variables)) or "none"
     sys.stdout.write(f"# variables set on every host, whose values are sent over standard input: {names}\n")
     return 0
@@ -189,11 +188,7 @@ def run_train(options: argparse.Namespace) -> int:
     _take_start(options)
     if options.attached is not None:
         return _attached(options)
-    if options.worker:
-        die_with_launcher()
-        become_worker(exit_code_of)
-    environment = read_environment()
-    processes = processes_of(options, environment)
+    processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
     path = None if path == _DEFAULTS else path
@@ -204,27 +199,18 @@ def run_train(options: argparse.Namespace) -> int:
         write_whole(options.save_config.expanduser(), config.to_yaml().encode())
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
-    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
+    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
         return report(_launch(options, processes))
-    if not options.worker and environment.rank == 0:
+    if not options.worker and read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
 def _attached(options: argparse.Namespace) -> int:
     """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
-    from zeromesh.launch.messages import Lifeline
-    from zeromesh.launch.rendezvous import run_ranks
-
-    line = Lifeline(options.attached)
-    place = line.read_start()
-    with line, kept_environment({BEGAN: str(options.began)}):
-        result = run_ranks(_worker_arguments(options), place)
-        if isinstance(result, int):
-            line.end(result)
-            return result
-        line.end(result.exit_code, text=str(result), noticed=result.noticed)
-        return result.exit_code
+    with kept_environment({BEGAN: str(options.began)}):
+        result = run_attached(_worker_arguments(options), options.attached)
+    return result if isinstance(result, int) else result.exit_code
 
 
 def same_command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -237,20 +223,20 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
 
-def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
-    """Return how many ranks will train: those that a launcher started, else --nproc.
+def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
+    """Return how many ranks there are, those that a launcher started, else --nproc; and whether this process starts them.
 
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
     """
-    wanted: int | None = options.nproc
+    environment, wanted = read_environment(), options.nproc
     if environment.launcher != "torchrun" and environment.world_size == 1:
-        return wanted or 1
+        return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:
         raise ConfigError(
             f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
             "host, which are the ranks; leave --nproc out"
         )
-    return environment.world_size
+    return environment.world_size, False
 
 
 def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:

@@ -21,6 +21,14 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.consent import Consent, refused_code
+from zeromesh.trainer.config.deepspeed import (
+    LaunchFacts,
+    Translation,
+    is_deepspeed,
+    nested,
+    read_deepspeed,
+)
+from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.messages import (
     allowed,
     known_paths,
@@ -30,14 +38,6 @@ from zeromesh.trainer.config.messages import (
     shown,
     takes_text,
 )
-from zeromesh.trainer.config.migration.deepspeed import (
-    LaunchFacts,
-    Translation,
-    is_deepspeed,
-    nested,
-    read_deepspeed,
-)
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL

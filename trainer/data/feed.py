@@ -9,7 +9,6 @@ from torch import Tensor
 
 from zeromesh.errors import DataError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.datasets import LoadedData
@@ -178,7 +177,7 @@ def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, 
         for name, dataset in sets.items()
     }
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
-    require_same(mesh.world, {**kinds, **others}, DataError, advice=advice)
+    mesh.world.require_same({**kinds, **others}, DataError, advice=advice)
 
 
 def require_same_batches(

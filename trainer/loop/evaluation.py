@@ -9,7 +9,6 @@ import numpy as np
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
-from zeromesh.mesh.process_set import require_same
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -106,7 +105,7 @@ def generation_of(
     )
     generation.check()
     advice = "Give all of them the same fields of GenerationConfig"
-    require_same(run.mesh.world, {"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
+    run.mesh.world.require_same({"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
     return generation
 
 

@@ -109,7 +109,7 @@ class RunDirectory:
         """Write this rank's latest events whenever they are asked for inside the block, and at its end."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         facts = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
-        facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names(mesh.rank)]
+        facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
 
         def write() -> None:
             with contextlib.suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.

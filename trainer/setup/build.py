@@ -15,7 +15,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.offload.accelerator import (
     bind_near,
@@ -86,7 +85,7 @@ def connect(config: TrainerConfig) -> Mesh:
     if config.profile.allocations:
         accelerator.record_allocations(device)
     mesh.recorder.enabled = config.profile.step_figures
-    mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
+    mesh.watch.disk_patience = config.checkpoint.timeout_seconds
     return mesh
 
 
@@ -239,7 +238,7 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
     if config.checkpoint.resume not in ("auto", "never"):
         values["checkpoint.resume"] = "a path"
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
-    require_same(mesh.world, values, ConfigError, advice=advice)
+    mesh.world.require_same(values, ConfigError, advice=advice)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -17,8 +17,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import Tier, Tiers, settle_heap
+from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
@@ -305,11 +304,11 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     }
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
     mesh.meet("comparison of models")
-    require_same(mesh.world, {"model": type(model).__name__, **plan}, LayoutError, advice=advice)
+    mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
     if mesh.world_size == 1:
         return []
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    digests = [xxhash.xxh3_64_intdigest(_bytes_of(tensor).numpy().data) >> 1 for tensor in held.values()]
+    digests = [xxhash.xxh3_64_intdigest(tensor_bytes(tensor).numpy().data) >> 1 for tensor in held.values()]
     rows = mesh.world.gather_integers(digests)
     differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
     for name in differing:
@@ -320,14 +319,9 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     return [f"initial weights differed on ranks {others} ({some(differing)}): every rank begins with those of rank 0"]
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor on the CPU, as uint8 `[bytes]`."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
     """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
-    content = _bytes_of(tensor).clone()
+    content = tensor_bytes(tensor).clone()
     if world.index:
         content.zero_()
     for start in range(0, len(content), _CHUNK):

@@ -1,6 +1,7 @@
 """Loading a checkpoint by all ranks together: one choice, verified by every rank, for any layout."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
-from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
@@ -28,7 +28,7 @@ class Loader:
 
     def candidates(self, store: CheckpointStore) -> list[int]:
         """Steps of the checkpoints that some rank sees, newest first: a host that has joined may see none."""
-        rows = together(self._mesh.world, f"looking into {store.root}", store.steps)
+        rows = self._mesh.world.all_or_raise(f"looking into {store.root}", store.steps, CheckpointError)
         return sorted(set().union(*rows), reverse=True)
 
     def open(self, directory: Path) -> OpenedCheckpoint:
@@ -45,7 +45,7 @@ class Loader:
             reader = CheckpointReader(directory, parts=True) if directory.is_dir() else None
             return "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
 
-        identities = together(world, f"opening {directory}", look)
+        identities = world.all_or_raise(f"opening {directory}", look, CheckpointError, kept=LayoutError)
         holders: dict[str, list[int]] = {}
         for other, text in enumerate(identities):
             holders.setdefault(text, []).append(other)
@@ -72,7 +72,8 @@ class Loader:
     def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
         """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
         found: list[dict[str, Any]] = []
-        together(self._mesh.world, f"reading {opened.directory / path}", lambda: found.append(opened.document(path)))
+        what = f"reading {opened.directory / path}"
+        self._mesh.world.all_or_raise(what, lambda: found.append(opened.document(path)), CheckpointError)
         return found[0]
 
     def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
@@ -88,12 +89,10 @@ class Loader:
             _compare(reader, tensors)
             targets.extend(_targets(reader, shards))
 
-        together(self._mesh.world, "comparison with the checkpoint", compare)
-        together(
-            self._mesh.world,
-            f"reading {reader.directory}",
-            lambda: reader.read(targets, lambda: self._mesh.post(Activity.LOAD)),
-        )
+        world = self._mesh.world
+        world.all_or_raise("comparison with the checkpoint", compare, CheckpointError, kept=LayoutError)
+        read = partial(reader.read, targets, lambda: self._mesh.post(Activity.LOAD))
+        world.all_or_raise(f"reading {reader.directory}", read, CheckpointError, kept=LayoutError)
 
 
 def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:

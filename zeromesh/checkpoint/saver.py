@@ -26,7 +26,7 @@ from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
 from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
-from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing, together
+from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, write_whole
@@ -94,7 +94,7 @@ class Saver:
         """
         nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
-        together(self._mesh.world, "look for room", require, StorageError)
+        self._mesh.world.all_or_raise("look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
         """Begin to write a checkpoint; none may be in flight.
@@ -297,8 +297,8 @@ class Saver:
         return "".join(f"rank {rank}: {text}" if self._mesh.world_size > 1 else text for rank, text in problems[:1])
 
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
-        """As `together`, with a `CheckpointError` for whatever fails."""
-        return together(self._mesh.world, what, work, CheckpointError)
+        """Raise `CheckpointError` on all ranks for whatever fails on one."""
+        return self._mesh.world.all_or_raise(what, work, CheckpointError)
 
 
 def _next(stages: _Stages) -> Saved | None:

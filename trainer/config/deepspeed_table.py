@@ -1,6 +1,6 @@
 """The translation of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use.
 
-The page docs/from-deepspeed.md is made of the same rows.
+The tables of docs/coming-from.md are made of the same rows.
 """
 
 import json
