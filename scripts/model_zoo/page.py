@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from model_zoo.columns import ABSENT, COLUMNS, CRASHED, DIFFERENT, EQUAL, REFUSED
+from model_zoo.columns import ABSENT, COLUMNS, CRASHED, DIFFERENT, EQUAL, PLAIN, REFUSED
 
 Line = Mapping[str, Any]
 _SIGNS = {EQUAL: "=", DIFFERENT: "differs", CRASHED: "fails", ABSENT: "", None: "not run"}
@@ -24,10 +24,12 @@ it went, or the layout is refused before the first step. One command makes this 
 python scripts/zoo.py
 ```
 
-`=` is equal, a number is the reason of a refusal below, an empty cell means that the type has no such thing. `differs` and `fails`
-are defects. Types that are fed with pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its
-saved directory loaded by transformers; two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all
-linear layers at stage 3; documents packed into one sequence, beside each document alone.
+`=` is equal, and an empty cell means that the type has no such thing. A number is the reason below of a refusal, or of what plain
+transformers does not do right either with its own `save_pretrained`. `differs` and `fails` are defects. Types that are fed with
+pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its saved directory loaded by transformers;
+two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all linear layers at stage 3; documents
+packed into one sequence, beside each document alone.
+
 
 """
 
@@ -57,7 +59,7 @@ def page(lines: Sequence[Line]) -> str:
 
 def _sign(line: Line | None, reasons: dict[str, int]) -> str:
     outcome = None if line is None else line["outcome"]
-    if line is None or outcome != REFUSED:
+    if line is None or outcome not in (REFUSED, PLAIN):
         return _SIGNS[outcome]
     return str(reasons.setdefault(_general(line["reason"]), len(reasons) + 1))
 
@@ -87,12 +89,15 @@ def _general(reason: str) -> str:
 
 
 def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
-    rows = ["| column | equal | refused | differs | fails | not run |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| column | equal | refused | as plain transformers | differs | fails | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for column in COLUMNS:
         counts = Counter(found[kind, column]["outcome"] if (kind, column) in found else None for kind in built)
         rows.append(
             f"| {column} | "
-            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, DIFFERENT, CRASHED, None))
+            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, PLAIN, DIFFERENT, CRASHED, None))
             + " |"
         )
     return "\n".join(rows)
@@ -100,7 +105,7 @@ def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
 
 def _reasons(reasons: Mapping[str, int]) -> str:
     rows = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join(["## Reasons of refusals", "", *rows])
+    return "\n".join(["## Reasons", "", *rows])
 
 
 def _absent(lines: Sequence[Line], built: Sequence[str]) -> str:
