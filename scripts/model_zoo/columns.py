@@ -120,7 +120,7 @@ class _Beginning(Callback):
         names = [name for name, _ in trainer.model.named_parameters() if ".lora_" in name]
         with trainer.gathered(names):
             self.values = {
-                name: each.detach().clone() for name, each in trainer.model.named_parameters() if name in names
+                name: each.detach().cpu().clone() for name, each in trainer.model.named_parameters() if name in names
             }
         self.values[""] = torch.empty(0)  # The run has begun: what is raised now is no refusal.
 
@@ -182,7 +182,7 @@ def _difference(
     ways = {name: float((right[name] - initial[name]).norm()) for name in right}
     floor = 1e-3 * max(ways.values()) + 1e-12
     with torch.no_grad():
-        apart += [(float((found[name] - right[name]).norm()) / (ways[name] + floor), name) for name in right]
+        apart += [(float((found[name].cpu() - right[name]).norm()) / (ways[name] + floor), name) for name in right]
     return max((value if value == value else float("inf"), name) for value, name in apart)
 
 

@@ -18,7 +18,7 @@ _HEAD = """# Supported models
 
 Every type of transformers {transformers} that can be built small was trained for two steps on two ranks, beside plain PyTorch
 {torch} in one process with the same weights, in float64: the losses and every parameter by name are equal to 1e-7 of the way that
-it went, or the layout is refused before the first step. One command makes this page, and trains what has no result yet:
+it went, or the layout is refused before the first step. {commits}. One command makes this page, and trains what has no result yet:
 
 ```sh
 python scripts/zoo.py
@@ -48,13 +48,19 @@ def page(lines: Sequence[Line]) -> str:
     versions = {"transformers": tf.__version__, "torch": torch.__version__.partition("+")[0]}
     table = ["| type | task | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS), *rows]
     parts = [
-        _HEAD.format(**versions),
+        _HEAD.format(**versions, commits=_commits(lines)),
         _totals(found, built),
         "\n".join(table),
         _reasons(reasons),
         _absent(lines, built),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _commits(lines: Sequence[Line]) -> str:
+    """Which commits the results are of."""
+    counts = Counter(line.get("commit") or "unknown" for line in lines)
+    return "It was so at commit " + " and ".join(f"{name} ({count:,} results)" for name, count in counts.most_common())
 
 
 def _sign(line: Line | None, reasons: dict[str, int]) -> str:
