@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from devices import DEVICE
-from model_zoo.columns import ABSENT, COLUMNS, EQUAL, LORA, REFUSED
+from model_zoo.columns import ABSENT, COLUMNS, EQUAL, REFUSED
 from workers import Workers
 
 QUICK = [
@@ -43,7 +43,5 @@ def test_a_type_trains_as_plain_pytorch_does(workers: Workers, tmp_path: Path, k
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_is_equal_or_refused_in_every_layout(workers: Workers, tmp_path: Path, kind: str) -> None:
     for column in COLUMNS:
-        if column == LORA and kind in ("mixtral", "deepseek_v3"):
-            continue  # Experts with adapters are tried in tests/distributed/trainer.
         found, _ = workers.run(2, "model_type_cases:trained", folder=str(tmp_path), kind=kind, columns=[column])
         assert found[column]["outcome"] in (EQUAL, REFUSED, ABSENT), found
