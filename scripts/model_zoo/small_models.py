@@ -147,6 +147,8 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
         if isinstance(value, int) and small is not None:
             if (small == 4 and "layer" in name) or name in ("depth", "num_blocks"):
                 small = layers
+            if name == "num_key_value_heads" and "kv_lora_rank" in whole:
+                small = 4  # Heads of latent attention have a key and a value each.
             found[name] = min(value, small) if value > 0 else value
         elif isinstance(value, list) and name in _LISTS:
             size = _LISTS[name]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError
 from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent

@@ -81,7 +81,7 @@ class Subject:
         self._disagreeing: dict[Layout, str] = {}
         self._batches = batches
         self._whole = model
-        self._not_cut, self._anatomy = _refused(lambda: examine(model))
+        self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         self._tracer = Tracer(model, loss, self.zero.precision.compute)
         self._exact: dict[tuple[TraceOptions, int], Trace] = {}

@@ -17,7 +17,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.models.adapters import adapter_names, add_lora, is_adapted, pretrained_of
+from zeromesh.trainer.models.adapters import _no_targets, adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
@@ -180,6 +180,35 @@ def test_adapters_over_weights_that_are_nowhere_yet() -> None:
         assert torch.equal(made.source.read(name, 0, parameter.numel()), parameter.detach().reshape(-1))
         assert bool(parameter.eq(0).all()) == ("lora_B" in name)
     assert adapter_names(made.model) == set(trained)
+
+
+class Router(nn.Linear):
+    """It returns more than a product."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+def test_adapters_are_on_what_multiplies_alone() -> None:
+    """A router that is a linear layer, and blocks with a number for a name as linear layers of a sequence have one."""
+    model = llama()
+    model.model.layers[0].mlp.up_proj = Router(32, 48)
+    model.model.extra = nn.Sequential(nn.Linear(32, 32))
+    left_out = _no_targets(model)
+    assert left_out == ["model.layers.0", "model.layers.0.mlp.up_proj"]
+    made = add_lora(wrap_passed_model(model, 3), LoraSection(rank=2, targets="all-linear"), "causal_lm", 3)
+    adapted_layers = {name.partition(".lora_")[0] for name in adapter_names(made.model)}
+    assert "base_model.model.model.extra.0" in adapted_layers
+    assert "base_model.model.model.layers.0.mlp.up_proj" not in adapted_layers
+    assert "base_model.model.model.layers.1.mlp.up_proj" in adapted_layers
+    assert "no adapters on model.layers.0.mlp.up_proj" in made.notes
+    model = llama()
+    model.model.layers[0].mlp.up_proj = Router(32, 48)
+    section = LoraSection(rank=2, targets=("up_proj",))
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.0\.mlp\.up_proj cannot have adapters, as a Router does more"
+    ):
+        add_lora(wrap_passed_model(model, 3), section, "causal_lm", 3)
 
 
 def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model_zoo.small_models import small_model
 from test_machine import MACHINE, SMALL
 
 from zeromesh.errors import ConfigError
@@ -12,8 +13,9 @@ from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import load_tokenizer
+from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.planning.auto import fixed_fields
+from zeromesh.trainer.planning.auto import fixed_fields, subject_of
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine
@@ -41,6 +43,16 @@ def _config(**model: Any) -> TrainerConfig:
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return Subject.of(_config())
+
+
+def test_a_model_of_pictures_is_cut_as_its_own_data_show() -> None:
+    small = small_model("vit", ("image_classification",))
+    inputs = UserInputs(model=small.build(), train_dataset=small.samples)
+    config = load_config(None, ["model.head=image_classification", "precision.compute=float32"])
+    subject = subject_of(config, inputs, device="cpu")
+    assert subject.mesh_refusal(pipeline=2) == ""
+    assert subject.blocks == 4
+    subject.close()
 
 
 def _small(memory: int) -> Machine:
