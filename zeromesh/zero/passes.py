@@ -489,6 +489,8 @@ class Passes:
 
     def on_reduced(self, bucket: Bucket) -> None:
         """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
+        # As far as this rank knows: `find_missing` asks the others.
+        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         self._updater.take(bucket)
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
