@@ -79,10 +79,9 @@ class FrozenWeights:
             def differing() -> list[str]:
                 return [shard.spec.name for shard in shards if not self._is_same(reader, shard)]
 
-            others = frozen.intersection(
-                chain(*together(mesh.world, "comparison of frozen weights", differing, CheckpointError))
-            )
-            kept = tuple(each for each in reader.manifest.tensors if each.spec.name not in others)
+            rows = together(mesh.world, "comparison of frozen weights", differing, CheckpointError)
+            others = frozen.intersection(chain(*rows))
+            kept = tuple(each for each in reader.manifest.tensors if each.spec.name in frozen - others)
             size = human_bytes(sum(each.spec.nbytes for each in kept))
             line = f"checkpoints name {size} of frozen weights in {self._directory}, and do not hold them"
             line += f"; they hold {some(sorted(others))}, which it does not have as here" if others else ""
@@ -122,10 +121,8 @@ class FrozenWeights:
         if tensor is None:
             return False
         values, file = shard.values.load(self._engine.mesh.device), reader.path_of(tensor.path).stat()
-        key, now = (
-            (shard.spec.name, shard.interval.start),
-            (int(digest(values)), *file[:-3], file.st_mtime_ns, file.st_ctime_ns),
-        )
+        key = (shard.spec.name, shard.interval.start)
+        now = (int(digest(values)), file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
         if self._same.get(key) != now:
             there = torch.empty(shard.interval.length, dtype=shard.spec.dtype)
             places = places_of(reader, [replace(shard, values=TieredTensor.of(there))])
@@ -154,14 +151,9 @@ def _stored(
             # PEFT puts the layers that it replaces, and the modules that it copies, one level deeper.
             plain = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
             entry = source.entries.get(unused.pop(plain, ""))
-            path = SOURCE + entry.path.name if entry is not None else ""
-            if (
-                entry is not None
-                and entry.shape == spec.shape
-                and not entry.begin % entry.dtype.itemsize
-                and is_path(path)
-            ):
-                found.append(StoredTensor(spec=replace(spec, dtype=entry.dtype), path=path, begin=entry.begin))
+            if entry is not None and entry.shape == spec.shape and is_path(path := SOURCE + entry.path.name):
+                tensor = StoredTensor(spec=replace(spec, dtype=entry.dtype), path=path, begin=entry.begin)
+                found += [tensor] if tensor.begin % entry.dtype.itemsize == 0 else []
                 break
     return tuple(found)
 

@@ -226,6 +226,35 @@ def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
     return found
 
 
+def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
+    """Adapters that learn prompts: by kind whether what is saved is what plain PEFT saves of the model that is whole again."""
+    sizes = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    kinds = {
+        "prompt": peft.PromptTuningConfig(**sizes),
+        "prefix": peft.PrefixTuningConfig(**sizes),
+        "projected prefix": peft.PrefixTuningConfig(**sizes, prefix_projection=True, encoder_hidden_size=16),
+        "p-tuning": peft.PromptEncoderConfig(**sizes, encoder_hidden_size=16),
+    }
+
+    def loss(model: Any, inputs: Any, **_: Any) -> tuple[torch.Tensor, int]:
+        return model(**inputs).loss, 1
+
+    found = {}
+    for number, (kind, config) in enumerate(kinds.items()):
+        model = peft.get_peft_model(seeded(llama), config)
+        start = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+        made = settings(folder, zero={"stage": stage}, run={"name": str(number), "max_steps": 2})
+        made["checkpoint"] = {"every_steps": 1}
+        with Trainer(model, made, sentences(), compute_loss=loss) as trainer:
+            trainer.fit()
+            trainer.save(Path(folder) / f"{number}-saved")
+        saved = load_file(Path(folder) / f"{number}-saved/adapter_model.safetensors")
+        own = peft.get_peft_model_state_dict(model)
+        moved = not all(torch.equal(dict(model.named_parameters())[name], each) for name, each in start.items())
+        found[kind] = moved and saved.keys() == own.keys() and all(torch.equal(own[n], saved[n]) for n in own)
+    return found
+
+
 def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dict[str, Any]:
     """A run with adapters over a directory of bfloat16 weights, computed in float32: its first two steps, or on from them."""
     root, stage = Path(folder), 3 if mesh.world_size > 1 else 1

@@ -138,6 +138,11 @@ def test_a_checkpoint_and_its_exports_are_loaded_by_peft_and_transformers(worker
     assert [found["merged dtype"], found["small dtype"]] == ["torch.float64", "torch.float32"]
 
 
+def test_learnt_prompts_are_saved_as_peft_saves_them(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:prompted", folder=str(tmp_path), stage=3)[0]
+    assert found == dict.fromkeys(found, True)
+
+
 def test_checkpoints_name_frozen_weights_in_their_source(workers: Workers, tmp_path: Path) -> None:
     """Two ranks at stage 3 write a checkpoint without the frozen weights; one rank at stage 1, and three, go on from it."""
 

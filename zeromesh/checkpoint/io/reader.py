@@ -174,12 +174,9 @@ class CheckpointReader(OpenedCheckpoint):
                 threads.shutdown(cancel_futures=True)
 
     def _fetch(self, piece: ChecksumPiece, buffer: torch.Tensor) -> None:
-        data, path, away = (
-            buffer[: piece.end - piece.begin],
-            self.path_of(piece.path),
-            self.manifest.is_elsewhere(piece.path),
-        )
-        problem, names = self._problem(piece.path, self.manifest.files[piece.path].nbytes) if away else "", ""
+        data, path = buffer[: piece.end - piece.begin], self.path_of(piece.path)
+        away = self.manifest.is_elsewhere(piece.path)
+        problem = self._problem(piece.path, self.manifest.files[piece.path].nbytes) if away else ""
         if not problem:
             with PositionalFile(path) as file:
                 file.read(data, piece.begin)
