@@ -198,7 +198,8 @@ class _Results:
         """All results are there."""
         if self._journal is not None:
             self._journal.finish()
-            train.say(f"{len(self._prompts)} results in {self._journal.out}")
+            there = ", as they were already" if self._journal.finished else ""
+            train.say(f"{len(self._prompts)} results in {self._journal.out}{there}")
 
     def close(self) -> None:
         """Say what is missing after an error."""

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -27,11 +29,13 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
@@ -166,6 +170,12 @@ _ALSO_KNOWN = {
 _MANY = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
 _MOST = 10_000
 """Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
+_MOST_ELEMENTS = 2**62
+_MOST_MEMORIES = 1000
+"""How often the memory of this machine may be needed for a model in 16 bits: it can be divided among many, and lie on disks."""
+_MOST_SECONDS = 30
+"""Seconds of the processor after which describing a model's parts is given up."""
+_SHOWN_NUMBERS = 3
 _MOST_LABELS = 1_000_000
 """A configuration holds a name for each label."""
 
@@ -188,7 +198,8 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
-        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
+        with _bounded(made):
+            return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
         built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
@@ -202,6 +213,39 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
         with _library_errors("model.source", f"{generation}: "):
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return BuiltModel(model=model, source=streamed, notes=built.notes + streamed.notes)
+
+
+@contextmanager
+def _bounded(made: Any) -> Iterator[None]:
+    """Count the parameters of modules that are built inside the block, on the meta device at first.
+
+    Raises:
+        ConfigError: as soon as they could be in no memory, or take too long, with the largest numbers of the configuration.
+    """
+    began, memory, total = time.process_time(), machine_bytes(), 0
+
+    def refused(size: str) -> ConfigError:
+        most = sorted(_numbers(made.to_dict()), key=lambda each: -each[1])[:_SHOWN_NUMBERS]
+        named = ", ".join(f"{name} {value}" for name, value in most)
+        return ConfigError(f"the model would have {size}; its largest numbers are {named}", where="model.config")
+
+    def count(_module: Any, _name: str, parameter: Any) -> None:
+        nonlocal total
+        total += 0 if parameter is None else parameter.numel()
+        if 2 * total > _MOST_MEMORIES * memory > 0:
+            raise refused(f"{total:,} parameters and more, and this machine has {human_bytes(memory)} of memory")
+        if time.process_time() - began > _MOST_SECONDS:
+            raise refused(f"parts that take more than {_MOST_SECONDS} s to describe")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" in str(error):  # Of the bytes of one weight.
+            raise refused("a weight of more than 2**63 bytes") from error
+        raise
+    finally:
+        hook.remove()
 
 
 def check_model(section: ModelSection) -> None:
@@ -371,7 +415,9 @@ def _check_values(made: Any) -> None:
         f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1
     ]
     problems += [
-        f"{name} is {value}; at most {_MOST} are built" for name, value in _counts(made.to_dict()) if value > _MOST
+        f"{name} is {value}; at most {most} are built"
+        for name, value in _numbers(made.to_dict())
+        if value > (most := _MOST if _MANY.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
     ]
     if not getattr(made, "return_dict", True):
         problems.append("return_dict is false, and outputs are read by their names; leave it out, or set it to true")
@@ -387,12 +433,12 @@ def _check_values(made: Any) -> None:
         raise ConfigError(problems, where="model.config")
 
 
-def _counts(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the numbers of layers, experts and the like that a configuration names, those of its parts too."""
+def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers of a configuration by name, those of its parts too."""
     for name, value in values.items() if isinstance(values, dict) else ():
-        if type(value) is int and _MANY.search(name):
+        if type(value) is int:
             yield f"{path}{name}", value
-        yield from _counts(value, f"{path}{name}.")
+        yield from _numbers(value, f"{path}{name}.")
 
 
 def _nearest(name: str, known: list[str], cutoff: float) -> list[str]:

@@ -23,8 +23,10 @@ _NAMED = 5
 class Loader:
     """Opens and reads checkpoints; all ranks call its methods alike, and get the same answers and errors."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, source: Path | None = None) -> None:
+        """`source` is where frozen weights that a checkpoint does not hold are, if they are not where they were."""
         self._mesh = mesh
+        self._source = source
 
     def candidates(self, store: CheckpointStore) -> list[int]:
         """Steps of the checkpoints that some rank sees, newest first: a host that has joined may see none."""
@@ -43,6 +45,8 @@ class Loader:
         def look() -> str:
             nonlocal reader
             reader = CheckpointReader(directory, parts=True) if directory.is_dir() else None
+            if reader is not None and self._source is not None and not reader.source.is_dir():
+                reader.source = self._source
             return "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
 
         identities = world.all_or_raise(f"opening {directory}", look, CheckpointError, kept=LayoutError)
@@ -87,7 +91,7 @@ class Loader:
 
         def compare() -> None:
             _compare(reader, tensors)
-            targets.extend(_targets(reader, shards))
+            targets.extend(places_of(reader, shards))
 
         world = self._mesh.world
         world.all_or_raise("comparison with the checkpoint", compare, CheckpointError, kept=LayoutError)
@@ -114,8 +118,8 @@ def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
-    """Yield the places that elements of shards come from: one target for columns of rows, and else one for each contiguous run."""
+def places_of(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
+    """Yield the places that elements of shards come from: one for columns of rows, and else one for each contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:

@@ -51,6 +51,8 @@ class SaveContent:
     keep: Callable[[], set[int]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    frozen: Manifest = field(default_factory=lambda: Manifest(step=0, files={}))
+    """The weights that the checkpoint does not hold, which are in no `tensors` and `shards`, and the files of their source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,13 +189,16 @@ class Saver:
                 lambda: [[piece.path, *piece.row()] for piece in (*pieces, *read_back())], "checksums of the checkpoint"
             )
             committing = True
+            away = content.frozen  # Of parts, the first one has the pieces of its files.
+            others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
-                files=_records(plan.files, [row for rank in sharing.ranks for row in rows[rank]]),
-                tensors=tuple(tensor for file in plan.files for tensor in file.tensors),
+                files={**_records(plan.files, [row for rank in sharing.ranks for row in rows[rank]]), **others},
+                tensors=(*(tensor for file in plan.files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=layout,
                 part=(sharing.place, len(sharing.places)),
+                source=away.source,
             )
             commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
             yield

@@ -13,7 +13,9 @@ A step calls, in this order:
 [Note: Updates inside backward]
 A bucket is updated when it is reduced and this rank does not read its parameters any more. The update then waits until the other
 ranks have read them too. This cannot be circular: all ranks leave units in one order, and a rank waits only for units that it has
-left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it.
+left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it. One of whose
+parameters this rank has no gradient waits to the end of the step, when ranks tell whether another had one. A rank that has them all
+knows that none is missing.
 """
 
 import math
@@ -224,6 +226,8 @@ class OptimizerStep:
         """Calls that wait for the sum of a bucket over its replicas."""
         self._ready: deque[Bucket] = deque()
         """Buckets whose gradients are to be updated with, or put away, inside this backward."""
+        self._held: list[Bucket] = []
+        """Buckets whose update inside backward waits for what other ranks have, as this rank lacks a gradient of them."""
         self._tied: list[Bucket] = []
         """Buckets that stages of a pipeline share, and that are summed when all backwards of the step are over."""
         self._retired: set[int] = set()
@@ -427,11 +431,12 @@ class OptimizerStep:
         """Multiply gradients by `factor` and update with them, unless backward has done so; release their memory. `skip`: release
         it alone."""
         self._retire(units)
-        if not skip and not self._options.optimizer_in_backward:
+        due, self._held = self._held if self._options.optimizer_in_backward else self._buckets, []
+        if not skip:
             if not is_accelerator(self._stream.device):
                 self.shards.arrive()
-            for number, bucket in enumerate(self._buckets):
-                self._update(bucket, factor, self._buckets[number + 1 :])
+            for number, bucket in enumerate(due):
+                self._update(bucket, factor, due[number + 1 :])
         self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.
         self.drop_gradients()
         if not skip:
@@ -484,7 +489,7 @@ class OptimizerStep:
 
     def abandon(self) -> None:
         """Forget a step that has ended before it has changed anything."""
-        for held in (self._ready, self._tied, self._sums):
+        for held in (self._ready, self._held, self._tied, self._sums):
             held.clear()
         self._stream.forget()
         self.shards.abandon(self._buckets)
@@ -518,6 +523,9 @@ class OptimizerStep:
             if not on_accelerator(norm) and not math.isfinite(norm):
                 raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
             self._updated.append((bucket, norm))
+            if bucket.missing:
+                self._held.append(bucket)
+                continue
             done = {id(bucket), *map(id, self.last_order)}
             self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
             self.shards.drop(bucket)

@@ -71,6 +71,9 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never"] | Text = "auto"
     """auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a checkpoint or a run
     starts from there."""
+    frozen: Literal["auto", "reference", "whole"] = "auto"
+    """Frozen weights in checkpoints: reference names the directory that the model came from, with checksums, in their place, as far
+    as they are there unchanged; whole writes them; auto is reference where adapters are trained, else whole."""
     max_failures: CountOrOff = 3
     """Saves in a row that may fail before the run ends. 0 = it never ends for that."""
     timeout_seconds: Seconds = 600.0

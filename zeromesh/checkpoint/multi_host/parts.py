@@ -122,6 +122,8 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
     manifests.parse(out / manifests.NAME, text)
     with fresh_directory(out, whole.nbytes) as directory:
         for path, record in whole.files.items():
+            if whole.is_elsewhere(path):
+                continue
             (directory / path).parent.mkdir(exist_ok=True)
             with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
                 for part in parts:
