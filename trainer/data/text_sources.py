@@ -172,7 +172,8 @@ def find_text(
     it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
     file that is not text, and a source without files.
     """
-    if spec == STDLIB:
+    paths = [spec] if isinstance(spec, str | Path) else list(spec)
+    if paths == [STDLIB]:
         return stdlib_source()
     try:
         "".encode(encoding)
@@ -180,7 +181,6 @@ def find_text(
         raise DataError(
             f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
         ) from error
-    paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
@@ -315,12 +315,6 @@ def _is_text(file: SourceFile) -> bool:
 def _form(name: str) -> Form:
     inside = name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in _UNPACKED else name
     return _ROW_FORMATS.get(Path(inside).suffix.lower(), "text")
-
-
-def names_of_hub(specs: Sequence[str | Sequence[str] | None]) -> list[str]:
-    """Those of all paths, or lists of paths, that are datasets of the Hub."""
-    paths = [path for spec in specs for path in ([spec] if isinstance(spec, str) else spec or [])]
-    return [path for path in paths if path.startswith(HUB)]
 
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:

@@ -56,6 +56,20 @@ def evaluate(
     return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
 
+def require_metric(run: RunContext) -> None:
+    """Raise `ConfigError` where `run.metric` is known to be no value of the evaluations, or not to say of which set."""
+    section, metric = run.config.run, run.config.run.metric.removeprefix("eval_")
+    judges = section.load_best or section.patience or run.config.checkpoint.keep_best
+    sets = list(run.data.eval) if isinstance(run.data.eval, Mapping) else []
+    losses = [f"{name}_loss" for name in sets] or ["loss"]
+    if run.data.eval is None or metric in losses or (metric == "loss" and not judges):
+        return
+    if run.inputs.compute_metrics is None or (sets and not any(metric.startswith(f"{name}_") for name in sets)):
+        what = f"of none of the evaluation sets {', '.join(sets)}" if sets else "no value of the evaluation"
+        known = " or ".join(f"eval_{each}" for each in losses)
+        raise ConfigError(f"{metric} is {what}; give {known}, or a value of compute_metrics", where="run.metric")
+
+
 def predict(
     run: RunContext,
     dataset: MapDataset,

@@ -7,7 +7,7 @@ from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
-from zeromesh.trainer.loop.evaluation import generation_of
+from zeromesh.trainer.loop.evaluation import generation_of, require_metric
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
@@ -43,9 +43,9 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     stopped, report = 0, None
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         if run.data.eval is not None:
-            generation_of(
-                run, None, {}, metrics=True
-            )  # What it refuses is better refused now than at the first evaluation.
+            # What these refuse is better refused now than at the first evaluation.
+            require_metric(run)
+            generation_of(run, None, {}, metrics=True)
         checkpoints = RunCheckpoints(
             config,
             directory.path,

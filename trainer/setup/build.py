@@ -35,7 +35,7 @@ from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
-from zeromesh.trainer.data.text_sources import find_text, names_of_hub
+from zeromesh.trainer.data.text_sources import HUB, find_text
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
@@ -336,7 +336,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
 
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    elif names := names_of_hub([part.train for part in config.data.parts().values()] + [config.data.eval]):
+    elif names := [path for path in config.data.paths() if path.startswith(HUB)]:
         while_posting(mesh, lambda: find_text(names, text_field="", where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:

@@ -115,7 +115,7 @@ def build_trained_model(
         console.status("trying the loss on a small copy")
         loss = make_loss(
             model,
-            mode=config.model.loss,
+            mode=config.model.loss_mode,
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
         )

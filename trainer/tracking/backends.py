@@ -37,6 +37,10 @@ _NAMES = {
 """The names of a step's fields in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
 
 
+_OF_A_SET = re.compile(r"eval_(.+)_runtime")
+"""The value of an evaluation that each of several sets has, whatever else its values are called."""
+
+
 class Place(NamedTuple):
     """The place of a row among all rows: first that of a step, then that of the evaluation after it."""
 
@@ -66,9 +70,14 @@ def step_row(record: Mapping[str, Any]) -> TrackedRow:
 
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
-    """The row of an evaluation after `step`; what is no number among its values is left out."""
-    numbers = {name.removeprefix("eval_"): value for name, value in values.items() if name != "time"}
-    named = {f"eval/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
+    """The row of an evaluation after `step`, those of several sets as `eval/NAME/...`; what is no number is left out."""
+    sets = sorted((match[1] for match in map(_OF_A_SET.fullmatch, values) if match), key=len, reverse=True)
+    named = {}
+    for name, value in values.items():
+        if name != "time" and isinstance(value, int | float):
+            short = name.removeprefix("eval_")
+            own = next((each for each in sets if short.startswith(f"{each}_")), None)
+            named["eval/" + (short if own is None else f"{own}/{short[len(own) + 1 :]}")] = value
     return TrackedRow(Place(step, evaluation=True), named)
 
 

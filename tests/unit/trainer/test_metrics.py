@@ -19,6 +19,7 @@ from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.console import Console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, metrics_of_steps, read_metrics
+from zeromesh.trainer.tracking.backends import evaluation_row
 
 
 def metrics(step: int = 1, **changes: Any) -> StepMetrics:
@@ -276,3 +277,23 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_units_are_for_people(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> None:
+    values = {
+        "eval_loss": 3.0,
+        "eval_a_loss": 1.0,
+        "eval_a_runtime": 0.5,
+        "eval_a_b_loss": 5.0,
+        "eval_a_b_runtime": 0.25,
+    }
+    row = evaluation_row(7, {**values, "eval_a_text": "x", "time": 1.0})
+    assert row.place.step == 7
+    assert row.values == {
+        "eval/loss": 3.0,
+        "eval/a/loss": 1.0,
+        "eval/a/runtime": 0.5,
+        "eval/a_b/loss": 5.0,
+        "eval/a_b/runtime": 0.25,
+    }
+    assert evaluation_row(1, {"eval_loss": 1.0, "eval_runtime": 2.0}).values == {"eval/loss": 1.0, "eval/runtime": 2.0}
