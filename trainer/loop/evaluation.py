@@ -99,7 +99,7 @@ def generation_of(
     Raises:
         ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
     """
-    section, model = run.config.run, run.model
+    section = run.config.run
     if not (section.predict_with_generate if wanted is None else wanted):
         if fields:
             raise ConfigError(
@@ -108,20 +108,30 @@ def generation_of(
         return None
     if metrics and run.inputs.compute_metrics is None:
         raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
-    settings = settings_of(model.module, {**(section.generation or {}), **fields}, model.processing_class)
-    generation = BatchGeneration(
+    generation = generation_by(run, {**(section.generation or {}), **fields}, "predict_with_generate")
+    generation.check()
+    advice, shown = "Give all of them the same fields of GenerationConfig", generation.settings.to_json_string()
+    require_same(run.mesh.world, {"predict_with_generate": shown}, ConfigError, advice=advice)
+    return generation
+
+
+def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> BatchGeneration:
+    """Return how a run generates by `fields` of `GenerationConfig` on top of the model's own, for what `asked` for it.
+
+    Raises:
+        ConfigError: as `settings_of` does.
+    """
+    model = run.model
+    return BatchGeneration(
         model=model.module,
         mesh=run.mesh,
         engine=model.engine,
         pipeline=model.divided.pipeline,
-        settings=settings,
+        settings=settings_of(model.module, fields, model.processing_class, asked),
         processing_class=model.processing_class,
-        seed=f"{section.seed}/{run.progress.step}",
+        seed=f"{run.config.run.seed}/{run.progress.step}",
+        asked=asked,
     )
-    generation.check()
-    advice = "Give all of them the same fields of GenerationConfig"
-    require_same(run.mesh.world, {"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
-    return generation
 
 
 def _run_through(

@@ -8,6 +8,7 @@ from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.evaluation import generation_of, require_metric
+from zeromesh.trainer.loop.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
@@ -46,6 +47,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             # What these refuse is better refused now than at the first evaluation.
             require_metric(run)
             generation_of(run, None, {}, metrics=True)
+        samples = PromptSamples.of(run)
         checkpoints = RunCheckpoints(
             config,
             directory.path,
@@ -80,6 +82,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                     profile=profile,
                     checkpoints=checkpoints,
                     request=request,
+                    samples=samples,
                 )
                 stopped = loop.go()
                 eval_loss = loop.eval_loss

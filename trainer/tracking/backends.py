@@ -57,6 +57,8 @@ class TrackedRow(NamedTuple):
 
     place: Place
     values: Mapping[str, float]
+    samples: tuple[tuple[str, str], ...] = ()
+    """Prompts and what the model has written to them, which trackers with tables or text show."""
 
 
 def step_row(record: Mapping[str, Any]) -> TrackedRow:
@@ -275,7 +277,12 @@ class WandbTracker(Tracker):
         first, self._next = self._next, None
         step, evaluation = row.place
         where = {GLOBAL_STEP: step, **({_EVALUATED: step} if evaluation else {})}
-        self.tracker.log({**where, **row.values}, step=first, commit=True)
+        table: dict[str, Any] = {}
+        if row.samples:
+            import wandb
+
+            table["samples"] = wandb.Table(["step", "prompt", "completion"], [[step, *each] for each in row.samples])
+        self.tracker.log({**where, **row.values, **table}, step=first, commit=True)
 
     def give_up(self, error: BaseException) -> None:
         if not _services():
@@ -384,7 +391,11 @@ class TensorBoardTracker(NotedTracker):
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
 
     def log(self, row: TrackedRow) -> None:
-        self.tracker.log(row.values, step=row.place.step)
+        if row.values:
+            self.tracker.log(row.values, step=row.place.step)
+        for number, (prompt, completion) in enumerate(row.samples):
+            shown = f"**{prompt}**\n\n{completion}"
+            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
         self._note(row.place)
 
 
@@ -424,7 +435,8 @@ class OtherTracker(NotedTracker):
 
     def log(self, row: TrackedRow) -> None:
         self._note(row.place)  # Rather lost in a kill just now than there twice.
-        self.tracker.log(dict(row.values), step=row.place.step)
+        if row.values:
+            self.tracker.log(dict(row.values), step=row.place.step)
 
 
 KINDS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}

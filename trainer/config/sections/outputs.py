@@ -31,6 +31,7 @@ from zeromesh.trainer.config.sections.base import (
     Section,
     Seed,
     Text,
+    Texts,
     tuple_from_list,
 )
 
@@ -149,6 +150,11 @@ class RunSection(Section):
         dict[str, JsonValue] | None, Allowed("a mapping of fields of transformers' GenerationConfig, or null")
     ] = None
     """How it generates, such as max_new_tokens, on top of the model's own generation_config.json."""
+    prompts: Annotated[Text | Texts | None, Allowed("a list of texts, a file of prompts, or null")] = None
+    """Prompts that the model continues while it is trained, by `generation`: a list of texts, or a file of JSON lines as that of
+    `zeromesh generate --prompts`. What it writes goes to the console, to samples.jsonl and to trackers. null: none."""
+    prompts_every: Count | None = None
+    """Steps from one time to the next; null: at evaluations."""
     metric: Text = "loss"
     """The value of an evaluation that says which is best: loss, or one of `compute_metrics`."""
     metric_goal: Literal["auto", "lowest", "highest"] = "auto"

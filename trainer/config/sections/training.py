@@ -69,7 +69,9 @@ def paths_of(source: Any) -> tuple[str, ...]:
     """Return the paths, patterns and names that a `data.train` or `data.eval` consists of; code has none."""
     if isinstance(source, Mapping):
         return tuple(path for each in source.values() for path in paths_of(each))
-    return (source,) if isinstance(source, str) else source if isinstance(source, tuple) else ()
+    if source is None or isinstance(source, NamedFunction):
+        return ()
+    return tuple(source) if isinstance(source, list | tuple) else (source,)
 
 
 class MixturePart(Section):
