@@ -29,6 +29,7 @@ from zeromesh.trainer.config.migration.foreign_names import BY_NAME
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
@@ -199,7 +200,8 @@ class Trainer:
             self.start_times.end("directory")
             run = self.run
             with errors_with_user_keys():
-                report = fit(run, directory)
+                samples = PromptSamples.of(run)
+                report = fit(run, directory, None if samples is None else samples.generate)
         if self.config.hub.push:
             try:
                 self.push_to_hub()

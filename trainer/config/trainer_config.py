@@ -33,6 +33,7 @@ from zeromesh.trainer.config.sections.parallelism import (
     ZeroSection,
 )
 from zeromesh.trainer.config.sections.training import (
+    PICTURES,
     BatchSection,
     DataSection,
     EmaSection,
@@ -259,6 +260,9 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.data.separate_documents is False
         and c.data.packing
         and any(part.format != "text" for part in c.data.parts().values())
+    ),
+    "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
+        c.data.mixture is not None and any(each.format == PICTURES for each in c.data.parts().values())
     ),
     "model.python returns the model, and model.source {c.model.source} is one too; leave one of them out": lambda c: (
         c.model.python is not None and c.model.source is not None

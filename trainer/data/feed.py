@@ -14,6 +14,7 @@ from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
+from zeromesh.trainer.data.pictures import LoadedPictures
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
@@ -34,6 +35,7 @@ class RunData:
     loaded: LoadedData | None
     limited: tuple[str, ...] = ()
     """Lines about evaluation sets of which a part is evaluated."""
+    pictures: LoadedPictures | None = None
 
     def evaluated(self) -> dict[str, MapDataset]:
         """Each evaluation set by the name that error messages use."""
@@ -50,7 +52,14 @@ class RunData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the start of the run."""
-        return (*(self.loaded.notes if self.loaded else ()), *map(Detail, self.limited))
+        read = self.loaded or self.pictures
+        return (*(read.notes if read else ()), *map(Detail, self.limited))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes of labelled text or pictures."""
+        read = self.loaded or self.pictures
+        return read.classes if read else ()
 
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
@@ -66,7 +75,9 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """The Hugging Face tokenizer that has made the text into tokens, to be saved with the model; None: none has."""
+        """What has made tokens or pixels by Hugging Face's code, to be saved with the model; None: nothing has."""
+        if self.pictures is not None:
+            return self.pictures.processor
         tokenizer = self.tokenizer
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
 

@@ -202,7 +202,7 @@ def find_text(
         if saved:
             files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
         elif path.is_dir():
-            keys = _files_below(path)
+            keys = files_below(path)
             files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
         elif path.is_file():
             files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
@@ -223,7 +223,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    keys = filter(_is_portable_source, _files_below(root, _STDLIB_SKIPPED))
+    keys = filter(_is_portable_source, files_below(root, _STDLIB_SKIPPED))
     files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
@@ -284,7 +284,7 @@ def _encoding_of(head: bytes, encoding: str) -> str:
     return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
-def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
     keys: list[str] = []
     for folder, subfolders, names in os.walk(root):

@@ -162,7 +162,7 @@ def _run_through(
         collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
 
     def go_on(done: int, total: int) -> bool:
-        run.console.status(f"evaluating: {done} of {total} batches")
+        run.console.evaluating(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
         if expected >= _MUCH and collector is not None and not collector.told:
             collector.told = True

@@ -8,9 +8,8 @@ from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.evaluation import generation_of, require_metric
-from zeromesh.trainer.loop.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
-from zeromesh.trainer.loop.training_loop import TrainingLoop
+from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
@@ -21,8 +20,8 @@ from zeromesh.trainer.monitoring.step_stats import rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
 
 
-def fit(run: RunContext, directory: RunDirectory) -> FitReport:
-    """Train up to the last step, in a directory that is locked.
+def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None) -> FitReport:
+    """Train up to the last step, in a directory that is locked; `samples` continues prompts meanwhile.
 
     A run that was interrupted goes on where it was; one that has ended says so.
 
@@ -47,7 +46,6 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             # What these refuse is better refused now than at the first evaluation.
             require_metric(run)
             generation_of(run, None, {}, metrics=True)
-        samples = PromptSamples.of(run)
         checkpoints = RunCheckpoints(
             config,
             directory.path,

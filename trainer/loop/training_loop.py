@@ -1,6 +1,7 @@
 """The loop over steps: train, log, evaluate, save, stop in order."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,12 +17,14 @@ from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
-from zeromesh.trainer.loop.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, StepMetrics, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
+
+Samples = Callable[[RunContext], list[dict[str, Any]]]
+"""Continues the prompts of a run, on all ranks; returns `step`, `prompt` and `completion` of each."""
 
 
 @dataclass(kw_only=True)
@@ -35,7 +38,7 @@ class TrainingLoop:
     profile: Profile
     checkpoints: RunCheckpoints
     request: StopRequest
-    samples: PromptSamples | None = None
+    samples: Samples | None = None
     _stragglers: Stragglers = field(default_factory=Stragglers)
     _stopped: int = 0
     """The signal by which some rank was asked to stop."""
@@ -335,7 +338,7 @@ class TrainingLoop:
         if self.samples is None:
             return
         with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
-            lines = self.samples.generate(self.run)
+            lines = self.samples(self.run)
         if self.writer is not None:
             with MetricsWriter(self.writer.path.with_name(SAMPLES)) as file:
                 for line in lines:

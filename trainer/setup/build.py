@@ -27,12 +27,13 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES
+from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
+from zeromesh.trainer.data.pictures import load_pictures
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.text_sources import HUB, find_text
@@ -41,7 +42,7 @@ from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
-from zeromesh.trainer.models.build import check_model, pin_sources, while_posting
+from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
@@ -266,7 +267,7 @@ def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[st
 
 def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
     """The configuration whose model has the classes of labelled text, where it says nothing else."""
-    classes, given = data.loaded.classes if data.loaded is not None else (), config.model.config or {}
+    classes, given = data.classes, config.model.config or {}
     if not classes or "num_labels" in given or "id2label" in given:
         return config
     names: dict[str, Any] = {
@@ -320,6 +321,12 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
+    count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
+    if config.data.format == PICTURES:
+        processor, mode = image_processor(config.model, inputs.model)
+        console.status("looking at the pictures")
+        pictures = while_posting(mesh, lambda: load_pictures(config.data, processor, mode))
+        return _limited(RunData(train=pictures.train, eval=pictures.eval, loaded=None, pictures=pictures), count)
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
         raise ConfigError(
             f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "
@@ -341,7 +348,6 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
     return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), count)
 
 

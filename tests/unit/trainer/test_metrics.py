@@ -209,6 +209,32 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
     assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
+    with Console(terminal) as console:
+        console.evaluating(1, 3)
+        console.evaluating(3, 3)  # Before a run has begun, there is no other bar.
+        alone = terminal.getvalue()
+        console.start(total_steps=10)
+        console.step(metrics(4))
+        for done in range(1, 4):
+            console.evaluating(done, 3)
+            console.note("a line meanwhile")
+        console.step(metrics(5))
+    assert "1/3" in alone
+    assert "4/10" not in alone
+    during = terminal.getvalue()[len(alone) :]
+    assert "2/3" in during
+    assert "evaluating" in during
+    assert during.rindex("evaluating") < during.rindex("5/10")
+    plain = io.StringIO()
+    with Console(plain) as console:
+        console.evaluating(1, 3)
+    assert not plain.getvalue()
+
+
 class Broken(io.StringIO):
     """A stream whose reader has gone."""
 

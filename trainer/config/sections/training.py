@@ -45,7 +45,7 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels"]
+DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels", "pictures"]
 Column = Literal[
     "messages", "prompt", "completion", "tools", "chat_template_kwargs",
     "instruction", "input", "output", "conversations", "system", "label",
@@ -87,6 +87,7 @@ class MixturePart(Section):
 
 AUTO_EVAL_SAMPLES = 256
 EVAL = "data.eval"
+PICTURES = "pictures"
 
 
 class DataSection(Section):
@@ -111,8 +112,9 @@ class DataSection(Section):
     sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
     format: DataFormat = "text"
     """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
-    (alpaca), or conversations of from and value (sharegpt), which become messages; or text and its class (labels), for a
-    model.head of sequence_classification."""
+    (alpaca), or conversations of from and value (sharegpt), which become messages; text and its class (labels), for a
+    model.head of sequence_classification; or folders with a sub-folder of pictures for each class (pictures), for
+    image_classification."""
     columns: Columns = Field(default_factory=dict)
     """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
     instruction, input, output, conversations, system, label), where they have others: `{messages: turns}`."""
