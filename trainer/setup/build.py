@@ -324,6 +324,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
     if config.data.format == PICTURES:
         processor, mode = image_processor(config.model, inputs.model)
+        processor = inputs.processing_class or processor
         console.status("looking at the pictures")
         pictures = while_posting(mesh, lambda: load_pictures(config.data, processor, mode))
         return _limited(RunData(train=pictures.train, eval=pictures.eval, loaded=None, pictures=pictures), count)

@@ -58,9 +58,7 @@ def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -
     finally:
         for place in places:
             sys.path.remove(place)
-        sys.path += [
-            place for place in places if place not in sys.path
-        ]  # Behind all others, for what is imported later.
+        sys.path += [each for each in places if each not in sys.path]  # Behind all others, for later imports.
     for name in path.split("."):
         if not hasattr(found, name):
             file = getattr(sys.modules[module], "__file__", "built in")
