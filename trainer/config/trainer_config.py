@@ -40,7 +40,6 @@ from zeromesh.trainer.config.sections.training import (
     OptimizerSection,
     ScheduleSection,
     TrainSection,
-    paths_of,
 )
 from zeromesh.trainer.config.yaml_reader import plain_scalar
 from zeromesh.trainer.lr_schedule import LRSchedule
@@ -268,7 +267,10 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.model.python is not None and c.model.source is not None
     ),
     "data.train and data.eval: one is Python code and the other text of files; give both as code, or both as files": lambda c: (
-        bool(paths_of(c.data.eval)) if isinstance(c.data.train, NamedFunction) else c.data.evaluates_code
+        any(
+            isinstance(each, NamedFunction) != isinstance(c.data.train, NamedFunction)
+            for each in c.data.evaluated().values()
+        )
     ),
     "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "
     "raise the other": lambda c: c.batch.micro_size > c.batch.global_size,

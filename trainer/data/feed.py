@@ -14,7 +14,6 @@ from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
-from zeromesh.trainer.data.pictures import LoadedPictures
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
@@ -35,7 +34,12 @@ class RunData:
     loaded: LoadedData | None
     limited: tuple[str, ...] = ()
     """Lines about evaluation sets of which a part is evaluated."""
-    pictures: LoadedPictures | None = None
+    classes: tuple[str, ...] = ()
+    """The names of the classes of labelled text or pictures."""
+    processor: Any = None
+    """What has made pixels of pictures."""
+    read: tuple[str, ...] = ()
+    """Lines about how pictures were read."""
 
     def evaluated(self) -> dict[str, MapDataset]:
         """Each evaluation set by the name that error messages use."""
@@ -52,14 +56,7 @@ class RunData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the start of the run."""
-        read = self.loaded or self.pictures
-        return (*(read.notes if read else ()), *map(Detail, self.limited))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes of labelled text or pictures."""
-        read = self.loaded or self.pictures
-        return read.classes if read else ()
+        return (*(self.loaded.notes if self.loaded else self.read), *map(Detail, self.limited))
 
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
@@ -76,10 +73,8 @@ class RunData:
     @property
     def processing_class(self) -> Any:
         """What has made tokens or pixels by Hugging Face's code, to be saved with the model; None: nothing has."""
-        if self.pictures is not None:
-            return self.pictures.processor
         tokenizer = self.tokenizer
-        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else self.processor
 
     def description(self, *, shuffle: bool) -> dict[str, Any]:
         """Describe what a resumed run must have in common: the same samples in the same order, wherever the files are now."""

@@ -6,7 +6,7 @@ cache. A picture is read when its sample is asked for, and becomes `pixel_values
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from zeromesh.errors import DataError, library_errors, some
 from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_of
 from zeromesh.trainer.data.datasets import is_held_out
+from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.text_sources import files_below
 
 _KEY = "data.format"
@@ -44,18 +45,7 @@ class PictureDataset:
         return {"pixel_values": pixels, "labels": torch.tensor(label)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedPictures:
-    """Datasets made of folders of pictures."""
-
-    train: PictureDataset
-    eval: PictureDataset | Mapping[str, PictureDataset] | None
-    classes: tuple[str, ...]
-    processor: Any
-    notes: tuple[str, ...]
-
-
-def load_pictures(section: DataSection, processor: Any, mode: str) -> LoadedPictures:
+def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out, by their names.
 
     Raises:
@@ -81,14 +71,9 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> LoadedPict
         sets[key.removeprefix(f"{EVAL}.")] = PictureDataset(files=numbered, processor=processor, mode=mode)
     train = sets.pop("data.train")
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
-    chosen = sets.get(EVAL, sets or None)
-    return LoadedPictures(
-        train=train,
-        eval=chosen if len(chosen or ()) else None,
-        classes=tuple(classes),
-        processor=processor,
-        notes=notes,
-    )
+    chosen: Any = sets.get(EVAL, sets or None)
+    evaluated = chosen if len(chosen or ()) else None
+    return RunData(train=train, eval=evaluated, loaded=None, classes=tuple(classes), processor=processor, read=notes)
 
 
 def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:

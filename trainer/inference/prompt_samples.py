@@ -52,7 +52,8 @@ class PromptSamples:
             if run.model.processing_class is None:
                 raise ConfigError("need a tokenizer; pass processing_class", where=_KEY)
             tokenizer = PretrainedTokenizer(tokenizer=run.model.processing_class)
-        generation_by(run, section.generation or {}, _KEY).check()
+        generation = generation_by(run, section.generation or {}, _KEY)
+        generation.check()
         with library_errors(_KEY):
             prompts: list[Any] = list(section.prompts)
             if isinstance(section.prompts, str):
@@ -68,6 +69,7 @@ class PromptSamples:
                 ids = torch.tensor([_tokens(given, tokenizer)])
                 batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 check_batch(batch, vocab_size=run.model.feeds.rules.vocab_size, causal=False, indices=[number])
+                generation.inputs(batch, [number])
                 found.append((given if isinstance(given, str) else json.dumps(given, ensure_ascii=False), batch))
         return cls(batches=tuple(found), tokenizer=tokenizer)
 

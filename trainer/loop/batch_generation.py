@@ -113,7 +113,7 @@ class BatchGeneration:
             DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
         """
         whole = bool(self.model.config.is_encoder_decoder)
-        inputs = without_targets(batch) if whole else self._prompts(batch, samples)
+        inputs = self.inputs(batch, samples)
         arguments: dict[str, Any] = {
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
@@ -141,7 +141,10 @@ class BatchGeneration:
     def _beside(self) -> dict[str, Any]:
         return {"tokenizer": self.processing_class} if self.settings.stop_strings else {}
 
-    def _prompts(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
+        """What the model generates from, as `tokens` is given it. Raises `DataError` as that does."""
+        if self.model.config.is_encoder_decoder:
+            return without_targets(batch)
         inputs, lengths = prompts_of(batch, samples, self.padding)
         positions, new = decoder_positions(self.model), self.settings.max_new_tokens or 0
         longest = int(lengths.argmax())

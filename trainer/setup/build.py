@@ -27,7 +27,7 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, PICTURES
+from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, PICTURES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
@@ -323,11 +323,11 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
     if config.data.format == PICTURES:
-        processor, mode = image_processor(config.model, inputs.model)
-        processor = inputs.processing_class or processor
+        made, mode = image_processor(config.model, inputs.model)
         console.status("looking at the pictures")
-        pictures = while_posting(mesh, lambda: load_pictures(config.data, processor, mode))
-        return _limited(RunData(train=pictures.train, eval=pictures.eval, loaded=None, pictures=pictures), count)
+        return _limited(
+            while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode)), count
+        )
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
         raise ConfigError(
             f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "
@@ -342,14 +342,15 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         mesh.post(Activity.IDLE)
         console.status(text)
 
+    trained = {name: part.train for name, part in config.data.parts().items()}
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    elif names := [path for path in config.data.paths() if path.startswith(HUB)]:
+    elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
         while_posting(mesh, lambda: find_text(names, text_field="", where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), count)
+    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded, classes=loaded.classes), count)
 
 
 def _limited(data: RunData, count: int | None) -> RunData:

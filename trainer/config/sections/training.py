@@ -182,15 +182,6 @@ class DataSection(Section):
         given = {name: part.model_dump(exclude={"weight"}, exclude_none=True) for name, part in self.mixture.items()}
         return {name: self.model_copy(update={"mixture": None, **part}) for name, part in given.items()}
 
-    @property
-    def evaluates_code(self) -> bool:
-        """True if Python code returns some of the evaluation data."""
-        return any(isinstance(each, NamedFunction) for each in self.evaluated().values())
-
-    def paths(self) -> list[str]:
-        """The paths, patterns and names of all training and evaluation data."""
-        return [path for part in self.parts().values() for path in paths_of(part.train)] + list(paths_of(self.eval))
-
     def evaluated(self) -> dict[str, Any]:
         """What `eval` names, by the key of each set; empty where it is null."""
         if isinstance(self.eval, Mapping):
