@@ -436,10 +436,11 @@ def _check_settings(
 
 def _require_classes(model: nn.Module, data: RunData) -> None:
     """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of the data."""
-    inside, head = pretrained_of(model), "sequence" if data.tokenizer is not None else "image"
+    inside, text = pretrained_of(model), data.tokenizer is not None
+    what, head = ("labels", "sequence") if text else ("pictures", "image")
     if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
         raise ConfigError(
-            f"the data has classes, and {type(model).__name__} has none of such data; set model.head: {head}_classification",
+            f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: {head}_classification",
             where="data.format",
         )
     if inside.config.num_labels < len(data.classes):

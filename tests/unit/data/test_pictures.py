@@ -105,5 +105,8 @@ def test_a_model_learns_them_and_is_saved_with_their_names(tmp_path: Path) -> No
     with Trainer(config=config) as trainer:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(learnt, abs=1e-5)
     config["model"]["head"] = "base"
-    with pytest.raises(ConfigError, match=r"data.format: the data has classes.* set model.head: image_classification"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.format: pictures are for a model that has classes.* set model.head: image_classification",
+    ):
         Trainer(config=config).evaluate()
