@@ -181,7 +181,7 @@ def samples_prompts(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[s
     mesh.meet("text")
     sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
     how = {"prompts": ["2 times", "7 "], "prompts_every": 2, "generation": {"do_sample": True, "max_new_tokens": 4}}
-    found: dict[str, Any] = {"weights": [], "losses": []}
+    found: dict[str, Any] = {"weights": [], "losses": [], "states": []}
     for name, run in {"with": how, "without": {}}.items():
         config = settings(
             folder,
@@ -190,10 +190,12 @@ def samples_prompts(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[s
             **{**sections, "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})}},
             run={"name": name, "eval_every": 2, **run},
         )
+        torch.manual_seed(3)
         with Trainer(config=config) as trainer:
             report = trainer.fit()
+            found["states"].append(torch.get_rng_state().tolist())
             found["losses"].append(report.losses)
             found["weights"].append({name: each.tolist() for name, each in trainer.state_dict()})
     lines = (Path(folder) / "with" / "samples.jsonl").read_text().splitlines()
-    return {"alike": [found["losses"][0] == found["losses"][1], found["weights"][0] == found["weights"][1]],
-            "lines": [json.loads(line) for line in lines]}  # fmt: skip
+    alike = {name: one == other for name, (one, other) in found.items()}
+    return {"alike": alike, "lines": [json.loads(line) for line in lines]}
