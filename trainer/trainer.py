@@ -29,6 +29,7 @@ from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_con
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
@@ -45,6 +46,7 @@ from zeromesh.trainer.planning.auto import plan_inputs, settle
 from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
+from zeromesh.trainer.setup.named_objects import named_inputs
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.trainer.weights.safetensors_source import quiet_library
@@ -123,8 +125,8 @@ class Trainer:
                 f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not; "
                 "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
             )
-        own_data = train_dataset is not None or eval_dataset is not None
-        unused = _DATA_KEYS if own_data else frozenset[str]()
+        given_data = train_dataset is not None or eval_dataset is not None
+        unused = _DATA_KEYS if given_data else frozenset[str]()
         loaded = model if isinstance(model, nn.Module) and source_of(model) is not None else None
         tunes = None if loaded is None else "adapters" if is_adapted(loaded) else "whole"
         self.config: TrainerConfig = load_config(config, unused=unused, consent=Consent.GIVEN, tunes=tunes)
@@ -132,18 +134,22 @@ class Trainer:
             raise ConfigError(
                 f"train.method: {self.config.train.method} is for `zeromesh train`, which hands the run to TRL"
             )
-        self.events = CallbackDispatcher(self, callbacks or ())
-        self.inputs = UserInputs(
+        inputs = UserInputs(
             model=model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            collate=collator_of(data_collator, processing_class, datasets=own_data),
+            collate=data_collator,
             compute_loss=compute_loss,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
         )
+        inputs, named_callbacks = named_inputs(self.config, inputs)
+        own_data = inputs.train_dataset is not None or inputs.eval_dataset is not None
+        collate = collator_of(inputs.collate, processing_class, datasets=own_data)
+        self.inputs = replace(inputs, collate=collate)
+        self.events = CallbackDispatcher(self, [*(callbacks or ()), *named_callbacks])
         self.hub_model_id: str | None = None
         """The full name of the repository on the Hub, once it is known to be there."""
         self.start_times = StartTimes()
@@ -194,7 +200,8 @@ class Trainer:
             self.start_times.end("directory")
             run = self.run
             with errors_with_user_keys():
-                report = fit(run, directory)
+                samples = PromptSamples.of(run)
+                report = fit(run, directory, None if samples is None else samples.generate)
         if self.config.hub.push:
             try:
                 self.push_to_hub()

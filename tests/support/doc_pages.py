@@ -18,6 +18,7 @@ from workers import Workers
 from zeromesh.checkpoint.format import manifest
 from zeromesh.launch.ssh import read_hosts
 from zeromesh.trainer.cli.train import check_mesh
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.machine_files import read_machine
 
@@ -192,7 +193,7 @@ class Page:
         backends = values.get("tracking", {}).get("backends", [])
         if "tensorboard" in backends and find_spec("tensorboard") is None:
             backends.remove("tensorboard")
-        config = load_config(block.name if block.name and not backends else values)
+        config = load_config(block.name if block.name and not backends else values, consent=Consent.GIVEN)
         if block.ranks > 1:
             check_mesh(config, block.ranks)
 

@@ -121,7 +121,8 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--max-restarts", "N", _natural, again)
     _value(command, "--model", "MODEL", str, "tune this model, a directory or a name on the Hub; needs no CONFIG")
     _value(command, "--data", "FILE", str, "the data to tune it on", action="append")
-    _value(command, "--eval", "FILE", str, "evaluate on this (default: on a part of --data)", dest="evaluation")
+    eval_help = "evaluate on this, or on several of these by name (default: on a part of --data)"
+    _value(command, "--eval", "[NAME=]FILE", str, eval_help, dest="evaluation", action="append")
     _flag(command, "--lora", "train adapters of low rank, not the whole model")
     result = "write the configuration that results, to be changed and trained again"
     _value(command, "--save-config", "FILE", Path, result)

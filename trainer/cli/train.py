@@ -4,6 +4,7 @@
 
 import argparse
 import atexit
+import csv
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.outputs import name_of_file
+from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
@@ -143,8 +146,17 @@ _RESOLVED = "config.resolved.yaml"
 
 _DEFAULTS = "-"
 """The source given in place of a configuration: all defaults, and the keys of the command line."""
-_BY_COLUMN = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
-"""The formats of rows by a column that they alone have."""
+_BY_COLUMN = {
+    "messages": "chat",
+    "conversations": "sharegpt",
+    "instruction": "alpaca",
+    "completion": "pairs",
+    "label": "labels",
+}
+"""The formats of rows by a column that they alone have, or that those before do not have."""
+_HEADS = {"labels": "sequence_classification", PICTURES: "image_classification"}
+"""The heads of formats that are not for language models."""
+_PICTURES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
 def _first_object(path: Path) -> dict[str, Any]:
@@ -153,6 +165,30 @@ def _first_object(path: Path) -> dict[str, Any]:
         found, _ = json.JSONDecoder().raw_decode(file.read(1 << 24).lstrip())
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _format(path: Path) -> str:
+    """Tell the format of data by a folder's pictures, or by the columns of the first row of a file of JSON lines, CSV or TSV."""
+    columns = list(_first_object(path))
+    with suppress(OSError, ValueError):
+        if path.is_dir() and any(each.suffix.lower() in _PICTURES for each in islice(path.glob("*/*"), 1000)):
+            return PICTURES
+        if path.suffix.lower() in (".csv", ".tsv"):
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                columns = next(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","), [])
+    return next((name for column, name in _BY_COLUMN.items() if column in columns), "text")
+
+
+def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
+    """Return `data.eval` of what --eval gives: one path, or several by the names before `=` or those of the files."""
+    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
+        return given[0]
+    sets = {
+        each.partition("=")[0] if "=" in each else name_of_file(each): each.partition("=")[2] or each for each in given
+    }
+    if len(sets) < len(given):
+        raise ConfigError(f"--eval: two of {', '.join(given)} have one name; give NAME=FILE")
+    return sets
 
 
 def _take_start(options: argparse.Namespace) -> None:
@@ -166,18 +202,19 @@ def _take_start(options: argparse.Namespace) -> None:
     if options.config is not None or not (options.model and options.data):
         either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
-    model, row = Path(options.model).expanduser(), _first_object(Path(options.data[0]))
+    model, kind = Path(options.model).expanduser(), _format(Path(options.data[0]).expanduser())
     sizes = _first_object(model / "config.json")
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
-        "data.format": next((name for column, name in _BY_COLUMN.items() if column in row), "text"),
+        "data.format": kind,
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
         "run.epochs": 3,
     }
-    keys |= {"data.eval": options.evaluation} if options.evaluation else {}
+    keys |= {"model.head": _HEADS[kind]} if kind in _HEADS else {}
+    keys |= {"data.eval": _evaluated(options.evaluation)} if options.evaluation else {}
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     options.config, options.tune = _DEFAULTS, True

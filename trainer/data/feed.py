@@ -33,6 +33,12 @@ class RunData:
     loaded: LoadedData | None
     limited: tuple[str, ...] = ()
     """Lines about evaluation sets of which a part is evaluated."""
+    classes: tuple[str, ...] = ()
+    """The names of the classes of labelled text or pictures."""
+    processor: Any = None
+    """What has made pixels of pictures."""
+    read: tuple[str, ...] = ()
+    """Lines about how pictures were read."""
 
     def evaluated(self) -> dict[str, MapDataset]:
         """Each evaluation set by the name that error messages use."""
@@ -49,7 +55,7 @@ class RunData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the start of the run."""
-        return (*(self.loaded.notes if self.loaded else ()), *map(Detail, self.limited))
+        return (*(self.loaded.notes if self.loaded else self.read), *map(Detail, self.limited))
 
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
@@ -65,9 +71,9 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """The Hugging Face tokenizer that has made the text into tokens, to be saved with the model; None: none has."""
+        """What has made tokens or pixels by Hugging Face's code, to be saved with the model; None: nothing has."""
         tokenizer = self.tokenizer
-        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else self.processor
 
     def description(self, *, shuffle: bool) -> dict[str, Any]:
         """Describe what a resumed run must have in common: the same samples in the same order, wherever the files are now."""

@@ -172,7 +172,8 @@ def find_text(
     it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
     file that is not text, and a source without files.
     """
-    if spec == STDLIB:
+    paths = [spec] if isinstance(spec, str | Path) else list(spec)
+    if paths == [STDLIB]:
         return stdlib_source()
     try:
         "".encode(encoding)
@@ -180,7 +181,6 @@ def find_text(
         raise DataError(
             f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
         ) from error
-    paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
@@ -202,7 +202,7 @@ def find_text(
         if saved:
             files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
         elif path.is_dir():
-            keys = _files_below(path)
+            keys = files_below(path)
             files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
         elif path.is_file():
             files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
@@ -223,7 +223,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    keys = filter(_is_portable_source, _files_below(root, _STDLIB_SKIPPED))
+    keys = filter(_is_portable_source, files_below(root, _STDLIB_SKIPPED))
     files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
@@ -284,7 +284,7 @@ def _encoding_of(head: bytes, encoding: str) -> str:
     return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
-def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
     keys: list[str] = []
     for folder, subfolders, names in os.walk(root):
@@ -315,12 +315,6 @@ def _is_text(file: SourceFile) -> bool:
 def _form(name: str) -> Form:
     inside = name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in _UNPACKED else name
     return _ROW_FORMATS.get(Path(inside).suffix.lower(), "text")
-
-
-def names_of_hub(specs: Sequence[str | Sequence[str] | None]) -> list[str]:
-    """Those of all paths, or lists of paths, that are datasets of the Hub."""
-    paths = [path for spec in specs for path in ([spec] if isinstance(spec, str) else spec or [])]
-    return [path for path in paths if path.startswith(HUB)]
 
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:

@@ -258,6 +258,27 @@ def check_model(section: ModelSection) -> None:
         read_configuration(section, directory)
 
 
+def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
+    """Return what makes pictures into a model's pixels, its own or ViT's for its size, and the mode of pictures that it takes.
+
+    Raises:
+        ConfigError: for an image processor of the model's directory that cannot be loaded.
+    """
+    directory = None if section.source is None or model is not None else directory_of(section.source, section.revision)
+    made = getattr(model, "config", None) if model is not None else read_configuration(section, directory)[0]
+    mode = "L" if getattr(made, "num_channels", 3) == 1 else "RGB"
+    if directory is not None and (directory / "preprocessor_config.json").is_file():
+        with _library_errors("model.source"):
+            own = transformers.AutoImageProcessor.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=section.trust_remote_code
+            )
+        return own, mode
+    size = getattr(made, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    kinds: dict[str, Any] = {} if mode == "RGB" else {"image_mean": [0.5], "image_std": [0.5]}
+    return transformers.ViTImageProcessorPil(size={"height": height, "width": width}, **kinds), mode
+
+
 @contextmanager
 def _library_errors(where: str, before: str = "") -> Iterator[None]:
     """Raise what the library raises in the block as a `ConfigError` of the key `where`, whose text follows `before`."""

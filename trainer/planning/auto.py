@@ -116,7 +116,7 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
         )
     best = plan.best.estimate
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
-    return with_layout(config, best.layout, free).with_notes((*config.notes, note)), best
+    return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
 
 
 def plan_inputs(
@@ -164,7 +164,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Sub
     built = build_whole_model(inputs.model, config, None)
     if config.model.lora is not None:
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-    mode, smoothing = config.model.loss, config.run.label_smoothing
+    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
     loss = make_loss(built.model, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
     if inputs.train_dataset is None:
         return Subject(built.model, loss, config, tokens_of(config), device=device)

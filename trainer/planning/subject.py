@@ -103,7 +103,7 @@ class Subject:
         built = build_model(config.model, config.run.seed, None if named is None else load_tokenizer(named))
         if config.model.lora is not None:
             built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-        loss = make_loss(built.model, mode=config.model.loss, smoothing=config.run.label_smoothing)
+        loss = make_loss(built.model, mode=config.model.loss_mode, smoothing=config.run.label_smoothing)
         return cls(built.model, loss, config, tokens_of(config), device=device)
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules, is_library, masking_collator
-from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -91,8 +90,8 @@ def build_trained_model(
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
-    if data.loaded is not None and data.loaded.classes:
-        _require_classes(model, data.loaded)
+    if data.classes:
+        _require_classes(model, data)
     if data.loaded is not None:
         console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
     changes = ExitStack()
@@ -114,7 +113,7 @@ def build_trained_model(
         console.status("trying the loss on a small copy")
         loss = make_loss(
             model,
-            mode=config.model.loss,
+            mode=config.model.loss_mode,
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
         )
@@ -429,22 +428,22 @@ def _check_settings(
             )
 
 
-def _require_classes(model: nn.Module, loaded: LoadedData) -> None:
-    """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of labelled text."""
-    inside = pretrained_of(model)
-    if inside is None or not type(inside).__name__.endswith("ForSequenceClassification"):
+def _require_classes(model: nn.Module, data: RunData) -> None:
+    """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of the data."""
+    inside, text = pretrained_of(model), data.tokenizer is not None
+    what, head = ("labels", "sequence") if text else ("pictures", "image")
+    if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
         raise ConfigError(
-            f"labels are for a model that has classes of texts, and {type(model).__name__} has none; set model.head: "
-            "sequence_classification",
+            f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: {head}_classification",
             where="data.format",
         )
-    if inside.config.num_labels < len(loaded.classes):
+    if inside.config.num_labels < len(data.classes):
         raise ConfigError(
-            f"num_labels is {inside.config.num_labels}, and the text has {len(loaded.classes)} classes",
+            f"num_labels is {inside.config.num_labels}, and the data has {len(data.classes)} classes",
             where="model.config",
         )
-    if getattr(inside.config, "pad_token_id", None) is None:
-        inside.config.pad_token_id = loaded.tokenizer.padding
+    if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
+        inside.config.pad_token_id = data.tokenizer.padding
 
 
 def _cut_to(config: TrainerConfig) -> int | None:

@@ -74,3 +74,19 @@ def test_a_model_with_weights_has_the_defaults_of_tuning(tmp_path: Path) -> None
     assert Trainer(loaded).config.optimizer.lr == 2e-5
     fresh = tf.LlamaForCausalLM(loaded.config.__class__(**SIZES, num_key_value_heads=2))
     assert Trainer(fresh).config.optimizer.lr == 3e-4
+
+
+def test_pictures_and_labels_are_recognised_and_sets_have_names(tmp_path: Path) -> None:
+    (tmp_path / "all" / "cat").mkdir(parents=True)
+    (tmp_path / "all" / "cat" / "1.JPG").touch()
+    (tmp_path / "rows.csv").write_text("text,label\ngood,1\n")
+    model, table = str(directory(tmp_path)), str(tmp_path / "rows.csv")
+    config = load_config(None, parsed("--model", model, "--data", str(tmp_path / "all")).overrides)
+    assert (config.data.format, config.model.head) == ("pictures", "image_classification")
+    sets = ("--eval", table, "--eval", f"other={tmp_path / 'all'}")
+    config = load_config(None, parsed("--model", model, "--data", table, *sets).overrides)
+    assert (config.data.format, config.model.head) == ("labels", "sequence_classification")
+    assert config.data.eval == {"rows": table, "other": str(tmp_path / "all")}
+    assert load_config(None, parsed("--model", model, "--data", table, "--eval", table).overrides).data.eval == table
+    with pytest.raises(ConfigError, match=r"--eval: two of .* have one name; give NAME=FILE"):
+        parsed("--model", model, "--data", table, "--eval", table, "--eval", table)

@@ -106,7 +106,7 @@ def test_labels_that_cannot_be_learnt_are_refused(tmp_path: Path, words: str) ->
     with pytest.raises(ConfigError, match=r"data\.format: labels are for a model that has classes"):
         trained(tmp_path, model={"config": LLAMA}, data=data)
     few = {"config": {**BERT, "num_labels": 1}, "head": "sequence_classification"}
-    with pytest.raises(ConfigError, match="num_labels is 1, and the text has 2 classes"):
+    with pytest.raises(ConfigError, match="num_labels is 1, and the data has 2 classes"):
         trained(tmp_path, model=few, data=data)
     (tmp_path / "eval.jsonl").write_text('{"text": "w1", "label": "c"}\n')
     with pytest.raises(DataError, match=r"data\.eval .* classes that the training text does not have: c"):
