@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from doc_commands import CommandError, Reader, commands
 from doc_pages import UNDER_TORCHRUN, Page, write_files
 from doc_walk import SKIPPED, Walk, why_skipped
+from programs import Programs
 from workers import Workers
 
 from zeromesh.errors import ConfigError, LayoutError
@@ -42,6 +44,13 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/quickstart"
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    found = Programs(tmp_path_factory.mktemp("programs"))
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -56,9 +65,9 @@ def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path) -> None:
+def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path, programs: Programs) -> None:
     """As it is written, by a shell, and each program on one rank and then on two."""
-    Walk(page, tmp_path, run).go()
+    Walk(page, tmp_path, run, programs).go()
 
 
 def test_what_a_walk_leaves_out() -> None:

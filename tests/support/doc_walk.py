@@ -12,6 +12,7 @@ from pathlib import Path
 
 from doc_blocks import ROOT, Block, blocks_of, links, scripts_of
 from doc_commands import PLACEHOLDER, commands
+from programs import Programs
 
 SKIPPED = {
     r"^make (?!train)|^pip install": "it installs packages, which needs the network, or is this test",
@@ -39,10 +40,10 @@ def why_skipped(line: str) -> str:
 class Walk:
     """A page in its folder. `run` is a small run, which stands for those that other pages make.
 
-    `skipped` has the lines that were not run, with their reasons.
+    Its programs come from `programs`. `skipped` has the lines that were not run, with their reasons.
     """
 
-    def __init__(self, page: str, folder: Path, run: Path) -> None:
+    def __init__(self, page: str, folder: Path, run: Path, programs: Programs) -> None:
         self._page, self._folder, self._run = page, folder, run
         self.skipped: dict[str, str] = {}
         self._server: subprocess.Popen[bytes] | None = None
@@ -50,7 +51,7 @@ class Walk:
             (folder / name).symlink_to(ROOT / name)
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "home").mkdir()
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        path = os.pathsep.join([str(programs.bin), str(Path(sys.executable).parent), os.environ["PATH"]])
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
             "PATH": path,

@@ -35,8 +35,10 @@ from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.text_sources import first_columns
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -148,12 +150,20 @@ _BY_COLUMN = {"messages": "chat", "conversations": "sharegpt", "instruction": "a
 """The formats of rows by a column that they alone have."""
 
 
-def _first_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file begins with; an empty one where there is none."""
-    with suppress(OSError, ValueError, RecursionError), path.expanduser().open(encoding="utf-8") as file:
-        found, _ = json.JSONDecoder().raw_decode(file.read(1 << 24).lstrip())
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; an empty one where there is none."""
+    with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
+        found = json.loads(file.read(1 << 24))
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _head(sizes: dict[str, Any]) -> Head:
+    """Return the task that the first architecture of a config.json is made for; causal_lm where it names none."""
+    names = sizes.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    ends = {head: of.removeprefix("AutoModel") for head, of in AUTO_CLASSES.items() if head != "base"}
+    return next((head for head, end in ends.items() if name.endswith(end)), "causal_lm")
 
 
 def _take_start(options: argparse.Namespace) -> None:
@@ -167,13 +177,17 @@ def _take_start(options: argparse.Namespace) -> None:
     if options.config is not None or not (options.model and options.data):
         either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
-    model, row = Path(options.model).expanduser(), _first_object(Path(options.data[0]))
-    sizes = _first_object(model / "config.json")
+    model, columns = Path(options.model).expanduser(), first_columns(options.data)
+    sizes = _json_object(model / "config.json")
+    head, form = _head(sizes), next((name for column, name in _BY_COLUMN.items() if column in columns), "text")
+    if "label" in columns and head in ("sequence_classification", "masked_lm"):
+        head, form = "sequence_classification", "labels"
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
-        "data.format": next((name for column, name in _BY_COLUMN.items() if column in row), "text"),
+        "data.format": form,
+        "model.head": head,
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
         "run.epochs": 3,
