@@ -18,7 +18,7 @@ import pytest
 import yaml
 from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from doc_commands import CommandError, Reader, commands
-from doc_pages import UNDER_TORCHRUN, Page, write_files
+from doc_pages import Page, write_files
 from doc_walk import SKIPPED, Walk, why_skipped
 from programs import Programs
 from workers import Workers
@@ -88,17 +88,6 @@ def test_what_a_walk_leaves_out() -> None:
         "zeromesh plan small.yaml --ranks 8 --device h100",
     ):
         assert why_skipped(line) == ""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", UNDER_TORCHRUN)
-def test_a_program_that_makes_process_groups(name: str, tmp_path: Path) -> None:
-    (found,) = (script for page in PAGES for script in scripts_of(page) if script.name == name)
-    (tmp_path / name).write_text(found.code, encoding="utf-8")
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name, UNDER_TORCHRUN[name]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
 
 
 # What stands in the text

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from doc_blocks import ROOT, Block, blocks_of, links, scripts_of
 from doc_commands import PLACEHOLDER, commands
+from doc_pages import UNDER_TORCHRUN
 from programs import Programs
 
 SKIPPED = {
@@ -86,6 +87,8 @@ class Walk:
                     alone = [] if script.ranks > 1 else [f"python {script.name}"]
                     own = re.search(r"if __name__|init_process_group|OpenAI\(", script.code)
                     beside = [] if own else [f"torchrun --nproc-per-node {max(2, script.ranks)} {script.name}"]
+                    if script.name in UNDER_TORCHRUN:
+                        alone, beside = [], [f"torchrun --nproc-per-node 2 {script.name} {UNDER_TORCHRUN[script.name]}"]
                     for line in [*alone, *beside]:
                         self._run_line(block.where, line, 0)
         finally:

@@ -21,6 +21,7 @@ from zeromesh.environment import (
     BEGAN,
     INTERFACE,
     LaunchEnvironment,
+    available_cores,
     command_began,
     die_with_launcher,
     kept_environment,
@@ -35,10 +36,10 @@ from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns
+from zeromesh.trainer.data.text_sources import first_columns, format_of
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -146,8 +147,6 @@ _RESOLVED = "config.resolved.yaml"
 
 _DEFAULTS = "-"
 """The source given in place of a configuration: all defaults, and the keys of the command line."""
-_BY_COLUMN = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
-"""The formats of rows by a column that they alone have."""
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -156,14 +155,6 @@ def _json_object(path: Path) -> dict[str, Any]:
         found = json.loads(file.read(1 << 24))
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def _head(sizes: dict[str, Any]) -> Head:
-    """Return the task that the first architecture of a config.json is made for; causal_lm where it names none."""
-    names = sizes.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    ends = {head: of.removeprefix("AutoModel") for head, of in AUTO_CLASSES.items() if head != "base"}
-    return next((head for head, end in ends.items() if name.endswith(end)), "causal_lm")
 
 
 def _take_start(options: argparse.Namespace) -> None:
@@ -179,7 +170,9 @@ def _take_start(options: argparse.Namespace) -> None:
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, columns = Path(options.model).expanduser(), first_columns(options.data)
     sizes = _json_object(model / "config.json")
-    head, form = _head(sizes), next((name for column, name in _BY_COLUMN.items() if column in columns), "text")
+    ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
+    head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
+    form = format_of(columns)
     if "label" in columns and head in ("sequence_classification", "masked_lm"):
         head, form = "sequence_classification", "labels"
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
@@ -215,7 +208,10 @@ def run_train(options: argparse.Namespace) -> int:
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
     config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
     if options.save_config is not None and not options.worker:
-        write_whole(options.save_config.expanduser(), config.to_yaml().encode())
+        saved, text = options.save_config.expanduser(), config.to_yaml().encode()
+        if saved.is_file() and saved.read_bytes() != text:
+            raise ConfigError(f"--save-config {saved}: another file is there; name a new one, or remove it")
+        write_whole(saved, text)
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
@@ -257,6 +253,9 @@ def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) ->
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
     """
     wanted: int | None = options.nproc
+    most = max(64, 8 * available_cores())
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
     if environment.launcher != "torchrun" and environment.world_size == 1:
         return wanted or 1
     if wanted is not None and wanted != environment.local_world_size:

@@ -332,7 +332,6 @@ def _override_shown(path: str, equals: str, text: str) -> str:
 
 def _override_hint(path: str, equals: str, text: str) -> str:
     """Say what the person may have meant by a word that is no override."""
-    value = shown(path, text).strip("'") if equals else "VALUE"
     field = known_paths().get(path)
     section = section_of(field) if field is not None else None
     if section is not None:
@@ -342,7 +341,9 @@ def _override_hint(path: str, equals: str, text: str) -> str:
     near = suggestion(path)
     if near and near.startswith(NO_KEY):
         return near
-    return f"did you mean {near.partition(' ')[0]}={value}?" if near else "write section.key=value"
+    # Another trainer's key may have other values.
+    given = "" if path.lower() in BY_NAME else f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
+    return f"did you mean {near}{given}?" if near else "write section.key=value"
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:

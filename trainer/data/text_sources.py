@@ -217,6 +217,12 @@ def find_text(
     return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
 
 
+def format_of(columns: Collection[str]) -> str:
+    """Return the `data.format` of rows by a column that they alone have; text where there is none."""
+    by_column = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
+    return next((form for column, form in by_column.items() if column in columns), "text")
+
+
 def first_columns(paths: Sequence[str]) -> frozenset[str]:
     """Return the names of the columns of the first row of some files; none of text, and none where there is no such row."""
     with suppress(DataError):
@@ -382,37 +388,31 @@ def _batches(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     """Yield a few rows at a time as columns. Raises `DataError` where the file cannot be read as what its name says."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
-    read = {"json": _json_rows, "csv": _csv_rows, "tsv": _csv_rows}.get(file.form, _library_rows)
     try:
-        yield from read(file)
-    except (ValueError, TypeError, KeyError, OSError, RecursionError, csv.Error) as error:
-        if isinstance(error, DataError):
-            raise
+        if file.form in ("arrow", "parquet"):
+            import datasets
+
+            # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
+            path = str(file.path)
+            found = (
+                datasets.Dataset.from_file(path)
+                if file.form
+                == "arrow"  # The library reads the other as a pattern, and takes its first group's rows at once.
+                else datasets.IterableDataset.from_parquet(glob.escape(path), batch_size=_ROWS_AT_ONCE)
+            )
+            yield from found.iter(_ROWS_AT_ONCE)
+        else:
+            yield from _json_rows(file) if file.form == "json" else _csv_rows(file)
+    except DataError:
+        raise
+    except Exception as error:  # whatever libraries make of a damaged file
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
-
-
-def _library_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    import datasets
-
-    # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
-    try:
-        if file.form == "arrow":
-            found = datasets.Dataset.from_file(str(file.path))
-        else:  # The library reads a path as a pattern, and takes the rows of a first group, of which there may be none.
-            found = datasets.IterableDataset.from_parquet(glob.escape(str(file.path)), batch_size=_ROWS_AT_ONCE)
-        yield from found.iter(_ROWS_AT_ONCE)
-    except datasets.exceptions.DatasetsError as error:
-        raise ValueError(summary(error)) from error
 
 
 def _cure(columns: Collection[str], cure: str) -> str:
     """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
-    known = {"chat": {"messages"}, "pairs": {"prompt", "completion"}, "alpaca": {"instruction", "output"}}
-    known["sharegpt"] = {"conversations"}
-    for form, names in known.items():
-        if names <= set(columns):
-            return f"set data.format: {form}"
-    return cure
+    form = format_of(columns)
+    return cure if form == "text" else f"set data.format: {form}"
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:

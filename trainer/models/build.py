@@ -126,6 +126,8 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
             f"{Path(source).expanduser()} is not a directory on this machine, and cannot be the name of a model on the Hub",
             where=where,
         )
+    if Path(source).expanduser().is_file():
+        raise ConfigError(f"{source!r} is a file; give the directory that it is in", where=where)
     try:
         found = huggingface_hub.snapshot_download(
             source,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import datasets
+import numpy as np
 import pytest
 from workers import Workers
 
