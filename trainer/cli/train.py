@@ -253,8 +253,7 @@ def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) ->
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
     """
     wanted: int | None = options.nproc
-    most = max(64, 8 * available_cores())
-    if wanted is not None and wanted > most:
+    if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
         raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
     if environment.launcher != "torchrun" and environment.world_size == 1:
         return wanted or 1

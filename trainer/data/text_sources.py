@@ -226,9 +226,8 @@ def format_of(columns: Collection[str]) -> str:
 def first_columns(paths: Sequence[str]) -> frozenset[str]:
     """Return the names of the columns of the first row of some files; none of text, and none where there is no such row."""
     with suppress(DataError):
-        for file in find_text(paths, text_field="", where="data.train").files:
-            if file.form != "text":
-                return frozenset(next(_batches(file), {}))
+        files = (file for file in find_text(paths, text_field="", where="data.train").files if file.form != "text")
+        return frozenset(next(chain.from_iterable(map(_batches, files)), {}))
     return frozenset()
 
 
@@ -371,12 +370,10 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (),
     """Yield the rows of a file, streamed: no copy in a cache folder, and memory for a few rows."""
     number = 0
     for batch in _batches(file):
-        where = f"{str(file.path)!r} row {number}"
-        missing = [name for name in wanted if name not in batch]
-        if missing:
-            raise DataError(
-                f"{where} has no field {missing[0]!r}, only {', '.join(map(repr, batch))}; {_cure(batch, cure)}"
-            )
+        if missing := [name for name in wanted if name not in batch]:
+            only = ", ".join(map(repr, batch))
+            where = f"{str(file.path)!r} row {number}"
+            raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {_cure(batch, cure)}")
         there = [*wanted, *(name for name in optional if name in batch)]
         for values in zip(*(batch[name] for name in there), strict=True):
             where = f"{str(file.path)!r} row {number}"
@@ -393,13 +390,10 @@ def _batches(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
             import datasets
 
             # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
-            path = str(file.path)
-            found = (
-                datasets.Dataset.from_file(path)
-                if file.form
-                == "arrow"  # The library reads the other as a pattern, and takes its first group's rows at once.
-                else datasets.IterableDataset.from_parquet(glob.escape(path), batch_size=_ROWS_AT_ONCE)
-            )
+            if file.form == "arrow":
+                found: Any = datasets.Dataset.from_file(str(file.path))
+            else:  # The library reads it as a pattern. Its own size of a batch is that of the first group of rows, maybe 0.
+                found = datasets.IterableDataset.from_parquet(glob.escape(str(file.path)), batch_size=_ROWS_AT_ONCE)
             yield from found.iter(_ROWS_AT_ONCE)
         else:
             yield from _json_rows(file) if file.form == "json" else _csv_rows(file)
@@ -425,10 +419,8 @@ def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
     for row in reader:
         if None in row:
-            raise DataError(
-                f"{str(file.path)!r} line {reader.line_num} has more fields than the first line has names; put a text that "
-                f"holds {mark!r} between double quotes"
-            )
+            where = f"{str(file.path)!r} line {reader.line_num}"
+            raise DataError(f"{where} has more fields than the first one has names; quote a text that holds {mark!r}")
         yield {name: [value] for name, value in row.items()}
 
 

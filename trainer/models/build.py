@@ -121,13 +121,11 @@ def _load_code_in_turn(directory: Path, mesh: Mesh) -> None:
 
 
 def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where: str, download: bool) -> Path:
-    if not REPOSITORY.fullmatch(source):
+    if Path(source).expanduser().is_file() or not REPOSITORY.fullmatch(source):
         raise ConfigError(
             f"{Path(source).expanduser()} is not a directory on this machine, and cannot be the name of a model on the Hub",
             where=where,
         )
-    if Path(source).expanduser().is_file():
-        raise ConfigError(f"{source!r} is a file; give the directory that it is in", where=where)
     try:
         found = huggingface_hub.snapshot_download(
             source,

@@ -191,7 +191,7 @@ def test_csv_of_other_countries_and_csv_without_quotes(tmp_path: Path) -> None:
     section = DataSection(train=str(tmp_path / "a.csv"), sequence_length=4, eval_fraction=0.0)
     assert bytes(load_datasets(section).train.tokens.tolist()) == b"hello, y"
     with pytest.raises(
-        DataError, match=r"b\.csv' line 3 has more fields than the first line has names; put a text .* ','"
+        DataError, match=r"b\.csv' line 3 has more fields than the first one has names; quote a text .* ','"
     ):
         load_datasets(section.model_copy(update={"train": str(tmp_path / "b.csv")}))
 
