@@ -172,15 +172,13 @@ def _take_start(options: argparse.Namespace) -> None:
     sizes = _json_object(model / "config.json")
     ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
     head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
-    form = format_of(columns)
-    if "label" in columns and head in ("sequence_classification", "masked_lm"):
-        head, form = "sequence_classification", "labels"
+    labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
-        "data.format": form,
-        "model.head": head,
+        "data.format": "labels" if labelled else format_of(columns),
+        "model.head": "sequence_classification" if labelled else head,
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
         "run.epochs": 3,
