@@ -25,8 +25,11 @@ from zeromesh.trainer.planning.machine_files import read_machine
 TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out each time, on as many ranks as they say, and whose programs on one rank and then on
 two. The walk through all pages (doc_walk.py) takes longer."""
-_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2", "data.eval_samples=8"
+_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2"
 """What `make train` runs, but for how long."""
+_LONG = {"--model", "configs/quickstart.yaml"}
+_SHORTER = "data.sequence_length=64", "data.eval_samples=8"
+"""What a `train` of `_LONG` is given besides: its sequences would take most of the time of all pages."""
 _SLOW = {"--measure", "parallel=auto", "data.eval_samples=null"}
 """Words of commands that the walk alone carries out."""
 UNDER_TORCHRUN = {"order.py": "two"}
@@ -264,6 +267,7 @@ class Page:
 
     def _commanded(self, words: list[str]) -> dict[str, Any]:
         trains = words[0] in ("train", "evaluate") and "--nproc" in words
+        words = [*words, *_SHORTER] if words[0] == "train" and _LONG & {*words} else words
         size = int(words[words.index("--nproc") + 1]) if trains else 1
         found: dict[str, Any] = self._workers.run(size, "doc_cases:commanded", words=words, folder=str(self.folder))[0]
         assert "Traceback" not in found["err"], found["err"]

@@ -16,7 +16,6 @@ from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSp
 from zeromesh.checkpoint.io.file_slices import TensorShard, cut_at_grid
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import places_of
-from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
@@ -79,7 +78,7 @@ class FrozenWeights:
             def differing() -> list[str]:
                 return [shard.spec.name for shard in shards if not self._is_same(reader, shard)]
 
-            rows = together(mesh.world, "comparison of frozen weights", differing, CheckpointError)
+            rows = mesh.world.all_or_raise("comparison of frozen weights", differing, CheckpointError)
             others = frozen.intersection(chain(*rows))
             kept = tuple(each for each in reader.manifest.tensors if each.spec.name in frozen - others)
             size = human_bytes(sum(each.spec.nbytes for each in kept))
@@ -103,13 +102,14 @@ class FrozenWeights:
         aliases = [(alias, name) for alias, name in holdings.aliases().items() if name in frozen]
 
         def look() -> str:
-            if mesh.rank or self._directory is None:
+            if self._directory is None:
                 return ""
             tensors = _stored(self._engine.model, self._directory, specs, aliases)
             records = {path: _record(self._directory, path, mesh) for path in {each.path for each in tensors}}
             return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json().decode()
 
-        text = together(mesh.world, "reading the source of frozen weights", look, CheckpointError)[0]
+        what = "reading the source of frozen weights"
+        text = mesh.world.all_or_raise(what, look, CheckpointError, first=True)[0]
         manifest = manifests.parse(Path("source of frozen weights"), text.encode()) if text else NOTHING
         reader = CheckpointReader(Path(), checked=False, manifest=manifest)
         reader.source = self._directory or reader.source

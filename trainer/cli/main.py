@@ -29,6 +29,7 @@ from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init,
 from zeromesh.trainer.cli.serve import run_serve
 from zeromesh.trainer.cli.status import run_status, run_trace
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
+from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
 _DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -88,6 +89,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         dashed = [word.lstrip("-") for word in unknown if "." in word.partition("=")[0]]
         hint = f"; keys of the configuration have no dashes: {' '.join(dashed)}" if dashed else ""
+        words = [word.partition("=")[0].lstrip("-").replace("-", "_").lower() for word in unknown]
+        hint += "".join(f"; {word} is here the key {BY_NAME[word]}" for word in words if word in BY_NAME)
         parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest

@@ -4,7 +4,6 @@
 
 import argparse
 import atexit
-import csv
 import gc
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 from zeromesh.environment import (
     BEGAN,
     INTERFACE,
+    available_cores,
     command_began,
     kept_environment,
     python_arguments,
@@ -35,9 +35,11 @@ from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached,
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.text_sources import first_columns, format_of
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -146,37 +148,15 @@ _RESOLVED = "config.resolved.yaml"
 
 _DEFAULTS = "-"
 """The source given in place of a configuration: all defaults, and the keys of the command line."""
-_BY_COLUMN = {
-    "messages": "chat",
-    "conversations": "sharegpt",
-    "instruction": "alpaca",
-    "completion": "pairs",
-    "label": "labels",
-}
-"""The formats of rows by a column that they alone have, or that those before do not have."""
-_HEADS = {"labels": "sequence_classification", PICTURES: "image_classification"}
-"""The heads of formats that are not for language models."""
 _PICTURES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
-def _first_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file begins with; an empty one where there is none."""
-    with suppress(OSError, ValueError, RecursionError), path.expanduser().open(encoding="utf-8") as file:
-        found, _ = json.JSONDecoder().raw_decode(file.read(1 << 24).lstrip())
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; an empty one where there is none."""
+    with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
+        found = json.loads(file.read(1 << 24))
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def _format(path: Path) -> str:
-    """Tell the format of data by a folder's pictures, or by the columns of the first row of a file of JSON lines, CSV or TSV."""
-    columns = list(_first_object(path))
-    with suppress(OSError, ValueError):
-        if path.is_dir() and any(each.suffix.lower() in _PICTURES for each in islice(path.glob("*/*"), 1000)):
-            return PICTURES
-        if path.suffix.lower() in (".csv", ".tsv"):
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                columns = next(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","), [])
-    return next((name for column, name in _BY_COLUMN.items() if column in columns), "text")
 
 
 def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
@@ -202,18 +182,26 @@ def _take_start(options: argparse.Namespace) -> None:
     if options.config is not None or not (options.model and options.data):
         either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
-    model, kind = Path(options.model).expanduser(), _format(Path(options.data[0]).expanduser())
-    sizes = _first_object(model / "config.json")
+    model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
+    sizes = _json_object(model / "config.json")
+    if first.is_dir() and any(each.suffix.lower() in _PICTURES for each in islice(first.glob("*/*"), 1000)):
+        kind, head = PICTURES, "image_classification"
+    else:
+        columns = first_columns(options.data)
+        ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
+        head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
+        labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
+        kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
         "data.format": kind,
+        "model.head": head,
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
         "run.epochs": 3,
     }
-    keys |= {"model.head": _HEADS[kind]} if kind in _HEADS else {}
     keys |= {"data.eval": _evaluated(options.evaluation)} if options.evaluation else {}
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
@@ -233,7 +221,10 @@ def run_train(options: argparse.Namespace) -> int:
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
     config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
     if options.save_config is not None and not options.worker:
-        write_whole(options.save_config.expanduser(), config.to_yaml().encode())
+        saved, text = options.save_config.expanduser(), config.to_yaml().encode()
+        if saved.is_file() and saved.read_bytes() != text:
+            raise ConfigError(f"--save-config {saved}: another file is there; name a new one, or remove it")
+        write_whole(saved, text)
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
@@ -266,6 +257,8 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
     """
     environment, wanted = read_environment(), options.nproc
+    if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
+        raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
     if environment.launcher != "torchrun" and environment.world_size == 1:
         return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:

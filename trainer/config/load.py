@@ -404,17 +404,20 @@ def _override_shown(path: str, equals: str, text: str) -> str:
 
 def _override_hint(path: str, equals: str, text: str) -> str:
     """Say what the person may have meant by a word that is no override."""
-    value = shown(path, text).strip("'") if equals else "VALUE"
     field = known_paths().get(path)
     section = section_of(field) if field is not None else None
     if section is not None:
         return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
     if field is not None:
         return f"it has no value; write {path}=VALUE"
-    near = suggestion(path)
-    if near and near.startswith(NO_KEY):
-        return near
-    return f"did you mean {near.partition(' ')[0]}={value}?" if near else "write section.key=value"
+    # Another trainer's key may have other values.
+    given = "" if path.lower() in BY_NAME else f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
+    return _meant(suggestion(path), given) or "write section.key=value"
+
+
+def _meant(near: str | None, value: str = "") -> str:
+    """Say what a suggestion is: a key that may be meant, with a value, or why there is none; empty without a suggestion."""
+    return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
@@ -506,13 +509,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         near = suggestion(path)
         parent = known_paths().get(path.rpartition(".")[0])
         beside = (section_of(parent) if parent else None) or TrainerConfig
-        hint = (
-            near
-            if near and near.startswith(NO_KEY)
-            else f"did you mean {near}?"
-            if near
-            else f"allowed are {', '.join(beside.model_fields)}"
-        )
+        hint = _meant(near) or f"allowed are {', '.join(beside.model_fields)}"
         if "." in keys[-1]:
             hint = "a file nests keys: write the section, and the key inside it"
         got = "" if isinstance(value, dict) else f" (got {shown(path, value)})"

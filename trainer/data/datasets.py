@@ -173,6 +173,8 @@ class _DatasetLoader:
         kept, held = text.kept, text.held
         if section.format == "labels" and not self.classes:
             names = set(text.remarks["labels"])
+            if len(names) == 1:  # Of one class, transformers makes a regression.
+                raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
             self.classes.extend(
                 sorted(names, key=int if all(re.fullmatch(r"\d{1,9}", each) for each in names) else str)
             )
@@ -376,6 +378,8 @@ class _DatasetLoader:
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
     ) -> tuple[ConversationDataset, str]:
         length, counts = section.sequence_length, Counter(text.remarks["counts"])
+        if not counts["rows"]:
+            raise DataError(f"{where} has no rows")
         if not amount.documents:
             raise DataError(
                 f"{where} holds {counts['rows']} rows, and none has a target of the loss in its first {length} tokens; raise "

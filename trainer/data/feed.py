@@ -60,7 +60,8 @@ class RunData:
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
         what = f"sequences of {self.loaded.train.sequence_length} tokens" if self.loaded else "samples"
-        text = "a stream" if isinstance(self.train, StreamedDataset) else f"{len(self.train or ()):,} {what}"
+        train = () if self.train is None else self.train
+        text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"
         count = sum(map(len, self.evaluated().values()))
         return f"{text}; {count:,} for evaluation" + (" (data.eval_samples)" if self.limited else "") if count else text
 

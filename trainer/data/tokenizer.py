@@ -337,7 +337,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
     with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        return PretrainedTokenizer(tokenizer=tokenizer)
+        found = PretrainedTokenizer(tokenizer=tokenizer)
+        found.decode(found.encode_prompt("a"))  # Some of what is wrong in its files shows when it is called.
+        return found
 
 
 _UNFINISHED = "�"

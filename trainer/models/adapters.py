@@ -6,6 +6,7 @@ their attributes: PEFT itself is imported only where adapters are made.
 """
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -118,7 +119,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
         modules_to_save=None if head in _LANGUAGE else _heads(base),
     )
     try:
-        with seeded_cpu(seed, "adapters"):
+        with seeded_cpu(seed, "adapters"), warnings.catch_warnings(action="ignore", category=FutureWarning):
             model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
     except INITIALISER_ERRORS as error:
         reason = str(error).splitlines()[0]

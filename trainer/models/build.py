@@ -125,7 +125,7 @@ def _load_code_in_turn(directory: Path, mesh: Mesh) -> None:
 
 
 def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where: str, download: bool) -> Path:
-    if not REPOSITORY.fullmatch(source):
+    if Path(source).expanduser().is_file() or not REPOSITORY.fullmatch(source):
         raise ConfigError(
             f"{Path(source).expanduser()} is not a directory on this machine, and cannot be the name of a model on the Hub",
             where=where,

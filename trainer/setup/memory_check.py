@@ -80,7 +80,7 @@ class _Host:
                 others += [f"{human_bytes(needs.disk)} of disk"] if needs.disk else []
                 yield f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}, and {' and '.join(others)}"
                 break
-        yield "make the model smaller"
+        yield "make the model smaller (model.config)"
         more = "ranks" if is_accelerator(self.device) else "hosts"
         yield f"use more {more}" if options.stage else f"use more {more} with a zero.stage above 0"
 

@@ -146,8 +146,8 @@ def test_a_directory_is_read_in_order_of_names_without_hidden_and_binary_files(t
 def test_text_in_another_encoding_is_refused_until_it_is_named(tmp_path: Path) -> None:
     """With the file, the byte and the key, for text and for rows; also behind the first piece of a file, and in the last one."""
     text = "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440"
-    for name, before in (("a.txt", ""), ("b.txt", "x" * 1_500_000), ("c.csv", "text\n"), ("d.jsonl", '{"text": "')):
-        behind = '"}\n' if name == "d.jsonl" else ""
+    for name, before in (("a.txt", ""), ("b.txt", "x" * 1_500_000), ("c.csv", 'text\n"'), ("d.jsonl", '{"text": "')):
+        behind = {"c.csv": '"', "d.jsonl": '"}\n'}.get(name, "")
         (tmp_path / name).write_bytes(f"{before}{text}{behind}".encode("koi8-r"))
         section = text_section(train=tmp_path / name)
         with pytest.raises(DataError, match=rf"{name}' is not utf-8: byte {len(before):,} .*; set data\.encoding"):

@@ -204,6 +204,10 @@ def test_tokenizers_that_libraries_fail_on(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DataError, match=r"data\.tokenizer .* cannot be loaded"):
             load_tokenizer(tmp_path)
+    path.write_text(whole)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "model_max_length": "x"}))
+    with pytest.raises(DataError, match=r"data\.tokenizer .* cannot be loaded: .*'>' not supported"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
