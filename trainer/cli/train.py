@@ -163,9 +163,8 @@ def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
     """Return `data.eval` of what --eval gives: one path, or several by the names before `=` or those of the files."""
     if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
         return given[0]
-    sets = {
-        each.partition("=")[0] if "=" in each else name_of_file(each): each.partition("=")[2] or each for each in given
-    }
+    split = [each.rpartition("=") for each in given]
+    sets = {name or name_of_file(path): path for name, _, path in split}
     if len(sets) < len(given):
         raise ConfigError(f"--eval: two of {', '.join(given)} have one name; give NAME=FILE")
     return sets

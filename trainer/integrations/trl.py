@@ -81,6 +81,11 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     for key, value in {"optimizer.name": "adamw", "model.activation_checkpointing": "block"}.items():
         if keys.get(key, value) not in (value, "none"):
             problems.append(f"{key}: {keys[key]} is not to be had from TRL; allowed is {value}")
+    problems += [
+        f"data.{name}: TRL's trainers read files here, and neither Python code nor several sets by name"
+        for name in ("train", "eval")
+        if not isinstance(getattr(config.data, name), str | tuple | None)
+    ]
     if config.train.method == "grpo" and "max_length" in found:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
     found |= dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas", ()), strict=False))

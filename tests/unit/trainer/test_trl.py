@@ -115,3 +115,10 @@ def test_the_configuration_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     trl.train(load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2"]))
     assert (tmp_path / "dpo/model/config.json").is_file()
+
+
+def test_rows_of_code_and_several_sets_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"data.train: TRL's trainers read files here"):
+        arguments(data={"train": {"python": "a:b"}, "tokenizer": "bytes"})
+    with pytest.raises(ConfigError, match=r"data.eval: TRL's trainers read files here"):
+        arguments(data={"eval": {"a": "README.md"}, "tokenizer": "bytes"})
