@@ -22,7 +22,7 @@ from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.planner import Planner
 from zeromesh.trainer.planning.report import plan_json, plan_lines
 from zeromesh.trainer.planning.subject import Subject
-from zeromesh.units.plan import plan_model
+from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import predict_memory
 
 _MODEL = {
@@ -69,6 +69,14 @@ def test_states_are_those_of_the_formula(subject: Subject) -> None:
     for purpose in (Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENTS, Purpose.GRADIENT_BUCKETS):
         # Small blocks are units of their own here, whose buckets are filled up each.
         assert estimate.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
+
+
+def test_units_follow_each_other_as_in_the_whole_model(subject: Subject) -> None:
+    """Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding."""
+    model = build_model(_config().model, 0, load_tokenizer("bytes")).model
+    rules = GroupRules(subject.zero.optimizer).group_of
+    whole = plan_model(model, subject.zero.precision.compute, rules, ModelCuts(chunks=2))
+    assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole.units]
 
 
 def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
