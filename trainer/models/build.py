@@ -21,7 +21,6 @@ import torch
 import transformers
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -40,6 +39,7 @@ from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
+from zeromesh.zero.hooks import parameters_made
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -229,7 +229,7 @@ def _bounded(made: Any) -> Iterator[None]:
         named = ", ".join(f"{name} {value}" for name, value in most)
         return ConfigError(f"the model would have {size}; its largest numbers are {named}", where="model.config")
 
-    def count(_module: Any, _name: str, parameter: Any) -> None:
+    def count(parameter: torch.nn.Parameter | None) -> None:
         nonlocal total
         total += 0 if parameter is None else parameter.numel()
         if 2 * total > _MOST_MEMORIES * memory > 0:
@@ -237,15 +237,13 @@ def _bounded(made: Any) -> Iterator[None]:
         if time.process_time() - began > _MOST_SECONDS:
             raise refused(f"parts that take more than {_MOST_SECONDS} s to describe")
 
-    hook = register_module_parameter_registration_hook(count)
     try:
-        yield
+        with parameters_made(count):
+            yield
     except RuntimeError as error:
         if "overflow" in str(error):  # Of the bytes of one weight.
             raise refused("a weight of more than 2**63 bytes") from error
         raise
-    finally:
-        hook.remove()
 
 
 def check_model(section: ModelSection) -> None:

@@ -298,7 +298,7 @@ def edited(mesh: Mesh, folder: str) -> dict[str, Any]:
 
     class Change(Callback):
         def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 1:
+            if step == 2:
                 engine = trainer.run.model.require_engine()
                 with engine.loading(averaged_updates=0):
                     engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})

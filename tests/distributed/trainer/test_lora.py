@@ -173,8 +173,9 @@ def test_checkpoints_name_frozen_weights_in_their_source(workers: Workers, tmp_p
     assert "put the file back as it was" in said
     assert main(["checkpoint", "verify", str(tmp_path / "auto")]) == 1
     file.unlink()
+    checkpoint = tmp_path / "auto/checkpoints/step-00000004"
     with pytest.raises(CheckpointError, match=f"{file} cannot be read.*put the file back"):
-        export_checkpoint(tmp_path / "auto", tmp_path / "none", "keep", Console(), merge=True)
+        export_checkpoint(checkpoint, tmp_path / "none", "keep", Console(), merge=True)
 
 
 def test_frozen_weights_that_are_not_those_of_the_source_are_written(workers: Workers, tmp_path: Path) -> None:
