@@ -77,6 +77,7 @@ _KINDS = (
     ),
     (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
     (r"\w+ cannot be cut into pipeline stages: ", ""),
+    (r".*gives a document other values .*?\(by (.*?), an? (\w+),.*", r"documents are mixed by \1 (\2)"),
     (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
     (r"\.\d+(?=\.|\b)", ".*"),
     (r"\b[A-Z]\w+(For\w+|LMHeadModel\w*|Model|MTModel)\b", "the model"),
