@@ -18,7 +18,8 @@ _HEAD = """# Supported models
 
 Every type of transformers {transformers} that can be built small was trained for two steps on two ranks, beside plain PyTorch
 {torch} in one process with the same weights, in float64: the losses and every parameter by name are equal to 1e-7 of the way that
-it went, or the layout is refused before the first step. {commits}. One command makes this page, and trains what has no result yet:
+it went, or the layout is refused before the first step. {commits}.
+One command makes this page, and trains what has no result yet:
 
 ```sh
 python scripts/zoo.py
@@ -60,7 +61,7 @@ def page(lines: Sequence[Line]) -> str:
 def _commits(lines: Sequence[Line]) -> str:
     """Which commits the results are of."""
     counts = Counter(line.get("commit") or "unknown" for line in lines)
-    return "It was so at commit " + " and ".join(f"{name} ({count:,} results)" for name, count in counts.most_common())
+    return "It was so at commit " + ", ".join(f"{name} ({count:,} results)" for name, count in counts.most_common())
 
 
 def _sign(line: Line | None, reasons: dict[str, int]) -> str:
@@ -77,6 +78,7 @@ _KINDS = (
     ),
     (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
     (r"\w+ cannot be cut into pipeline stages: ", ""),
+    (r".*gives a document other values .*?\(by (.*?), an? (\w+),.*", r"documents are mixed by \1 (\2)"),
     (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
     (r"\.\d+(?=\.|\b)", ".*"),
     (r"\b[A-Z]\w+(For\w+|LMHeadModel\w*|Model|MTModel)\b", "the model"),

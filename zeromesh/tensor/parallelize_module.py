@@ -189,7 +189,7 @@ class Parallelized:
         for attention, division in self.plan.attentions.items():
             module = self._model.get_submodule(attention)
             own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
-            for name in _BIASES & taken.keys():
+            for name in {"alibi", "position_bias"} & taken.keys():
                 self._set(module, "forward", partial(_with_biases, module.forward, name, own, division.queries))
 
     def _share_sequence(self, shares: SequenceShares) -> None:
@@ -220,9 +220,6 @@ class Parallelized:
                         "set parallel.sequence: false"
                     )
                 self._set(module, "forward", partial(_route, module.forward, shares))
-
-
-_BIASES = {"alibi", "position_bias"}
 
 
 def _with_biases(forward: Callable[..., Any], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:

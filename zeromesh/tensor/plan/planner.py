@@ -155,6 +155,7 @@ _QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
 _KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 _FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
+_OF_HEADS = re.compile(r"(q|k|v|query|key|value)_embed(s|dings?)?")
 _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
 _SCALED = re.compile(
     r"def forward\(self, (\w+)[^)]*\)[^:]*:\s+return super\(\)\.forward\(\1\) \* self\.\w+(\.to\(self\.weight\.dtype\))?"
@@ -293,6 +294,8 @@ class _Planner:
         """Plan norms of single heads, which plans may have forgotten, and sinks; anything else an attention holds must be known."""
         for parent in self.attentions:
             attention = self.modules[parent]
+            if whole := [each for each in inspect.signature(attention.forward).parameters if _OF_HEADS.fullmatch(each)]:
+                raise LayoutError(f"{parent}: its argument {whole[0]} is of all heads; set parallel.tensor: 1")
             for leaf, child in attention.named_children():
                 name = f"{parent}.{leaf}"
                 if _NORM.fullmatch(leaf) and name not in self.styles and any(True for _ in child.parameters()):
