@@ -45,7 +45,7 @@ from zeromesh.trainer.data.tokenizer import (
 )
 from zeromesh.trainer.formatting import Detail, human_bytes
 
-_VERSION = 3
+_VERSION = 4
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
 
 _LARGE = 16 << 20
