@@ -190,6 +190,11 @@ def _take_start(options: argparse.Namespace) -> None:
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
+        if "label" in columns and not labelled:
+            _hint(
+                f"the column label is not read: {model} is no classifier (for one: data.format=labels "
+                "model.head=sequence_classification)"
+            )
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {

@@ -177,11 +177,18 @@ def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL)
     return int((labels != ignored).sum())
 
 
-def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: bool, indices: Sequence[int]) -> None:
-    """Raise `DataError` for ids that the vocabulary does not have: an embedding would read past its end.
+def check_batch(
+    batch: Mapping[str, Any],
+    *,
+    vocab_size: int | None,
+    causal: bool,
+    indices: Sequence[int],
+    classes: int | None = None,
+) -> None:
+    """Raise `DataError` for token ids that the vocabulary does not have, and labels of classes that the model does not have.
 
-    `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100. `indices`
-    are the dataset indices of the batch's samples. None as `vocab_size`: the model has no vocabulary.
+    `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100; those of a classifier are in
+    [0, classes). `indices` are the dataset indices of the batch's samples. None as `vocab_size` or `classes`: the model has none.
     """
     inputs, labels = batch.get("input_ids"), batch.get("labels")
     if causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
@@ -189,26 +196,33 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
             f"labels of samples {some(indices, 8)} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
             f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
         )
-    if vocab_size is None:
-        return
-    for field in ("input_ids", "labels") if causal else ("input_ids",):
+    for field, size in {"input_ids": vocab_size, "labels": vocab_size if causal else classes}.items():
         ids = batch.get(field)
-        if not isinstance(ids, Tensor) or ids.numel() == 0:
+        if size is None or not isinstance(ids, Tensor) or ids.numel() == 0:
             continue
+        what, cure = (
+            f"vocabulary has {size} tokens (ids",
+            "use the tokenizer that belongs to the model, or raise vocab_size",
+        )
+        if field == "labels" and not causal:
+            what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
+        if ids.is_floating_point() and field == "labels" and ids.ndim > 1 and not causal:
+            continue  # Each sample may be of several classes.
         if ids.is_floating_point():
-            raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}; token ids are integers")
-        wrong = (ids < 0) | (ids >= vocab_size)
+            advice = "; a model with num_labels 1 takes numbers" if field == "labels" and not causal else ""
+            raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}, and have to be integers{advice}")
+        wrong = (ids < 0) | (ids >= size)
         if field == "labels":
             wrong &= ids != IGNORED_LABEL
         if bool(wrong.any()):
             where = tuple(int(coordinate) for coordinate in wrong.nonzero()[0])
-            known = ids.ndim > 1 and ids.shape[0] == len(indices)
+            known = ids.ndim > 0 and ids.shape[0] == len(indices)
             sample = f"sample {indices[where[0]]}" if known else f"one of samples {some(indices, 8)}"
+            place = where[1:] if known else where
             raise DataError(
-                f"{sample}: {field}{list(where[1:] if known else where)} is {int(ids[where])}, but the "
-                f"model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1}"
+                f"{sample}: {field}{list(place) if place else ''} is {int(ids[where])}, but the model's {what} 0 to {size - 1}"
                 + (f", and {IGNORED_LABEL} for no target)" if field == "labels" else ")")
-                + "; use the tokenizer that belongs to the model, or raise vocab_size in model.config"
+                + f"; {cure} in model.config"
             )
 
 
@@ -220,6 +234,7 @@ class BatchRules:
     """The user's data collator; None: `default_collate`."""
     vocab_size: int | None = None
     causal: bool = False
+    classes: int | None = None
     fields: frozenset[str] | None = None
     """Fields of a batch that the model's forward accepts; None: any."""
     reduced: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
@@ -245,7 +260,8 @@ class BatchRules:
                 f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
                 "mapping of the model's argument names to tensors"
             )
-        check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices)
+        limits = {"vocab_size": self.vocab_size, "classes": self.classes}
+        check_batch(batch, **limits, causal=self.causal, indices=indices)
         return dict(batch) if self.cut_to is None else without_padding(batch, self.cut_to)
 
     def _reduced(self, sample: Any, index: int) -> Any:

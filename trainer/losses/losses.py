@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -58,6 +58,8 @@ class Loss:
     """Lines that the run prints about how the loss counts and computes."""
     causal: bool = False
     """True if the model predicts the next token, so that its first label is no target."""
+    classes: int | None = None
+    """The number of classes of which each label is one; None where labels are something else."""
     last_count: int | Tensor = 0
     """Targets of the batch that was computed last. Where the forward has counted them on a device it is a scalar there, which
     nobody has read."""
@@ -144,7 +146,9 @@ def _task_loss(model: Any) -> Loss | None:
     """The loss of a task that needs no trial; None for a language model, and for what nothing is known of."""
     kind, config, arguments = getattr(model, "loss_type", None), model.config, _forward_arguments(model)
     if kind in _LABELLED or type(model).__name__.endswith(_LABELLED_CLASSES):
-        return _label_loss(model, causal=False)
+        single = getattr(config, "problem_type", None) in (None, "single_label_classification")
+        classes = config.num_labels if kind in _LABELLED and single and config.num_labels > 1 else None
+        return replace(_label_loss(model, causal=False), classes=classes)
     if "_loss_function" in vars(model):
         return None
     # Answers may also be classes (of a picture), or be searched for with beams and a loss of several parts.
@@ -168,6 +172,12 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     else:
         with quiet_library():
             verdict = examine(model, known)
+    if verdict.sees_later:
+        raise ConfigError(
+            f"{type(model).__name__} is to predict the next token and sees it (a trial shows): its logits depend on later tokens. "
+            "Set is_decoder: true in model.config, if it has that, or model.head: masked_lm",
+            where="model.head",
+        )
     if verdict.causal is None:
         return _example_loss(f"{whose} ({verdict.reason})")
     notes: list[str] = []

@@ -37,6 +37,8 @@ class Verdict:
     """The change that the model makes to its logits before its loss."""
     auxiliary: bool = False
     """True if the loss has terms that are no mean over targets (auxiliary losses of experts)."""
+    sees_later: bool = False
+    """True if logits depend on tokens after them, those that the loss asks for among them."""
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
@@ -53,6 +55,8 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
     small.config.output_router_logits = auxiliary
     if causal is None:
         return Verdict(causal=None, reason="its loss is a mean over neither labels nor shifted labels")
+    if causal and _sees_later(small):
+        return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
     if auxiliary:
         auxiliary = not _is_mean_over(small, causal)
     unlike = _unlike_its_class(model)
@@ -65,6 +69,18 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
         reason = reason or found  # The trial of the loss function, which is the first, says why.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
+
+
+def _sees_later(small: Any) -> bool:
+    """Return True if another last token changes the logits before it, in a model that reads the tokens that it is trained on."""
+    ids = _inputs(small).get("input_ids")
+    if ids is None or small.config.is_encoder_decoder:
+        return False
+    other = ids.clone()
+    other[:, -1] = torch.where(ids[:, -1] == 1, 2, 1)
+    with InFloat64(), torch.no_grad():
+        one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
+    return not torch.allclose(one, two, rtol=1e-9, atol=1e-9)
 
 
 def _unlike_its_class(model: Any) -> str:

@@ -137,6 +137,7 @@ def build_trained_model(
                 collate=inputs.collate,
                 vocab_size=forward.vocab_size,
                 causal=loss.causal,
+                classes=loss.classes,
                 fields=forward.fields,
                 reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
                 cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,

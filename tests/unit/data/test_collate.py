@@ -112,6 +112,23 @@ def test_ids_past_the_vocabulary_are_named(batch: dict[str, torch.Tensor], words
     check_batch(batch, vocab_size=None, causal=True, indices=[7, 8])
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (
+            [0, 5],
+            r"sample 8: labels is 5, but the model's head has 3 classes \(labels 0 to 2, and -100 for no target\)",
+        ),
+        ([-1, 0], r"sample 7: labels is -1"),
+        ([[0, -100, 3], [1, 2, 0]], r"sample 7: labels\[2\] is 3"),
+        ([0.0, 1.0], "labels of samples 7, 8 are torch.float32, and have to be integers; a model with num_labels 1"),
+    ],
+)
+def test_labels_past_the_classes_are_named(labels: list[Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        check_batch({"labels": torch.tensor(labels)}, vocab_size=None, causal=False, indices=[7, 8], classes=3)
+
+
 def test_class_labels_are_not_token_ids() -> None:
     batch = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([50])}
     check_batch(batch, vocab_size=10, causal=False, indices=[0])

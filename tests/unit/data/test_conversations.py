@@ -250,7 +250,7 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [
-        ([{"conversations": []}], {}, "row 0 has no field 'messages', only 'conversations'; set data.columns"),
+        ([{"conversations": []}], {}, "row 0 has no field 'messages', only 'conversations'; set data.format: sharegpt"),
         (
             [{"messages": []}],
             {"format": "pairs"},

@@ -471,3 +471,22 @@ def test_a_model_that_changes_its_logits_otherwise_than_its_copy_is_refused(chan
     model.config.logits_scaling, model.config.final_logit_softcapping = 3.0, 2.0
     with pytest.raises(PhaseError, match=r"a factor of .* a small copy of it by a factor of .* model\.loss: native"):
         loss(model, batch, seed=1.0)
+
+
+@pytest.mark.parametrize("kind", [tf.BertLMHeadModel, tf.RobertaForCausalLM])
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: Any) -> None:
+    def made(*, decodes: bool) -> Any:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return kind(kind.config_class(**sizes, intermediate_size=48, is_decoder=decodes))
+
+    with pytest.raises(ConfigError, match=r"model\.head: .* to predict the next token and sees it.*is_decoder: true"):
+        make_loss(made(decodes=False))
+    assert make_loss(made(decodes=True)).causal
+
+
+@pytest.mark.parametrize(("labels", "kind", "classes"), [(3, None, 3), (1, None, None), (3, "regression", None)])
+def test_a_classifier_knows_its_classes(labels: int, kind: str | None, classes: int | None) -> None:
+    config = tf.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_labels=labels)
+    config.problem_type = kind
+    with torch.device("meta"):
+        assert make_loss(tf.BertForSequenceClassification(config)).classes == classes
