@@ -11,6 +11,8 @@ from multiprocessing.connection import Client, Connection
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from zeromesh.environment import read_environment
 from zeromesh.mesh import process_mesh
 from zeromesh.mesh.mesh_shape import MeshShape
@@ -36,6 +38,7 @@ def serve(address: str, options: dict[str, Any]) -> None:
         reply: dict[str, Any]
         try:
             mesh = mesh or join(options)
+            torch.manual_seed(0)  # Whatever ran before, all ranks begin a case alike.
             begun = simulated.begin() if simulated else 0
             reply = {"result": find(request["case"])(mesh, **request["arguments"])}
             if simulated:
