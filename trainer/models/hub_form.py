@@ -44,6 +44,9 @@ class Group:
     """The tensors that they become, by name, on the meta device."""
 
 
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
 class HubNames:
     """The names that tensors of a model have on the hub. `note` says why names stay as they are, where nothing is known."""
 
@@ -106,8 +109,22 @@ class HubNames:
             ) from error
         return reverted
 
+    def convert(self, weights: Named, groups: Iterable[Group]) -> Named:
+        """Yield what `weights`, `(name, tensor)` of all members of the groups, are on the hub.
 
-Named = Iterator[tuple[str, torch.Tensor]]
+        Tensors that are converted together are kept until the last of them has come.
+        """
+        group_of = {name: group for group in groups for name in group.names}
+        waiting: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in weights:
+            group = group_of[name]
+            if not group.converted:
+                yield next(iter(group.outputs)), tensor
+                continue
+            parts = waiting.setdefault(id(group), {})
+            parts[name] = tensor if len(group.names) == 1 else tensor.clone()
+            if len(parts) == len(group.names):
+                yield from self.revert(waiting.pop(id(group))).items()
 
 
 class HubForm:
@@ -169,7 +186,9 @@ class HubForm:
         if self._why_not:
             raise ConfigError(self._why_not)
         try:
-            yield from self._converted(_in_dtype(self._in_files(self._merged(weights)), dtype))
+            merged = self._in_files(self._merged(weights))
+            typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
+            yield from self._names.convert(typed, self._groups)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
@@ -178,8 +197,13 @@ class HubForm:
         return HubNames(self._library_model)
 
     @cached_property
-    def _group_of(self) -> dict[str, Group]:
-        return {name: group for group in self._names.groups(self._tensors) for name in group.names}
+    def _groups(self) -> list[Group]:
+        return self._names.groups(self._tensors)
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The tensors that `of` yields, by name, on the meta device in the model's own dtypes."""
+        return {name: tensor for group in self._groups for name, tensor in group.outputs.items()}
 
     def _in_files(self, weights: Named) -> Named:
         """Yield those weights of the model without adapters that are in files, by their names there."""
@@ -209,23 +233,6 @@ class HubForm:
                             "one cannot be merged into both; leave the layer out of the adapters' targets"
                         )
                     yield f"{layer}.{leaf}", merged
-
-    def _converted(self, weights: Named) -> Named:
-        waiting: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in weights:
-            group = self._group_of[name]
-            if not group.converted:
-                yield next(iter(group.outputs)), tensor
-                continue
-            parts = waiting.setdefault(id(group), {})
-            parts[name] = tensor if len(group.names) == 1 else tensor.clone()
-            if len(parts) == len(group.names):
-                yield from self._names.revert(waiting.pop(id(group))).items()
-
-
-def _in_dtype(weights: Named, dtype: torch.dtype) -> Named:
-    for name, tensor in weights:
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _names_in_files(model: nn.Module, prefix: str, inside: Any) -> dict[str, str]:

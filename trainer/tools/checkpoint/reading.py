@@ -1,5 +1,5 @@
 """The contents of checkpoints, as text for a person or as JSON (`zeromesh checkpoint list` and `inspect`), and what the tools for
-checkpoints share: what a path on the command line means, counters, and reading elements.
+checkpoints share: what a path on the command line means, counters, and reading tensors.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,8 +26,7 @@ from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds,
 from zeromesh.trainer.monitoring.console import Console
 
 WINDOW_BYTES = 32 << 20
-"""Bytes of elements that are in memory at once."""
-_Item = TypeVar("_Item")
+"""Bytes of tensors that are read at once."""
 
 
 def store_at(path: Path) -> CheckpointStore:
@@ -69,37 +68,27 @@ def part_text(reader: CheckpointReader) -> str:
     return f" (part {index + 1} of {count})" if count > 1 else ""
 
 
-def windows(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Yield items in order, as many at a time as fit into the memory that is used at once by their bytes, or one."""
-    batch: list[_Item] = []
-    filled = 0
-    for item in items:
-        size = size_of(item)
-        if batch and filled + size > WINDOW_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(item)
-        filled += size
-    if batch:
-        yield batch
+def read_tensors(
+    reader: CheckpointReader, tensors: Iterable[StoredTensor], moved: Callable[[int], object]
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """Yield tensors of a checkpoint with their values, verified: as many are read at once as fit into a window, or one.
 
-
-def read_elements(
-    reader: CheckpointReader, parts: Sequence[tuple[StoredTensor, int, int]], moved: Callable[[int], object]
-) -> list[torch.Tensor]:
-    """Read `count` elements from `first` on of each `(tensor, first, count)`, 1-D in the stored dtype. `moved` gets their bytes.
-
-    Raises:
-        CheckpointError: where the checkpoint is damaged.
+    `moved` gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged.
     """
-    found = [torch.empty(count, dtype=tensor.spec.dtype) for tensor, _, count in parts]
-    targets = [
-        PlacedValues.stored(tensor, first, TieredTensor.of(memory))
-        for (tensor, first, _), memory in zip(parts, found, strict=True)
-    ]
-    reader.read(targets, lambda: None)
-    moved(sum(each.nbytes for each in found))
-    return found
+    window: list[tuple[StoredTensor, torch.Tensor]] = []
+    nbytes = 0
+    for tensor in (*tensors, None):
+        if window and (tensor is None or nbytes + tensor.spec.nbytes > WINDOW_BYTES):
+            reader.read(
+                [PlacedValues.stored(stored, 0, TieredTensor.of(values.view(-1))) for stored, values in window],
+                lambda: None,
+            )
+            moved(nbytes)
+            yield from window
+            window, nbytes = [], 0
+        if tensor is not None:
+            nbytes += tensor.spec.nbytes
+            window.append((tensor, torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)))
 
 
 class Throughput:
