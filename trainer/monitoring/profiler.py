@@ -28,7 +28,6 @@ from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.sections.outputs import ProfileSection
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "profile"
@@ -118,7 +117,6 @@ def _write(profiler: profile, path: Path) -> None:
         packed.replace(path)
 
 
-_LARGEST = 30
 _WORDS = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 """How allocators say it, whose errors are of no kind of their own."""
 
@@ -164,7 +162,7 @@ _CURES = (
 
 
 def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
-    """Count the bytes of this rank: of the process, by tier and purpose, and the largest buffers.
+    """Count the bytes of this rank: of the process, and by tier and purpose.
 
     `uncounted` is what the process holds beside: activations, the libraries, and what is private to other people's code.
     """
@@ -172,7 +170,7 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
     on_device = is_accelerator(mesh.device)
     if on_device:
         process |= {f"device_{what}": nbytes for what, nbytes in asdict(device_memory(mesh.device)).items()}
-    found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}, "largest": []}
+    found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}}
     if engine is None:
         return found
     ledger = engine.ledger
@@ -183,25 +181,4 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
     held = process.get("device_allocated") or process["resident"]
     counted = ledger.total(Tier.DEVICE) if on_device else ledger.total()
     found |= {"counted": counted, "counted_peak": ledger.peak(), "uncounted": max(0, held - counted)}
-    found["largest"] = _largest(engine)
     return found
-
-
-def _largest(engine: ZeroEngine) -> list[dict[str, Any]]:
-    """The largest buffers of units: whose, what for, and their bytes."""
-    rows: list[tuple[int, str, str]] = []
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            if bucket.buffer.persistent or unit.phase is not Phase.RESTING:
-                rows.append((bucket.nbytes, unit.name, f"gathered parameters, {unit.phase.value}"))
-            if not (bucket.buffer.persistent and bucket.master.dtype == bucket.dtype):  # Else they are among these.
-                rows.append((bucket.master.nbytes, unit.name, "master weights"))
-            optimizer = engine.optimizer_of(bucket)
-            rows.append((optimizer.nbytes if optimizer is not None else 0, unit.name, "optimizer moments"))
-            for what, tensor in (
-                ("gradient shard", bucket.grad),
-                ("gradients summed over microbatches", bucket.partial),
-            ):
-                rows.append((0 if tensor is None else tensor.nbytes, unit.name, what))
-    rows.sort(key=lambda row: -row[0])
-    return [{"bytes": nbytes, "unit": unit, "what": what} for nbytes, unit, what in rows[:_LARGEST] if nbytes]
