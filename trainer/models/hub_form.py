@@ -152,7 +152,11 @@ class HubForm:
         """Layers with adapters, and modules of which adapters train a copy."""
         self._layer_of: dict[str, str] = {}
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
-        self._name_of = _names_in_files(model, self._prefix, inside)
+        tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
+        self._name_of = {
+            first: name for name, first in canonical_names(model).items() if first in tied and name not in tied
+        }
+        """The names that parameters with several names have in files, by their first ones."""
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
         """Tensors that the model computes anew where it is loaded, such as positions."""
         if is_adapted(model):
@@ -233,12 +237,6 @@ class HubForm:
                             "one cannot be merged into both; leave the layer out of the adapters' targets"
                         )
                     yield f"{layer}.{leaf}", merged
-
-
-def _names_in_files(model: nn.Module, prefix: str, inside: Any) -> dict[str, str]:
-    """The names that parameters with several names have in files, by their first ones: not those that are tied to another."""
-    tied = {f"{prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
-    return {first: name for name, first in canonical_names(model).items() if first in tied and name not in tied}
 
 
 def _is_adapter(module: Any) -> bool:

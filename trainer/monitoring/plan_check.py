@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -11,9 +11,6 @@ from typing import Any
 from zeromesh.offload import Purpose, Tier
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.monitoring.plan_comparison import UNCOUNTED
-
-TOLERANCE = 0.15
-"""The part of what was measured by which a plan may be off before it says which term was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +43,7 @@ class PlanCheck:
             self._phases[phase].append(phases.get(phase, 0.0))
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
-        """The comparison for a line of metrics: `[predicted, measured]` of each term, and the term that was most off.
+        """The comparison for a line of metrics: `[predicted, measured]` of each term.
 
         `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
         """
@@ -63,8 +60,6 @@ class PlanCheck:
             "phases": {name: pair for name, pair in phases.items() if any(pair)},
             "memory": tiers,
             "peak": highest,
-            "most_off": _most_off(seconds, phases) if off_by(seconds) > TOLERANCE else None,
-            "most_off_memory": _most_off(highest, tiers[Tier.DEVICE.value]) if off_by(highest) > TOLERANCE else None,
         }
         return self.result
 
@@ -82,15 +77,3 @@ class PlanCheck:
 
     def _middle(self, values: list[float]) -> float:
         return median(values[1:] or values or [0.0])
-
-
-def off_by(pair: Sequence[float]) -> float:
-    """The part of what was measured by which the prediction in a pair of both is off."""
-    predicted, measured = pair
-    return abs(predicted - measured) / measured if measured else 0.0
-
-
-def _most_off(whole: Sequence[float], terms: Mapping[str, Sequence[float]]) -> str:
-    """The term whose difference makes up most of that of the whole."""
-    sign = 1 if whole[0] > whole[1] else -1
-    return max(terms, key=lambda name: sign * (terms[name][0] - terms[name][1]))

@@ -52,10 +52,6 @@ class RankRing:
     """The wall's clock at the moment `clock`."""
     events: Sequence[tuple[int, int]]
 
-    def meetings(self) -> dict[int, int]:
-        """When all ranks were at one place, by step."""
-        return {code & DETAIL: at for at, code in self.events if code & ~DETAIL == codes.MEETING}
-
 
 def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
     """The rings in a folder, by rank, and remarks about those that are left out.
@@ -128,7 +124,9 @@ def _offset(ring: RankRing, base: RankRing) -> int:
     """Return the offset that turns the times of `ring` into those of the clock of `base`."""
     if ring.host == base.host:
         return 0
-    own, others = ring.meetings(), base.meetings()
+    own, others = (
+        {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
+    )
     differences = [others[step] - own[step] for step in own.keys() & others.keys()]
     # Without a meeting that both know, the walls' clocks have to do.
     return int(statistics.median(differences)) if differences else (base.clock - base.wall) - (ring.clock - ring.wall)

@@ -29,24 +29,23 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     Raises:
         CheckpointError: when one of them is damaged.
     """
-    readers = [CheckpointReader(path) for path in (one, two)]
+    first, second = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")
-    a, b = ({(each.spec.kind, each.spec.name): each for each in reader.manifest.tensors} for reader in readers)
+    a, b = ({(each.spec.kind, each.spec.name): each for each in reader.manifest.tensors} for reader in (first, second))
     shared = [key for key in sorted(a, key=lambda key: (a[key].path, a[key].begin)) if key in b]
     shared = [key for key in shared if a[key].spec.shape == b[key].spec.shape]
     moved = Throughput(console, "comparing", sum(each[key].spec.nbytes for key in shared for each in (a, b)))
-    values = [
-        read_tensors(reader, [each[key] for key in shared], moved) for reader, each in zip(readers, (a, b), strict=True)
-    ]
+    ours = read_tensors(first, [a[key] for key in shared], moved)
+    theirs = read_tensors(second, [b[key] for key in shared], moved)
     apart: list[tuple[float, str]] = []
-    for (here, ours), (there, theirs) in zip(*values, strict=True):
-        distance, line = _compared(here, there, ours, theirs)
+    for (here, one_values), (there, other_values) in zip(ours, theirs, strict=True):
+        distance, line = _compared(here, there, one_values, other_values)
         if line and (tolerance is None or distance > tolerance):
             apart.append((distance, line))
     differences = [
-        [*_differences(*map(_facts, readers), tolerance)],
-        [f"alias {line}" for line in _differences(*(reader.manifest.aliases for reader in readers))],
+        [*_differences(_facts(first), _facts(second), tolerance)],
+        [f"alias {line}" for line in _differences(first.manifest.aliases, second.manifest.aliases)],
         [*_only(a, b, "A"), *_only(b, a, "B"), *_other_shapes(a, b)],
         [line for _, line in sorted(apart, key=lambda each: -each[0])],
     ]
@@ -93,8 +92,8 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
     """Return the counters and the settings of a checkpoint, by name; nothing where a run's state is not in it."""
     state = state_of(reader)
     facts = {} if state is None else asdict(state)
-    facts.pop("tracker", None)
-    return facts | facts.pop("settings", {})
+    settings: dict[str, Any] = facts.pop("settings", {})
+    return {name: value for name, value in facts.items() if name != "tracker"} | settings
 
 
 def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: float | None = None) -> Iterator[str]:

@@ -18,7 +18,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTen
 from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, ranks_text
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import state_of
@@ -258,12 +258,6 @@ def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
     }
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else ""
-
-
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
     """Yield the content of `inspect` as lines of text."""
     yield head
@@ -286,7 +280,7 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
     if state.get("settings"):
         yield from ("", "settings", *(f"  {name}: {json.dumps(value)}" for name, value in state["settings"].items()))
     if tensors := content.get("tensors"):
-        rows = [[*list(each.values())[:-1], _ranks_text(each["ranks"])] for each in tensors]
+        rows = [[*list(each.values())[:-1], ranks_text(each["ranks"], 8)] for each in tensors]
         columns = ("kind", "name", "dtype", "shape", "file", "begin", "end", "written by")
         yield from ("", *table_lines(columns, rows, _NUMBERS))
 

@@ -14,14 +14,14 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
-from zeromesh.trainer.monitoring.plan_comparison import ComparisonRow, comparison_remarks, comparison_rows
+from zeromesh.trainer.monitoring.plan_comparison import ComparisonRow, comparison_rows
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
 CONFIG, CHECKPOINTS = "config.resolved.yaml", "checkpoints"
 _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
 T = TypeVar("T")
-PlanComparison = tuple[str, list[ComparisonRow], list[str]]
-"""The layout, its terms as predicted and as measured, and remarks."""
+PlanComparison = tuple[str, list[ComparisonRow]]
+"""The layout, and its terms as predicted and as measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +185,7 @@ def _planned(lines: Sequence[Mapping[str, Any]]) -> PlanComparison | None:
     record = next((line["plan"] for line in reversed(lines) if "plan" in line), None)
     if record is None:
         return None
-    return str(record["layout"]), list(comparison_rows(record)), list(comparison_remarks(record))
+    return str(record["layout"]), list(comparison_rows(record))
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:
