@@ -48,10 +48,9 @@ class PlanCheck:
         `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
         """
         phases = {
-            str(phase): [self.prediction.phases.get(phase, 0.0), self._middle(self._phases[phase])]
-            for phase in StepPhase
+            str(phase): [self.prediction.phases.get(phase, 0.0), _middle(self._phases[phase])] for phase in StepPhase
         }
-        seconds = [sum(self.prediction.phases.values()), self._middle(self._seconds)]
+        seconds = [sum(self.prediction.phases.values()), _middle(self._seconds)]
         highest = [self.prediction.peak, peak]
         tiers = self._memory(memory, highest)
         self.result = {
@@ -75,5 +74,6 @@ class PlanCheck:
         here[UNCOUNTED] = [highest - sum(pair[at] for pair in here.values()) for at, highest in enumerate(peak)]
         return found
 
-    def _middle(self, values: list[float]) -> float:
-        return median(values[1:] or values or [0.0])
+
+def _middle(values: list[float]) -> float:
+    return median(values[1:] or values or [0.0])

@@ -33,8 +33,8 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import logging
 
-from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, StoredTensor, parse_json, read_header
+from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
@@ -331,13 +331,10 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 def _refuse_part(directory: Path) -> None:
     """Raise `ConfigError` for one host's part of a checkpoint, in which what other hosts have written would be read as zeros."""
-    path = directory / manifest.NAME
-    if not path.is_file() or path.stat().st_size > manifest.MAX_BYTES:
-        return
     try:
-        index, count = manifest.parse(path, path.read_bytes()).part
+        index, count = manifest_of(directory)[1].part
     except CheckpointError:
-        return  # Other tools write files of this name too.
+        return  # Other tools write files of the manifest's name too.
     if count > 1:
         raise ConfigError(
             f"{directory} is part {index + 1} of {count} of a checkpoint, one of each host; put them together first: "
