@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -33,29 +32,31 @@ class PlanCheck:
     prediction: Prediction
     result: dict[str, Any] = field(default_factory=dict)
     """The latest comparison."""
-    _phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _seconds: list[float] = field(default_factory=list)
+    _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     def add(self, seconds: float, phases: Mapping[str, float]) -> None:
         """Take the seconds of a step, and their phases."""
-        self._seconds.append(seconds)
-        for phase in StepPhase:
-            self._phases[phase].append(phases.get(phase, 0.0))
+        self._steps.append((seconds, phases))
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
         """The comparison for a line of metrics: `[predicted, measured]` of each term.
 
         `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
         """
+        steps = self._steps[1:] or self._steps or [(0.0, {})]
         phases = {
-            str(phase): [self.prediction.phases.get(phase, 0.0), _middle(self._phases[phase])] for phase in StepPhase
+            str(phase): [
+                self.prediction.phases.get(phase, 0.0),
+                median(seconds.get(phase, 0.0) for _, seconds in steps),
+            ]
+            for phase in StepPhase
         }
-        seconds = [sum(self.prediction.phases.values()), _middle(self._seconds)]
+        whole = [sum(self.prediction.phases.values()), median(seconds for seconds, _ in steps)]
         highest = [self.prediction.peak, peak]
         tiers = self._memory(memory, highest)
         self.result = {
             "layout": self.prediction.layout,
-            "seconds": seconds,
+            "seconds": whole,
             "phases": {name: pair for name, pair in phases.items() if any(pair)},
             "memory": tiers,
             "peak": highest,
@@ -73,7 +74,3 @@ class PlanCheck:
         here.pop(Purpose.ACTIVATIONS.name.lower(), None)  # They come and go, and nobody counts all of them.
         here[UNCOUNTED] = [highest - sum(pair[at] for pair in here.values()) for at, highest in enumerate(peak)]
         return found
-
-
-def _middle(values: list[float]) -> float:
-    return median(values[1:] or values or [0.0])
