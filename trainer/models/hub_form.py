@@ -150,7 +150,8 @@ class HubForm:
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
         self._layers: dict[str, nn.Module] = {}
         """Layers with adapters, and modules of which adapters train a copy."""
-        self._layer_of: dict[str, str] = {}
+        self.layer_of: dict[str, str] = {}
+        """The layer with adapters that a tensor is in, by name; the tensors of one are kept until all of them have come."""
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
         self._name_of = {
@@ -161,15 +162,15 @@ class HubForm:
         """Tensors that the model computes anew where it is loaded, such as positions."""
         if is_adapted(model):
             self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
-            self._layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
+            self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
         self._outside = {
             first: name
             for name, first in canonical_names(model).items()
             if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
         }
         """Layers that were tied to a module of which adapters train a copy, and keep its weights, by the names of those."""
-        self._counts = Counter(self._layer_of.values())
-        plain = {name: each for name, each in tensors.items() if name not in self._layer_of}
+        self._counts = Counter(self.layer_of.values())
+        plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
         plain |= {name: tensors[first] for first, name in self._outside.items()}
         for layer in self._counts:
             base = _base_of(self._layers[layer])
@@ -221,7 +222,7 @@ class HubForm:
         """Yield weights of the model without adapters, in the modules that it has with them."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
-            layer = self._layer_of.get(name)
+            layer = self.layer_of.get(name)
             if layer is None:
                 yield name, tensor
                 continue

@@ -215,7 +215,11 @@ def _merged(
     wanted = dtype or next(source.spec.dtype for source, _ in chosen.values() if source.spec.kind == "model")
     form = HubForm(model)
     tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.outputs.items()}
-    read = read_tensors(reader, [source for source, _ in chosen.values()], moved)
+    place: dict[str, int] = {}
+    for name in names.values():
+        place.setdefault(form.layer_of.get(name, name), len(place))
+    order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
+    read = read_tensors(reader, [chosen[given][0] for given in order], moved)
     widest = max(
         (to.spec.dtype for to, _ in chosen.values() if to.spec.dtype.is_floating_point), key=lambda each: each.itemsize
     )
