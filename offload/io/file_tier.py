@@ -151,7 +151,17 @@ class FileTier:
         buffer: torch.Tensor = self._local.buffer
         return buffer
 
-    def parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        """Fill `data`, 1-D uint8, from the files, now. Raises `StorageError`."""
+        for file, at, part in self._parts(data, offset):
+            file.read(part, at)
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        """Write `data`, 1-D uint8, to the files, now. Raises `StorageError`."""
+        for file, at, part in self._parts(data, offset):
+            file.write(part, at)
+
+    def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
         """Yield the places of the bytes of `data`, which begin at `offset`: the file, the offset in it, and the part of `data`."""
         if len(self._files) == 1:
             yield self._files[0], offset, data
@@ -268,8 +278,7 @@ class FileSlot:
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
         with _named(self.label):
-            for file, at, part in self.tier.parts(data, self._offset + begin):
-                file.read(part, at)
+            self.tier.read(data, self._offset + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
             found = _checksum(data)
@@ -283,8 +292,7 @@ class FileSlot:
         if self._checksums:
             self._checksums[begin // PIECE] = _checksum(data)
         with _named(self.label):
-            for file, at, part in self.tier.parts(data, self._offset + begin):
-                file.write(part, at)
+            self.tier.write(data, self._offset + begin)
 
 
 class StoredSlot(FileSlot):

@@ -98,9 +98,8 @@ def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FileTier]:
 def flip(tier: FileTier, offset: int) -> None:
     """Change a byte of a tier's files."""
     byte = torch.zeros(1, dtype=torch.uint8)
-    ((file, at, _),) = tier.parts(byte, offset)
-    file.read(byte, at)
-    file.write(byte ^ 1, at)
+    tier.read(byte, offset)
+    tier.write(byte ^ 1, offset)
 
 
 def content(slot: FileSlot) -> torch.Tensor:
