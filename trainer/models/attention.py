@@ -92,9 +92,9 @@ def _require_flash(name: str, compute: torch.dtype, device: torch.device) -> Non
 def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch with what tells flash attention where packed documents begin, if `model` computes by some.
 
-    Where `position_ids` `[batch, sequence]` begin anew inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts of
-    documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the longest.
-    Other batches, and those with a mask, are as they are.
+    Where `position_ids` `[batch, sequence]` begin anew inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
+    of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
+    longest. Other batches, and those with a mask, are as they are.
 
     Raises:
         ConfigError: for a model whose forward does not hand that on.
