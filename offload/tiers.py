@@ -130,10 +130,6 @@ class TieredTensor:
             raise ValueError("these elements are not in memory")
         return found
 
-    def bytes_on(self, tier: Tier) -> int:
-        """Sum the bytes on one tier."""
-        return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
-
     def whole(self, device: torch.device) -> torch.Tensor | None:
         """All elements where they are, if that is one piece of the device's own memory."""
         return self.view(0, self.numel, device)

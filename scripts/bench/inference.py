@@ -61,7 +61,7 @@ def make_model(folder: Path, layers: int) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of the model's weights."""
-    return sorted({entry.path for entry in TensorFiles(folder / "large").entries.values()})
+    return sorted({folder / "large" / entry.path for entry in TensorFiles(folder / "large").entries.values()})
 
 
 def plain_read(paths: list[Path], index: int = 0, ranks: int = 1, *, shared: bool = False) -> tuple[float, int]:

@@ -31,7 +31,7 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.device_batch import DeviceBatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
-from zeromesh.trainer.models.attention import PackedDocuments
+from zeromesh.trainer.models.attention import with_documents
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
@@ -60,7 +60,6 @@ class Stepper:
         self._dtype = compute_dtype
         self._engine = engine
         self._pipeline = pipeline
-        self._documents = PackedDocuments(model)
         self._modules = list(model.modules())
         self._modes = [module.training for module in self._modules]
         """Which modules are in training mode; see `_restore_modes`."""
@@ -342,7 +341,7 @@ class Stepper:
         """The batches on the device. Each begins to be copied before what computes on the one before it is launched."""
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            told = self._documents.told(batch)
+            told = with_documents(self._model, batch)
             coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies))
             if self._copies is None or len(coming) > 1:
                 yield coming.pop(0).arrive()

@@ -89,37 +89,33 @@ def _require_flash(name: str, compute: torch.dtype, device: torch.device) -> Non
         )
 
 
-class PackedDocuments:
-    """Tells a model's attention where packed documents begin, if it has to be told: if it is some flash attention."""
+def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch with what tells flash attention where packed documents begin, if `model` computes by some.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = pretrained_of(model)
+    Where `position_ids` `[batch, sequence]` begin anew inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
+    of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
+    longest. Other batches, and those with a mask, are as they are.
 
-    def told(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a batch, where `position_ids` `[batch, sequence]` begin anew inside a sequence, with what flash attention takes:
-        `cu_seq_lens_q` and `cu_seq_lens_k`, the documents' starts in the flat batch and its end, int32 `[documents + 1]`, and
-        `max_length_q` and `max_length_k`, the tokens of the longest. Other batches, and those with a mask, are as they are.
-
-        Raises:
-            ConfigError: for a model whose forward does not hand that on.
-        """
-        positions = batch.get("position_ids")
-        if self._model is None or "flash" not in str(getattr(self._model.config, "_attn_implementation", None)):
-            return batch
-        if not isinstance(positions, Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
-            return batch
-        if batch.get("attention_mask") is not None:
-            return batch
-        begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
-        starts = begins.flatten().nonzero().flatten()
-        if len(starts) == len(positions):
-            return batch
-        kinds = {each.kind for each in inspect.signature(type(self._model).forward).parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise ConfigError(
-                f"{type(self._model).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
-                "sequence as one; set data.separate_documents: false, or model.attention: sdpa"
-            )
-        ends = nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
-        longest = int(ends.diff().max())
-        return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    Raises:
+        ConfigError: for a model whose forward does not hand that on.
+    """
+    inside, positions = pretrained_of(model), batch.get("position_ids")
+    if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
+        return batch
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
+        return batch
+    if batch.get("attention_mask") is not None:
+        return batch
+    begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    if len(starts) == len(positions):
+        return batch
+    kinds = {each.kind for each in inspect.signature(type(inside).forward).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
+            "sequence as one; set data.separate_documents: false, or model.attention: sdpa"
+        )
+    ends = nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+    longest = int(ends.diff().max())
+    return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -27,6 +27,7 @@ from zeromesh.rng import own_randomness
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.prepare import in_evaluation_mode
+from zeromesh.trainer.models.user_model import positive
 from zeromesh.zero.engine import ZeroEngine
 
 _STAGED_ARGUMENTS = frozenset(
@@ -210,9 +211,10 @@ def _forward(
 def decoder_positions(module: Any) -> int | None:
     """How many positions a model knows, where it says so; None otherwise."""
     config = module.config.get_text_config(decoder=True)
-    limit = _number(config, "max_decoder_position_embeddings") or _number(config, "max_position_embeddings")
     # The frequencies of these grow with the text, beyond what the model was trained for.
-    return None if "dynamic" in rope_kinds(config) else limit
+    if "dynamic" in rope_kinds(config):
+        return None
+    return positive(config, "max_decoder_position_embeddings", "max_position_embeddings") or None
 
 
 def encoder_positions(module: Any) -> int | None:
@@ -220,17 +222,12 @@ def encoder_positions(module: Any) -> int | None:
     if not module.config.is_encoder_decoder:
         return None
     config = encoder_config(module)
-    return _number(config, "max_encoder_position_embeddings") or _number(config, "max_position_embeddings")
+    return positive(config, "max_encoder_position_embeddings", "max_position_embeddings") or None
 
 
 def encoder_config(module: Any) -> Any:
     """The configuration of the encoder of a model that has one, which may be another than the model's."""
     return getattr(module.get_encoder(), "config", module.config).get_text_config(encoder=True)
-
-
-def _number(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None
 
 
 def rope_kinds(config: Any) -> set[str]:

@@ -44,6 +44,9 @@ class Group:
     """The tensors that they become, by name, on the meta device."""
 
 
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
 class HubNames:
     """The names that tensors of a model have on the hub. `note` says why names stay as they are, where nothing is known."""
 
@@ -106,8 +109,22 @@ class HubNames:
             ) from error
         return reverted
 
+    def convert(self, weights: Named, groups: Iterable[Group]) -> Named:
+        """Yield what `weights`, `(name, tensor)` of all members of the groups, are on the hub.
 
-Named = Iterator[tuple[str, torch.Tensor]]
+        Tensors that are converted together are kept until the last of them has come.
+        """
+        group_of = {name: group for group in groups for name in group.names}
+        waiting: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in weights:
+            group = group_of[name]
+            if not group.converted:
+                yield next(iter(group.outputs)), tensor
+                continue
+            parts = waiting.setdefault(id(group), {})
+            parts[name] = tensor if len(group.names) == 1 else tensor.clone()
+            if len(parts) == len(group.names):
+                yield from self.revert(waiting.pop(id(group))).items()
 
 
 class HubForm:
@@ -133,22 +150,27 @@ class HubForm:
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
         self._layers: dict[str, nn.Module] = {}
         """Layers with adapters, and modules of which adapters train a copy."""
-        self._layer_of: dict[str, str] = {}
+        self.layer_of: dict[str, str] = {}
+        """The layer with adapters that a tensor is in, by name; the tensors of one are kept until all of them have come."""
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
-        self._name_of = _names_in_files(model, self._prefix, inside)
+        tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
+        self._name_of = {
+            first: name for name, first in canonical_names(model).items() if first in tied and name not in tied
+        }
+        """The names that parameters with several names have in files, by their first ones."""
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
         """Tensors that the model computes anew where it is loaded, such as positions."""
         if is_adapted(model):
             self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
-            self._layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
+            self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
         self._outside = {
             first: name
             for name, first in canonical_names(model).items()
             if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
         }
         """Layers that were tied to a module of which adapters train a copy, and keep its weights, by the names of those."""
-        self._counts = Counter(self._layer_of.values())
-        plain = {name: each for name, each in tensors.items() if name not in self._layer_of}
+        self._counts = Counter(self.layer_of.values())
+        plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
         plain |= {name: tensors[first] for first, name in self._outside.items()}
         for layer in self._counts:
             base = _base_of(self._layers[layer])
@@ -169,7 +191,9 @@ class HubForm:
         if self._why_not:
             raise ConfigError(self._why_not)
         try:
-            yield from self._converted(_in_dtype(self._in_files(self._merged(weights)), dtype))
+            merged = self._in_files(self._merged(weights))
+            typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
+            yield from self._names.convert(typed, self._groups)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
@@ -178,8 +202,13 @@ class HubForm:
         return HubNames(self._library_model)
 
     @cached_property
-    def _group_of(self) -> dict[str, Group]:
-        return {name: group for group in self._names.groups(self._tensors) for name in group.names}
+    def _groups(self) -> list[Group]:
+        return self._names.groups(self._tensors)
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The tensors that `of` yields, by name, on the meta device in the model's own dtypes."""
+        return {name: tensor for group in self._groups for name, tensor in group.outputs.items()}
 
     def _in_files(self, weights: Named) -> Named:
         """Yield those weights of the model without adapters that are in files, by their names there."""
@@ -193,7 +222,7 @@ class HubForm:
         """Yield weights of the model without adapters, in the modules that it has with them."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
-            layer = self._layer_of.get(name)
+            layer = self.layer_of.get(name)
             if layer is None:
                 yield name, tensor
                 continue
@@ -209,29 +238,6 @@ class HubForm:
                             "one cannot be merged into both; leave the layer out of the adapters' targets"
                         )
                     yield f"{layer}.{leaf}", merged
-
-    def _converted(self, weights: Named) -> Named:
-        waiting: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in weights:
-            group = self._group_of[name]
-            if not group.converted:
-                yield next(iter(group.outputs)), tensor
-                continue
-            parts = waiting.setdefault(id(group), {})
-            parts[name] = tensor if len(group.names) == 1 else tensor.clone()
-            if len(parts) == len(group.names):
-                yield from self._names.revert(waiting.pop(id(group))).items()
-
-
-def _in_dtype(weights: Named, dtype: torch.dtype) -> Named:
-    for name, tensor in weights:
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _names_in_files(model: nn.Module, prefix: str, inside: Any) -> dict[str, str]:
-    """The names that parameters with several names have in files, by their first ones: not those that are tied to another."""
-    tied = {f"{prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
-    return {first: name for name, first in canonical_names(model).items() if first in tied and name not in tied}
 
 
 def _is_adapter(module: Any) -> bool:

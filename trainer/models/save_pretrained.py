@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -31,8 +31,6 @@ BASE_MODEL = "base_model"
 """Folder of a checkpoint with adapters that holds the configuration of the model inside."""
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
-Places = dict[str, tuple[PositionalFile, TensorSpec, int]]
-"""For each tensor by name the file that it belongs to, what it is, and the position of its first byte."""
 _SYNCED_BYTES = 256 << 20
 """Bytes that are written at once, and synced to the disk before more is: that bounds a single wait for the disk."""
 
@@ -91,11 +89,7 @@ def _write_directory(
             _write_adapter(model, adapter, folder)
             _save_part(processing_class, folder)
         else:
-            with ExitStack() as files:
-                places, indices = begin_files(folder, specs, files)
-                _write_tensors(tensors, places, mesh)
-            for name, text in indices.items():
-                write_whole(folder / name, text)
+            write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
             # `from_pretrained` loads all of a model in one dtype: the widest floating one that is stored.
             found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
             widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
@@ -105,24 +99,42 @@ def _write_directory(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_tensors(tensors: Iterator[tuple[str, Tensor]], places: Places, mesh: Mesh) -> None:
-    """Write every tensor to its place and to the disk, and let the other ranks, which wait, see that this one is at work."""
-    unsynced = 0
-    for name, tensor in tensors:
-        file, spec, at = places[name]
-        if tuple(tensor.shape) != spec.shape:
-            raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
-        data = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1).view(torch.uint8)
-        for start in range(0, data.numel(), _SYNCED_BYTES):
-            part = data[start : start + _SYNCED_BYTES]
-            file.write(part, at + start)
-            unsynced += part.numel()
-            if unsynced >= _SYNCED_BYTES:
-                file.sync()
-                unsynced = 0
-            mesh.post(Activity.SAVE)
-    for file in {file for file, _, _ in places.values()}:
-        file.sync()
+def write_weights(
+    folder: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], on_progress: Callable[[], None]
+) -> int:
+    """Write the safetensors files of a model, with an index if there are several, to the disk; returns how many files.
+
+    `tensors` yields what `specs` announces, by name and in any order; one is held at a time. `on_progress` is called while data is
+    written. Raises `StorageError` for what cannot be written, and for a tensor that is not as announced.
+    """
+    layouts = plan_files(specs, 1)
+    if len(layouts) == 1:
+        layouts = (replace(layouts[0], path=SINGLE),)
+    places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
+    with ExitStack() as opened:
+        for layout in layouts:
+            file = opened.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
+            file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
+            places |= {each.spec.name: (file, each.spec, each.begin) for each in layout.tensors}
+        unsynced = 0
+        for name, tensor in tensors:
+            file, spec, at = places[name]
+            if tuple(tensor.shape) != spec.shape:
+                raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
+            data = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1).view(torch.uint8)
+            for start in range(0, data.numel(), _SYNCED_BYTES):
+                part = data[start : start + _SYNCED_BYTES]
+                file.write(part, at + start)
+                unsynced += part.numel()
+                if unsynced >= _SYNCED_BYTES:
+                    file.sync()
+                    unsynced = 0
+                on_progress()
+        for file in {file for file, _, _ in places.values()}:
+            file.sync()
+    for path, text in index_files(layouts).items() if len(layouts) > 1 else ():
+        write_whole(folder / path, text)
+    return len(layouts)
 
 
 def _move(folder: Path, path: Path) -> None:
@@ -139,22 +151,6 @@ def _move(folder: Path, path: Path) -> None:
         numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
         for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
             (path / stale).unlink(missing_ok=True)
-
-
-def begin_files(folder: Path, tensors: Sequence[TensorSpec], files: ExitStack) -> tuple[Places, Mapping[str, bytes]]:
-    """Make the safetensors files of a model at their full sizes, with their headers; they are open until `files` closes.
-
-    Returns where each tensor belongs, by name, and the index of several files by its path.
-    """
-    layouts = plan_files(tensors, 1)
-    if len(layouts) == 1:
-        layouts = (replace(layouts[0], path=SINGLE),)
-    places: Places = {}
-    for layout in layouts:
-        file = files.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
-        file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-        places |= {each.spec.name: (file, each.spec, each.begin) for each in layout.tensors}
-    return places, index_files(layouts) if len(layouts) > 1 else {}
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:

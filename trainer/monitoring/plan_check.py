@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -11,9 +10,6 @@ from typing import Any
 from zeromesh.offload import Purpose, Tier
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.monitoring.plan_comparison import UNCOUNTED
-
-TOLERANCE = 0.15
-"""The part of what was measured by which a plan may be off before it says which term was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,35 +32,34 @@ class PlanCheck:
     prediction: Prediction
     result: dict[str, Any] = field(default_factory=dict)
     """The latest comparison."""
-    _phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _seconds: list[float] = field(default_factory=list)
+    _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     def add(self, seconds: float, phases: Mapping[str, float]) -> None:
         """Take the seconds of a step, and their phases."""
-        self._seconds.append(seconds)
-        for phase in StepPhase:
-            self._phases[phase].append(phases.get(phase, 0.0))
+        self._steps.append((seconds, phases))
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
-        """The comparison for a line of metrics: `[predicted, measured]` of each term, and the term that was most off.
+        """The comparison for a line of metrics: `[predicted, measured]` of each term.
 
         `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
         """
+        steps = self._steps[1:] or self._steps or [(0.0, {})]
         phases = {
-            str(phase): [self.prediction.phases.get(phase, 0.0), self._middle(self._phases[phase])]
+            str(phase): [
+                self.prediction.phases.get(phase, 0.0),
+                median(seconds.get(phase, 0.0) for _, seconds in steps),
+            ]
             for phase in StepPhase
         }
-        seconds = [sum(self.prediction.phases.values()), self._middle(self._seconds)]
+        whole = [sum(self.prediction.phases.values()), median(seconds for seconds, _ in steps)]
         highest = [self.prediction.peak, peak]
         tiers = self._memory(memory, highest)
         self.result = {
             "layout": self.prediction.layout,
-            "seconds": seconds,
+            "seconds": whole,
             "phases": {name: pair for name, pair in phases.items() if any(pair)},
             "memory": tiers,
             "peak": highest,
-            "most_off": _most_off(seconds, phases) if off_by(seconds) > TOLERANCE else None,
-            "most_off_memory": _most_off(highest, tiers[Tier.DEVICE.value]) if off_by(highest) > TOLERANCE else None,
         }
         return self.result
 
@@ -79,18 +74,3 @@ class PlanCheck:
         here.pop(Purpose.ACTIVATIONS.name.lower(), None)  # They come and go, and nobody counts all of them.
         here[UNCOUNTED] = [highest - sum(pair[at] for pair in here.values()) for at, highest in enumerate(peak)]
         return found
-
-    def _middle(self, values: list[float]) -> float:
-        return median(values[1:] or values or [0.0])
-
-
-def off_by(pair: Sequence[float]) -> float:
-    """The part of what was measured by which the prediction in a pair of both is off."""
-    predicted, measured = pair
-    return abs(predicted - measured) / measured if measured else 0.0
-
-
-def _most_off(whole: Sequence[float], terms: Mapping[str, Sequence[float]]) -> str:
-    """The term whose difference makes up most of that of the whole."""
-    sign = 1 if whole[0] > whole[1] else -1
-    return max(terms, key=lambda name: sign * (terms[name][0] - terms[name][1]))

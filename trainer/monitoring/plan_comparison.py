@@ -27,20 +27,10 @@ def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
             yield _row(f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair)
 
 
-def comparison_remarks(record: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for the step and one for the memory, where the plan was far off, that names the term."""
-    for what, whole, term in (("step", "seconds", "most_off"), ("highest memory", "peak", "most_off_memory")):
-        if record.get(term) is not None:
-            *_, off = _row(what, str, record[whole])
-            name = _WORDS.get(record[term], str(record[term]).replace("_", " "))
-            yield f"{what}: the plan was {off} off, most of it {name}"
-
-
 def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record as a table, with the remarks below it."""
+    """A record as a table."""
     columns = (f"plan of {record['layout']}", "predicted", "measured", "off")
     yield from table_lines(columns, list(comparison_rows(record)), right=columns[1:])
-    yield from comparison_remarks(record)
 
 
 def _row(name: str, shown: Callable[[float], str], pair: Sequence[float]) -> ComparisonRow:

@@ -1,5 +1,5 @@
-"""The records of this rank's time and memory, in files of the run's directory: traces of a few steps by torch's profiler, the
-memory over one step, and what holds memory when it runs out.
+"""The records of this rank's time and memory, in files of the run's directory: traces of a few steps by torch's profiler,
+and what holds memory when it runs out.
 
 Beside operators, traces show the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
@@ -9,9 +9,8 @@ import gzip
 import json
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError, ZeromeshError, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
+from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled, write_allocations
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.sections.outputs import ProfileSection
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "profile"
@@ -119,7 +117,6 @@ def _write(profiler: profile, path: Path) -> None:
         packed.replace(path)
 
 
-_LARGEST = 30
 _WORDS = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 """How allocators say it, whose errors are of no kind of their own."""
 
@@ -165,7 +162,7 @@ _CURES = (
 
 
 def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
-    """Count the bytes of this rank: of the process, by tier and purpose, and the largest buffers.
+    """Count the bytes of this rank: of the process, and by tier and purpose.
 
     `uncounted` is what the process holds beside: activations, the libraries, and what is private to other people's code.
     """
@@ -173,7 +170,7 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
     on_device = is_accelerator(mesh.device)
     if on_device:
         process |= {f"device_{what}": nbytes for what, nbytes in asdict(device_memory(mesh.device)).items()}
-    found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}, "largest": []}
+    found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}}
     if engine is None:
         return found
     ledger = engine.ledger
@@ -184,51 +181,4 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
     held = process.get("device_allocated") or process["resident"]
     counted = ledger.total(Tier.DEVICE) if on_device else ledger.total()
     found |= {"counted": counted, "counted_peak": ledger.peak(), "uncounted": max(0, held - counted)}
-    found["largest"] = _largest(engine)
     return found
-
-
-def _largest(engine: ZeroEngine) -> list[dict[str, Any]]:
-    """The largest buffers of units: whose, what for, and their bytes."""
-    rows: list[tuple[int, str, str]] = []
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            if bucket.buffer.persistent or unit.phase is not Phase.RESTING:
-                rows.append((bucket.nbytes, unit.name, f"gathered parameters, {unit.phase.value}"))
-            if not (bucket.buffer.persistent and bucket.master.dtype == bucket.dtype):  # Else they are among these.
-                rows.append((bucket.master.nbytes, unit.name, "master weights"))
-            optimizer = engine.optimizer_of(bucket)
-            rows.append((optimizer.nbytes if optimizer is not None else 0, unit.name, "optimizer moments"))
-            for what, tensor in (
-                ("gradient shard", bucket.grad),
-                ("gradients summed over microbatches", bucket.partial),
-            ):
-                rows.append((0 if tensor is None else tensor.nbytes, unit.name, what))
-    rows.sort(key=lambda row: -row[0])
-    return [{"bytes": nbytes, "unit": unit, "what": what} for nbytes, unit, what in rows[:_LARGEST] if nbytes]
-
-
-STEP_MEMORY = "step_memory.json"
-_MOST_EVENTS = 20_000
-
-
-@contextmanager
-def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
-    """Write to `path` when bytes of each purpose come and go in the block, which is step `step`, counted from 1.
-
-        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
-
-    An event says how many bytes of a purpose there are on a tier from that moment on. The ledger counts what is allocated on
-    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between.
-    """
-    began = time.perf_counter()
-    with ledger.recording(_MOST_EVENTS) as changes:
-        yield
-    seconds = time.perf_counter() - began
-    events = [
-        [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
-        for change in changes
-    ]
-    content = {"step": step, "seconds": round(seconds, 6), "events": events}
-    with suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
-        write_whole(path, json.dumps(content).encode(), sync=False)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zeromesh.errors import ranks_text
+
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
 _PART, _LEAST_SECONDS = 0.15, 1e-3
@@ -51,15 +53,14 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
     for end, ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
         if isinstance(end, int) and end in by_rank:
             row = by_rank[end]
-            doing, seconds = row["failure"] or row["doing"], row.get("seconds", 0.0)
-            found.append(Blame(rank=end, cause=_cause(row), doing=doing, seconds=seconds, waiting=tuple(ranks)))
+            cause, doing, seconds = _cause(row), row["failure"] or row["doing"], row.get("seconds", 0.0)
         elif isinstance(end, str):
             longest = max((by_rank[rank]["waits"] for rank in ranks), key=lambda each: each["seconds"])
-            found.append(
-                Blame(
-                    rank=None, cause=end, doing=longest["for"], seconds=longest["seconds"], waiting=tuple(sorted(ranks))
-                )
-            )
+            cause, doing, seconds = end, longest["for"], longest["seconds"]
+        else:
+            continue
+        late = None if isinstance(end, str) else end
+        found.append(Blame(rank=late, cause=cause, doing=doing, seconds=seconds, waiting=tuple(sorted(ranks))))
     return found
 
 
@@ -95,8 +96,7 @@ def sentences(found: Sequence[Blame]) -> list[str]:
     """The same in words, a line each."""
     lines = []
     for each in found:
-        several = len(each.waiting) > 1
-        who, wait = f"rank{'s' * several} {_listed(each.waiting)}", "wait" if several else "waits"
+        who, wait = ranks_text(each.waiting, 8), "wait" if len(each.waiting) > 1 else "waits"
         if each.rank is not None:
             lines.append(
                 f"{who} {wait} for rank {each.rank}: {each.cause} (rank {each.rank} is {each.doing}, for {each.seconds:.1f} s)"
@@ -158,8 +158,3 @@ def _largest(traffic: Mapping[str, Any]) -> str:
         return ""
     seconds, axis, name, nbytes = max(rows)
     return f", on rank 0 most in {name} over {axis} ({1e3 * seconds:,.0f} ms, {nbytes / 2**20:,.1f} MiB)"
-
-
-def _listed(ranks: Sequence[int], shown: int = 8) -> str:
-    more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
-    return ", ".join(map(str, ranks[:shown])) + more

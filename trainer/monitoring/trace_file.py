@@ -52,10 +52,6 @@ class RankRing:
     """The wall's clock at the moment `clock`."""
     events: Sequence[tuple[int, int]]
 
-    def meetings(self) -> dict[int, int]:
-        """When all ranks were at one place, by step."""
-        return {code & DETAIL: at for at, code in self.events if code & ~DETAIL == codes.MEETING}
-
 
 def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
     """The rings in a folder, by rank, and remarks about those that are left out.
@@ -67,13 +63,9 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
     for path in folder.glob("rank-*.ring"):
         try:
             header, events = read_ring(path)
-            host, axes, units, names = (header[name] for name in ("host", "axes", "units", "names"))
+            kept = {name: header[name] for name in ("host", "axes", "units", "names")}
             rank, clock, wall = (int(header[name]) for name in ("rank", "clock_ns", "wall_ns"))
-            rings.append(
-                RankRing(
-                    rank=rank, host=host, axes=axes, units=units, names=names, clock=clock, wall=wall, events=events
-                )
-            )
+            rings.append(RankRing(rank=rank, clock=clock, wall=wall, events=events, **kept))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             remarks.append(f"{path} cannot be read: {error}")
     latest = max((ring.wall for ring in rings), default=0)
@@ -83,12 +75,12 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
     )
     old = [ring.rank for ring in rings if ring.wall < began]
     remarks += [f"rank {rank} has written nothing in the time of the others, and is left out" for rank in sorted(old)]
-    kept = sorted((ring for ring in rings if ring.rank not in old and ring.events), key=lambda ring: ring.rank)
-    if not kept:
+    latest_rings = sorted((ring for ring in rings if ring.rank not in old and ring.events), key=lambda ring: ring.rank)
+    if not latest_rings:
         raise StorageError(
             f"there is no trace in {str(folder)!r}: ranks write theirs when a run ends, or when this command asks"
         )
-    return kept, remarks
+    return latest_rings, remarks
 
 
 def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
@@ -110,7 +102,10 @@ def trace_of(
     zero = min((each.begin for slices in kept.values() for each in slices), default=0)
     events: list[dict[str, Any]] = []
     for rank, slices in kept.items():
-        events += [_event(each, rank, zero) for each in slices]
+        for each in slices:
+            place = {"pid": rank, "tid": each.row, "ts": _micro(each.begin, zero)}
+            duration = max(0, each.end - each.begin) / 1e3
+            events.append({"ph": "X", "name": each.name, **place, "dur": duration, "args": each.facts})
     shown = {id(each) for slices in kept.values() for each in slices}
     for number, (rank, at, row, late) in enumerate(arrows, start=1):
         waiter, waits = late
@@ -129,7 +124,9 @@ def _offset(ring: RankRing, base: RankRing) -> int:
     """Return the offset that turns the times of `ring` into those of the clock of `base`."""
     if ring.host == base.host:
         return 0
-    own, others = ring.meetings(), base.meetings()
+    own, others = (
+        {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
+    )
     differences = [others[step] - own[step] for step in own.keys() & others.keys()]
     # Without a meeting that both know, the walls' clocks have to do.
     return int(statistics.median(differences)) if differences else (base.clock - base.wall) - (ring.clock - ring.wall)
@@ -228,19 +225,6 @@ def _late(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
                 yield late, each.end - 1, DOING, (rank, each)
 
 
-def _event(each: Slice, rank: int, zero: int) -> dict[str, Any]:
-    """A slice as an event; a launch is a moment."""
-    shape = {"ph": "X", "dur": max(0, each.end - each.begin) / 1e3}
-    return {
-        "name": each.name,
-        "pid": rank,
-        "tid": each.row,
-        "ts": _micro(each.begin, zero),
-        "args": each.facts,
-        **shape,
-    }
-
-
 def _memory(metrics: Sequence[Mapping[str, Any]], slices: Sequence[Slice], zero: int) -> Iterator[dict[str, Any]]:
     """The most bytes of rank 0 in each step that was logged, by tier and purpose, at the end of the step."""
     lines = {line.get("step"): line.get("memory") for line in metrics}
@@ -255,12 +239,8 @@ def _memory(metrics: Sequence[Mapping[str, Any]], slices: Sequence[Slice], zero:
 def _titles(rings: Sequence[RankRing]) -> Iterator[dict[str, Any]]:
     for ring in rings:
         common = {"ph": "M", "ts": 0.0, "pid": ring.rank}
-        yield {
-            **common,
-            "tid": 0,
-            "name": "process_name",
-            "args": {"name": f"rank {ring.rank} on {ring.host.partition(' ')[0]}"},
-        }
+        host = ring.host.partition(" ")[0]
+        yield {**common, "tid": 0, "name": "process_name", "args": {"name": f"rank {ring.rank} on {host}"}}
         yield {**common, "tid": 0, "name": "process_sort_index", "args": {"sort_index": ring.rank}}
         for row, name in _ROWS.items():
             yield {**common, "tid": row, "name": "thread_name", "args": {"name": name}}

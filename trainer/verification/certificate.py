@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zeromesh.errors import ranks_text, some
+from zeromesh.trainer.monitoring.step_metrics import strict
 
 KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "error", "check")
 """The kinds of values that may differ, in the order in which a step computes them."""
@@ -100,7 +101,7 @@ class Certificate:
     def to_json(self) -> str:
         """The whole certificate; what is infinite or no number is a text."""
         values = {**asdict(self), "located": self.located, "kind": "zeromesh certificate", "version": 1}
-        return json.dumps(_plain(values), indent=1, allow_nan=False) + "\n"
+        return json.dumps(strict(values), indent=1, allow_nan=False) + "\n"
 
     def lines(self) -> list[str]:
         """The certificate for a person."""
@@ -139,13 +140,3 @@ def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
         values = {name: getattr(largest, name) for name in Difference.__dataclass_fields__}
         joined.append(Difference(**{**values, "ranks": tuple(sorted({rank for rank, _ in group}))}))
     return tuple(sorted(joined, key=lambda each: (each.run != "exact", *each.key)))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    return value

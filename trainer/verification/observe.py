@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Region
@@ -99,7 +99,13 @@ class Observer(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self._compare_own(trainer, self.plain.initial, "initial", 0)
-        self._leaving.callback(watch_outputs(own_modules(trainer.model), self._see))
+        # Those that this rank computes wholly: none that holds another stage's.
+        whole = [
+            (name, module)
+            for name, module in trainer.model.named_modules()
+            if name and not any(isinstance(each, Stub) for each in module.modules())
+        ]
+        self._leaving.callback(watch_outputs(whole, self._see))
         loss = trainer.run.model.loss
         compute_loss = loss.compute
 
@@ -225,15 +231,6 @@ def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements."""
     found: bytes = tensor_bytes(tensor).numpy().tobytes()
     return found
-
-
-def own_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules below `model` that this rank computes wholly, by name: without those that hold another stage's."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if name and not any(isinstance(each, Stub) for each in module.modules())
-    ]
 
 
 def _region_of(whole: Tensor, region: Region) -> Tensor:

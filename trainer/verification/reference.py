@@ -158,7 +158,12 @@ class _Loop:
         samples = sum(map(_length, batches))
         known = None if None in counts else sum(count or 0 for count in counts)
         for index, batch in enumerate(batches):
-            moved = {name: _as_computed(name, value, compute) for name, value in batch.items()}
+            moved = {
+                name: value.to(compute)
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
+                else value
+                for name, value in batch.items()
+            }
             self.keeps, self.outputs = index in watched, {}
             total, count = self.loss(self.model, moved)
             step.outputs.append(self.outputs)
@@ -192,7 +197,7 @@ class _Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.optimizer.lr * factor
             if momentum is not None:
-                _set_momentum(group, momentum)
+                group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
         if torch.isfinite(torch.tensor(step.norm)):
             self.optimizer.step()
         elif self.config.precision.compute == "float16":
@@ -276,11 +281,6 @@ def _length(batch: Mapping[str, Any]) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, Tensor))
 
 
-def _as_computed(name: str, value: Any, dtype: torch.dtype) -> Any:
-    floats = isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
-    return value.to(dtype) if floats else value
-
-
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -310,13 +310,6 @@ def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exemp
         "sgd": lambda: torch.optim.SGD(listed, lr=section.lr, momentum=section.momentum),
     }
     return make[section.name]()
-
-
-def _set_momentum(group: dict[str, Any], momentum: float) -> None:
-    if "betas" in group:
-        group["betas"] = (momentum, group["betas"][1])
-    else:
-        group["momentum"] = momentum
 
 
 def _average_of(

@@ -1,7 +1,6 @@
 """Samples for a verification: drawn by chance, with another number of targets in each."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,15 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part
 
 Sample = dict[str, Tensor]
-_Labels = Callable[[Sample, int, torch.Generator], Sample]
+_HEADS = (
+    "causal_lm",
+    "masked_lm",
+    "seq2seq_lm",
+    "token_classification",
+    "sequence_classification",
+    "question_answering",
+)
+"""Tasks whose inputs are known."""
 
 
 def make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[Sample]:
@@ -27,21 +34,21 @@ def make_samples(model: nn.Module, config: TrainerConfig, count: int, length: in
     inside = pretrained_of(model)
     head = None if inside is None else _head_of(inside)
     vocabulary = ForwardInputs.of(model, users_loss=False).vocab_size
-    if inside is None or head not in _LABELS or vocabulary is None:
+    if inside is None or head not in _HEADS or vocabulary is None:
         raise ConfigError(
             f"nothing is known of what {type(model).__name__} is fed with; give train_dataset to Trainer, with a model that is "
             "small enough to be taken as it is, and call verify()",
             where="verify",
         )
     separates = config.data.separates and "position_ids" in (ForwardInputs.of(model, users_loss=False).fields or ())
-    labels = partial(_LABELS[head], classes=integer(inside.config, "num_labels") or 2)
+    classes = integer(inside.config, "num_labels") or 2
     generator, found = torch.Generator().manual_seed(1), []
     for index in range(count):
         sample: Sample = {"input_ids": torch.randint(3, vocabulary, (length,), generator=generator)}
         if separates:
             first = 3 + index % (length - 5)
             sample["position_ids"] = torch.cat((torch.arange(first), torch.arange(length - first)))
-        found.append({**sample, **labels(sample, index, generator)})
+        found.append({**sample, **_labels(head, sample["input_ids"], index, classes, generator)})
     return found
 
 
@@ -56,36 +63,15 @@ def _head_of(model: Any) -> Head | None:
     return next((head for ending, head in endings.items() if ending and name.endswith(ending)), None)
 
 
-def _masked(labels: Tensor, index: int) -> Tensor:
-    """Leave out the first ones: of every eighth sample all, of the others another number in each."""
-    length = len(labels)
-    return labels.masked_fill(
-        torch.arange(length) < (length if index % 8 == 5 else index % (length - 2)), IGNORED_LABEL
+def _labels(head: Head, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> Sample:
+    """The labels of a sample for a task. The first ones of tokens are left out: of every eighth sample all, else a few."""
+    length = len(ids)
+    if head == "sequence_classification":
+        return {"labels": torch.tensor(index % classes)}
+    if head == "question_answering":
+        return {"start_positions": torch.tensor(index % (length - 2)), "end_positions": torch.tensor(length - 1)}
+    chosen = (
+        torch.randint(0, classes, ids.shape, generator=generator) if head == "token_classification" else ids.clone()
     )
-
-
-def _tokens(sample: Sample, index: int, generator: torch.Generator, classes: int) -> Sample:
-    return {"labels": _masked(sample["input_ids"].clone(), index)}
-
-
-def _classes(sample: Sample, index: int, generator: torch.Generator, classes: int) -> Sample:
-    return {"labels": _masked(torch.randint(0, classes, sample["input_ids"].shape, generator=generator), index)}
-
-
-def _class(sample: Sample, index: int, generator: torch.Generator, classes: int) -> Sample:
-    return {"labels": torch.tensor(index % classes)}
-
-
-def _span(sample: Sample, index: int, generator: torch.Generator, classes: int) -> Sample:
-    length = len(sample["input_ids"])
-    return {"start_positions": torch.tensor(index % (length - 2)), "end_positions": torch.tensor(length - 1)}
-
-
-_LABELS: Mapping[str | None, Callable[..., Sample]] = {
-    "causal_lm": _tokens,
-    "masked_lm": _tokens,
-    "seq2seq_lm": _tokens,
-    "token_classification": _classes,
-    "sequence_classification": _class,
-    "question_answering": _span,
-}
+    left_out = length if index % 8 == 5 else index % (length - 2)
+    return {"labels": chosen.masked_fill(torch.arange(length) < left_out, IGNORED_LABEL)}

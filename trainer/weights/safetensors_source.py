@@ -33,8 +33,8 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import logging
 
-from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, Entry, parse_json, read_header
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, StoredTensor, parse_json, read_header
+from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
@@ -90,7 +90,7 @@ class Matched:
         return name in self.direct or name in self.converted
 
 
-def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
+def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta.
 
     Parameters outside of the base model may be absent (a new head) and present without use (another head), and so may poolers.
@@ -99,7 +99,7 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
     converted: dict[str, Conversion] = {}
-    shapes = {name: entries[source].shape for name, source in direct.items()}
+    shapes = {name: entries[source].spec.shape for name, source in direct.items()}
     for conversion in groups:
         for name, value in _planned(conversion, entries, model).items():
             if name in state:
@@ -137,7 +137,7 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
 
 
 def _rename(
-    model: Any, entries: Mapping[str, Entry], state: Mapping[str, torch.Tensor]
+    model: Any, entries: Mapping[str, StoredTensor], state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
     """Match in the library's own order (`convert_and_load_state_dict_in_model`): what is direct, converted and unexpected."""
     transforms = get_model_conversion_mapping(model)
@@ -162,9 +162,9 @@ def _rename(
     return direct, list(groups.values()), unexpected
 
 
-def _planned(conversion: Conversion, entries: Mapping[str, Entry], model: Any) -> dict[str, torch.Tensor]:
+def _planned(conversion: Conversion, entries: Mapping[str, StoredTensor], model: Any) -> dict[str, torch.Tensor]:
     def empty(name: str) -> torch.Tensor:
-        return torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")
+        return torch.empty(entries[name].spec.shape, dtype=entries[name].spec.dtype, device="meta")
 
     try:
         return conversion.run(empty, model)
@@ -231,10 +231,10 @@ class TensorFiles:
         """Read and check the headers. Raises `ConfigError` that says which file is wrong, and how."""
         self.directory = Path(directory)
         try:
-            self.entries: Mapping[str, Entry] = _read_headers(self.directory)
+            self.entries: Mapping[str, StoredTensor] = _read_headers(self.directory)
         except CheckpointError as error:  # What is wrong with a file is wrong with the setting that names it.
             raise ConfigError(f"{error}; download or save it again", where="model.source") from None
-        self._files: dict[Path, PositionalFile] = {}
+        self._files: dict[str, PositionalFile] = {}
         self._expected: Iterator[tuple[str, int, int]] = iter(())
         self._ahead = 0
         """Bytes that are being read ahead."""
@@ -256,28 +256,28 @@ class TensorFiles:
         while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
             name, start, end = found
             entry = self.entries[name]
-            file, length = self._file(entry), (end - start) * entry.dtype.itemsize
-            offset = entry.begin + start * entry.dtype.itemsize
+            size = entry.spec.dtype.itemsize
+            file, length, offset = self._file(entry.path), (end - start) * size, entry.begin + start * size
             if not file.in_memory(offset + length - 1):
                 self._thread.submit(file.read_ahead, offset, length)
             self._ahead += length
 
-    def _file(self, entry: Entry) -> PositionalFile:
-        if entry.path not in self._files:
+    def _file(self, path: str) -> PositionalFile:
+        if path not in self._files:
             # The cache of the Hub has links to its files, which are not followed otherwise.
-            self._files[entry.path] = PositionalFile(entry.path.resolve(), direct=False, constant=True)
-        return self._files[entry.path]
+            self._files[path] = PositionalFile((self.directory / path).resolve(), direct=False, constant=True)
+        return self._files[path]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype.
 
         Raises `StorageError` if the file gives fewer bytes than its header promises.
         """
-        entry = self.entries[name]
-        stop = entry.numel if end is None else end
-        out = torch.empty(stop - start, dtype=entry.dtype, device="cpu")
+        spec = self.entries[name].spec
+        stop = spec.numel if end is None else end
+        out = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
         if out.numel():
-            self.fill(name, StridedRows.whole(entry.numel), Interval(start=start, end=stop), out)
+            self.fill(name, StridedRows.whole(spec.numel), Interval(start=start, end=stop), out)
         return out
 
     def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
@@ -286,23 +286,23 @@ class TensorFiles:
         Raises as `read` does.
         """
         entry = self.entries[name]
-        if out.device.type != "cpu" or out.dtype != entry.dtype:
+        if out.device.type != "cpu" or out.dtype != entry.spec.dtype:
             for part in rows.windows(interval, _WINDOW):
                 hull = rows.hull(part)
                 there = out[part.start - interval.start : part.end - interval.start]
                 rows.take(self.read(name, hull.start, hull.end), hull.start, part, there)
             return
-        size, data = entry.dtype.itemsize, out.view(torch.uint8)
+        size, data = entry.spec.dtype.itemsize, out.view(torch.uint8)
         for row, count, parts in rows.blocks(interval):
             columns = [(start * size, length * size) for start, _, length in parts]
             stride = rows.width * size
             offset = entry.begin + row * stride
-            data = data[self._file(entry).read_rows(data, offset, rows=count, columns=columns, stride=stride) :]
+            data = data[self._file(entry.path).read_rows(data, offset, rows=count, columns=columns, stride=stride) :]
         self._advance(rows.hull(interval).length * size)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Read tensor `name` in its shape."""
-        return self.read(name).reshape(self.entries[name].shape)
+        return self.read(name).reshape(self.entries[name].spec.shape)
 
     def close(self) -> None:
         """Close the files."""
@@ -311,7 +311,7 @@ class TensorFiles:
             self._files.popitem()[1].close()
 
 
-def _read_headers(directory: Path) -> dict[str, Entry]:
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
     if not directory.is_dir():
         raise ConfigError(
             f"{directory} is not a directory; a model of the Hub is downloaded first: "
@@ -331,13 +331,10 @@ def _read_headers(directory: Path) -> dict[str, Entry]:
 
 def _refuse_part(directory: Path) -> None:
     """Raise `ConfigError` for one host's part of a checkpoint, in which what other hosts have written would be read as zeros."""
-    path = directory / manifest.NAME
-    if not path.is_file() or path.stat().st_size > manifest.MAX_BYTES:
-        return
     try:
-        index, count = manifest.parse(path, path.read_bytes()).part
+        index, count = manifest_of(directory)[1].part
     except CheckpointError:
-        return  # Other tools write files of this name too.
+        return  # Other tools write files of the manifest's name too.
     if count > 1:
         raise ConfigError(
             f"{directory} is part {index + 1} of {count} of a checkpoint, one of each host; put them together first: "
@@ -346,7 +343,7 @@ def _refuse_part(directory: Path) -> None:
         )
 
 
-def _read_indexed(directory: Path) -> dict[str, Entry]:
+def _read_indexed(directory: Path) -> dict[str, StoredTensor]:
     """The tensors that the index of a directory maps to files."""
     index = directory / INDEX
     if index.stat().st_size > MAX_INDEX_BYTES:
@@ -443,17 +440,17 @@ class SafetensorsSource:
             elif conversion is not None and conversion.target not in begun:
                 begun.add(conversion.target)
                 for _, source in conversion.sources:
-                    yield source, 0, self._files.entries[source].numel
+                    yield source, 0, self._files.entries[source].spec.numel
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """The file, and the byte in it, from which on a parameter's elements lie; None where they have to be converted."""
         name = self._matched.direct.get(self._checked(fqn, start, start), "")
-        if not name or self._files.entries[name].dtype != dtype:
+        if not name or self._files.entries[name].spec.dtype != dtype:
             return None
         entry = self._files.entries[name]
         begin = entry.begin + start * dtype.itemsize
         # The cache of the Hub has links to its files, which are not followed otherwise.
-        return None if begin % dtype.itemsize else (entry.path.resolve(), begin)
+        return None if begin % dtype.itemsize else ((self._files.directory / entry.path).resolve(), begin)
 
     def _checked(self, fqn: str, start: int, end: int) -> str:
         """The name under which the files have a parameter. Raises `LayoutError` for an interval that it does not have."""

@@ -65,7 +65,7 @@ def _bad_pieces(
 def _disagreement(path: Path, tensors: list[StoredTensor]) -> list[str]:
     """Return the errors of a file that is as it was written, but whose header, which other programs read, is not its manifest's."""
     try:
-        found = {name: (each.dtype, each.shape, each.begin) for name, each in read_header(path).items()}
+        found = {name: (each.spec.dtype, each.spec.shape, each.begin) for name, each in read_header(path).items()}
     except (ZeromeshError, OSError) as error:
         return [str(error)]
     wanted = {tensor.spec.name: (tensor.spec.dtype, tensor.spec.shape, tensor.begin) for tensor in tensors}

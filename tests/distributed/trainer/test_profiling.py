@@ -332,9 +332,6 @@ def test_memory_that_runs_out_leaves_a_file_that_says_what_held_it(
     assert found["purposes"]["device"]["optimizer moments"] > 0
     assert found["counted"] == sum(found["purposes"]["device"].values())
     assert found["uncounted"] == found["process"]["resident"] - found["counted"] > 0
-    sizes = [row["bytes"] for row in found["largest"]]
-    assert sizes == sorted(sizes, reverse=True)
-    assert {row["unit"] for row in found["largest"]} >= {"model.layers.0", "model.layers.1"}
     assert [file.name for file in (tmp_path / "run").glob("memory-*")] == [path.name]
     if size > 1:
         assert outcomes[0].error == "CollectiveError"

@@ -208,10 +208,10 @@ def test_a_header_says_what_was_planned(wanted: list[TensorSpec]) -> None:
             path = Path(folder) / file.path.replace("/", "-")
             path.write_bytes(file.header + bytes(file.nbytes - len(file.header)))
             entries = read_header(path)
-            assert {(e.name, e.dtype, e.shape, e.begin, e.numel) for e in entries.values()} == {
+            assert {(e.spec.name, e.spec.dtype, e.spec.shape, e.begin, e.spec.numel) for e in entries.values()} == {
                 (t.spec.name, t.spec.dtype, t.spec.shape, t.begin, t.spec.numel) for t in file.tensors
             }
-            assert all(entry.path == path and name == entry.name for name, entry in entries.items())
+            assert all(entry.path == path.name and name == entry.spec.name for name, entry in entries.items())
 
 
 def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

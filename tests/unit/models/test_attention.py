@@ -4,6 +4,7 @@ Flash attention has no CPU kernel: a stand-in has transformers' own function cal
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models import attention
-from zeromesh.trainer.models.attention import PackedDocuments, use_attention
+from zeromesh.trainer.models.attention import use_attention, with_documents
 from zeromesh.trainer.models.prepare import _KEPT_NAMES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -142,9 +143,9 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     flash = SimpleNamespace(_attn_implementation="flash_attention_2")
     model = llama()
     batch = {"position_ids": POSITIONS}
-    assert PackedDocuments(model).told(batch) is batch  # sdpa
+    assert with_documents(model, batch) is batch  # sdpa
     object.__setattr__(model, "config", flash)
-    told = PackedDocuments(model).told
+    told = partial(with_documents, model)
     for other in (
         {"input_ids": POSITIONS},
         {"position_ids": POSITIONS[1:]},

@@ -65,7 +65,7 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
     monkeypatch.setattr(safetensors_source, "_CHUNK", 300)
     kind = safetensors_source.PositionalFile
     cached = next(iter(files.entries.values())).path
-    monkeypatch.setattr(kind, "in_memory", lambda file, offset: file.path == str(cached))
+    monkeypatch.setattr(kind, "in_memory", lambda file, offset: file.path == str(tmp_path / cached))
     monkeypatch.setattr(kind, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent)))
     wanted = [(name, 1, numel) for name, numel in source._numel.items()]
     source.expect(iter(wanted))
@@ -77,7 +77,7 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
         if files.entries[name].path != cached:
             done += (end - start) * 4
     files._thread.shutdown()
-    places = [(str(entry.path), entry.begin + start * 4, (end - start) * 4)
+    places = [(str(tmp_path / entry.path), entry.begin + start * 4, (end - start) * 4)
               for entry, start, end in ((files.entries[name], start, end) for name, start, end in wanted)
               if entry.path != cached]  # fmt: skip
     told = []

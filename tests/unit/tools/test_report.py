@@ -35,7 +35,7 @@ ALL_CHARTS = {
         "peak_memory_bytes",
         "bubble",
     ),
-    *("_wait_seconds", "phases", "memory-device", "memory-file", "step-memory-device", "communication"),
+    *("_wait_seconds", "phases", "memory-device", "memory-file", "communication"),
 }
 
 
@@ -129,7 +129,6 @@ def test_what_is_not_there_has_no_chart(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ranks=1)
     write_lines(run, [{"step": step, "loss": 3.0 / step, "lr": 1e-3} for step in (1, 2, 3)])
     (run / "ranks.json").unlink()
-    (run / "step_memory.json").unlink()
     (run / "evaluations.jsonl").unlink()
     seen = shown(run)
     assert seen.charts == {"loss", "lr"}
@@ -196,20 +195,19 @@ def test_values_of_another_kind_than_is_written_are_left_out(tmp_path: Path) -> 
 
 def test_a_plan_is_beside_what_was_measured(tmp_path: Path) -> None:
     phases, memory = {"forward": [0.2, 0.4]}, {"device": {"uncounted": [5 << 20, 5 << 20]}, "host": {HOSTILE: [1, 2]}}
-    whole = {"seconds": [0.2, 0.4], "peak": [7 << 20, 7 << 20], "most_off": "forward", "most_off_memory": None}
+    whole = {"seconds": [0.2, 0.4], "peak": [7 << 20, 7 << 20]}
     plan = {"layout": "shard 2, stage 1", "phases": phases, "memory": memory, **whole}
     run = write_run(tmp_path / "run", steps=4, changes={2: {"plan": 7}, 4: {"plan": plan}})
     seen = shown(run)
     assert re.search(r"Plan\s+shard 2, stage 1\s+predicted\s+measured\s+off\s+step\s+200 ms\s+400 ms\s+-50%", seen.text)
     assert re.search(r"device: activations and libraries\s+5.0 MiB\s+5.0 MiB", seen.text)
-    assert "the plan was -50% off, most of it forward" in seen.text
     assert not seen.named("img")
     # What is broken is a remark, and the rest is shown.
     for broken in (7, {**plan, "phases": {"forward": 3}}, {**plan, "peak": ["x", 1]}):
         write_lines(run, [{"step": 1, "loss": 1.0, "plan": broken}])
         seen = shown(run)
         assert "metrics.jsonl cannot be read: it is not as zeromesh writes it" in seen.text
-        assert seen.charts == {"loss", "step-memory-device"}
+        assert seen.charts == {"loss"}
 
 
 def test_many_evaluations_are_a_line_and_their_speed_comes_last(tmp_path: Path) -> None:
@@ -292,12 +290,6 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         ("ranks.json", b"{", "ranks.json cannot be read"),
         ("ranks.json", b'{"ranks": [{"rank": "x"}]}', "ranks.json cannot be read"),
         ("starts.jsonl", b"{}\n[]\n", None),
-        ("step_memory.json", b"{}", "step_memory.json cannot be read"),
-        (
-            "step_memory.json",
-            b'{"step": 1, "seconds": 1, "events": [[0, "a", "b", NaN]]}',
-            "times or sizes that cannot be",
-        ),
     ],
 )
 def test_a_broken_file_is_a_remark(
@@ -361,11 +353,6 @@ def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
     assert "1 rank" in seen.text
     evaluated = [line["step"] for line in read_metrics(run / "evaluations.jsonl")]
     assert evaluated == [1, 2, 3, 4]
-    (record,) = read_runs([run])
-    assert record.step_memory is not None
-    step, _, events = record.step_memory
-    assert step == 4  # the second one of the second process
-    assert {"parameters", "moments"} <= {purpose for _, _, purpose, _ in events}
 
 
 # In a browser
@@ -437,7 +424,6 @@ def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser,
     move("mouseReleased", 0.75)
     for name in ("loss", "phases", "lr"):
         assert steps(name) == pytest.approx([100, 150], abs=3)
-    assert steps("step-memory-device")[0] == 0
     for count in (1, 2):
         browser.mouse("mousePressed", left + width / 2, top + height / 2, count)
         browser.mouse("mouseReleased", left + width / 2, top + height / 2, count)

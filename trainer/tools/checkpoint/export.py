@@ -5,8 +5,7 @@ Weights are read, verified and converted a few at a time: a window of them, or t
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from zeromesh.files import read_whole, write_whole
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
-from zeromesh.trainer.models.hub_form import Group, HubNames
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, begin_files
+from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, write_weights
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, windows
+from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
 from zeromesh.weight_init.weight_sources import canonical_names
 
@@ -59,20 +58,25 @@ def export_checkpoint(
     nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
     with fresh_directory(out, nbytes) as folder, quiet_library():
         _copy_documents(reader, folder)
-        if merge:
-            _write_merged(folder, reader, chosen, _DTYPES.get(dtype), moved)
-            what = "merged"
-        elif adapted:
+        if adapted and not merge:
             _convert_adapter(folder, _DTYPES.get(dtype))
             what = "the adapter alone"
         else:
+            if merge:
+                tensors, weights = _merged(reader, chosen, folder, _DTYPES.get(dtype), moved)
+            else:
+                names = HubNames.of_directory(folder)
+                if names.note:
+                    console.note(names.note)
+                tensors, weights = _plain(reader, chosen, names, moved)
             if dtype != "keep":
                 _put_dtype(folder / "config.json", dtype)
-            names = HubNames.of_directory(folder)
-            if names.note:
-                console.note(names.note)
-            count = _write_weights(reader, chosen, folder, names, moved)
-            what = f"{count} file{'' if count == 1 else 's'}, read {moved}"
+            specs = [
+                TensorSpec(kind="model", name=name, dtype=each.dtype, shape=tuple(each.shape))
+                for name, each in tensors.items()
+            ]
+            count = write_weights(folder, specs, weights, lambda: None)
+            what = f"{'merged into ' if merge else ''}{count} file{'' if count == 1 else 's'}, read {moved}"
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 
 
@@ -139,56 +143,22 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return found
 
 
-def _write_weights(
-    reader: CheckpointReader, chosen: _Chosen, folder: Path, names: HubNames, moved: Callable[[int], object]
-) -> int:
-    """Write all weights and bring them to the disk; returns the number of files."""
+def _plain(
+    reader: CheckpointReader, chosen: _Chosen, names: HubNames, moved: Callable[[int], object]
+) -> tuple[Mapping[str, torch.Tensor], Named]:
+    """Return the tensors of the model on the hub, on the meta device by name, and what yields their values."""
     order = {name: place for place, name in enumerate(chosen)}
     groups = names.groups(
         {name: torch.empty(s.spec.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
     )
     groups.sort(key=lambda group: (group.converted, 0 if group.converted else order[group.names[0]]))
-    specs = [
-        TensorSpec(kind="model", name=name, dtype=each.dtype, shape=tuple(each.shape))
-        for group in groups
-        for name, each in group.outputs.items()
-    ]
-    if len({spec.name for spec in specs}) != len(specs):
+    tensors = {name: each for group in groups for name, each in group.outputs.items()}
+    if len(tensors) != sum(len(group.outputs) for group in groups):
         raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
-    with ExitStack() as stack:
-        places, indices = begin_files(folder, specs, stack)
-        files = {file for file, _, _ in places.values()}
-        for batch in windows(groups, lambda group: sum(chosen[name][0].spec.nbytes for name in group.names)):
-            for name, tensor in _hub_tensors(reader, batch, chosen, names, moved):
-                file, spec, at = places[name]
-                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                    raise CheckpointError(
-                        f"{name} became {tensor.dtype} {list(tensor.shape)}; {spec.dtype} {list(spec.shape)} was planned"
-                    )
-                if tensor.numel():
-                    file.write(tensor.detach().contiguous().view(-1).view(torch.uint8), at)
-        for file in files:
-            file.sync()
-    for path, text in indices.items():
-        write_whole(folder / path, text)
-    return len(files)
-
-
-def _hub_tensors(
-    reader: CheckpointReader, groups: Sequence[Group], chosen: _Chosen, names: HubNames, moved: Callable[[int], object]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the hub has of these groups, by name."""
-    sources = [chosen[name] for group in groups for name in group.names]
-    values = iter(read_elements(reader, [(source, 0, source.spec.numel) for source, _ in sources], moved))
-    for group in groups:
-        tensors = {}
-        for name in group.names:
-            source, dtype = chosen[name]
-            tensors[name] = _converted(name, next(values), dtype).view(source.spec.shape)
-        if group.converted:
-            yield from names.revert(tensors).items()
-        else:
-            yield from zip(group.outputs, tensors.values(), strict=True)
+    members = [name for group in groups for name in group.names]
+    read = read_tensors(reader, [chosen[name][0] for name in members], moved)
+    weights = ((name, _converted(name, each, chosen[name][1])) for name, (_, each) in zip(members, read, strict=True))
+    return tensors, names.convert(weights, groups)
 
 
 def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
@@ -212,10 +182,10 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
         save_file(found, path, metadata={"format": "pt"})
 
 
-def _write_merged(
-    folder: Path, reader: CheckpointReader, chosen: _Chosen, dtype: torch.dtype | None, moved: Callable[[int], object]
-) -> None:
-    """Put the model with its adapters merged in the place of the adapter in `folder`. It is held in memory as a whole.
+def _merged(
+    reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: torch.dtype | None, moved: Callable[[int], object]
+) -> tuple[Mapping[str, torch.Tensor], Named]:
+    """As `_plain`, of the model with its adapters merged, whose configuration takes the place of the adapter in `folder`.
 
     Raises:
         CheckpointError: where the tensors are not those of the model that the files in `folder` describe.
@@ -227,36 +197,37 @@ def _write_merged(
         raise ConfigError(
             f"{reason}; load the adapter with PEFT, and merge it there (merge_and_unload)", where="--merge"
         )
-    if dtype is None:
-        dtype = next(source.spec.dtype for source, _ in chosen.values() if source.spec.kind == "model")
-    widest = torch.promote_types(torch.float32, max((to for _, to in chosen.values()), key=lambda each: each.itemsize))
-    model: Any = peft.get_peft_model(cls(config).to(widest), peft.PeftConfig.from_pretrained(folder))
-    _fill(model, reader, chosen, moved)
-    merged = model.merge_and_unload(safe_merge=True)
-    for name, parameter in merged.named_parameters():
-        _converted(name, parameter.detach(), dtype)
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / BASE_MODEL)
-    merged.to(dtype).save_pretrained(folder)
-
-
-def _fill(
-    model: torch.nn.Module, reader: CheckpointReader, chosen: Mapping[str, Any], moved: Callable[[int], object]
-) -> None:
-    """Read every tensor of a checkpoint into the model. Raises `CheckpointError` unless each has one and each has its place."""
-    first = canonical_names(model)
-    state = model.state_dict()
+    with torch.device("meta"):
+        model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder))
+    first, state = canonical_names(model), model.state_dict()
     missing = {first.get(name, name) for name, _ in model.named_parameters()}
+    names = {given: given if given.startswith(_PREFIX) else f"{_PREFIX}{given}" for given in chosen}
     for given, (source, _) in chosen.items():
-        name = given if given.startswith(_PREFIX) else f"{_PREFIX}{given}"
-        tensor = state.get(name)
+        tensor = state.get(names[given])
         if tensor is None or tuple(tensor.shape) != source.spec.shape:
             raise CheckpointError(f"{given} of {reader.directory} has no place in {type(model).__name__}")
-        (values,) = read_elements(reader, [(source, 0, source.spec.numel)], moved)
-        tensor.copy_(values.view(source.spec.shape))
-        missing.discard(first.get(name, name))
+        missing.discard(first.get(names[given], names[given]))
     if missing:
         raise CheckpointError(
             f"{reader.directory} has no {', '.join(sorted(missing)[:4])}; its adapter has another name"
         )
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder / BASE_MODEL).iterdir():
+        path.rename(folder / path.name)
+    (folder / BASE_MODEL).rmdir()
+    wanted = dtype or next(source.spec.dtype for source, _ in chosen.values() if source.spec.kind == "model")
+    form = HubForm(model)
+    tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.outputs.items()}
+    place: dict[str, int] = {}
+    for name in names.values():
+        place.setdefault(form.layer_of.get(name, name), len(place))
+    order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
+    read = read_tensors(reader, [chosen[given][0] for given in order], moved)
+    widest = max(
+        (to.spec.dtype for to, _ in chosen.values() if to.spec.dtype.is_floating_point), key=lambda each: each.itemsize
+    )
+    weights = form.of(
+        ((names[stored.spec.name], each) for stored, each in read), torch.promote_types(torch.float32, widest)
+    )
+    return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in weights)

@@ -1,5 +1,5 @@
 """The contents of checkpoints, as text for a person or as JSON (`zeromesh checkpoint list` and `inspect`), and what the tools for
-checkpoints share: what a path on the command line means, counters, and reading elements.
+checkpoints share: what a path on the command line means, counters, and reading tensors.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTen
 from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, ranks_text
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import state_of
@@ -26,8 +26,7 @@ from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds,
 from zeromesh.trainer.monitoring.console import Console
 
 WINDOW_BYTES = 32 << 20
-"""Bytes of elements that are in memory at once."""
-_Item = TypeVar("_Item")
+"""Bytes of tensors that are read at once."""
 
 
 def store_at(path: Path) -> CheckpointStore:
@@ -69,37 +68,27 @@ def part_text(reader: CheckpointReader) -> str:
     return f" (part {index + 1} of {count})" if count > 1 else ""
 
 
-def windows(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Yield items in order, as many at a time as fit into the memory that is used at once by their bytes, or one."""
-    batch: list[_Item] = []
-    filled = 0
-    for item in items:
-        size = size_of(item)
-        if batch and filled + size > WINDOW_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(item)
-        filled += size
-    if batch:
-        yield batch
+def read_tensors(
+    reader: CheckpointReader, tensors: Iterable[StoredTensor], moved: Callable[[int], object]
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """Yield tensors of a checkpoint with their values, verified: as many are read at once as fit into a window, or one.
 
-
-def read_elements(
-    reader: CheckpointReader, parts: Sequence[tuple[StoredTensor, int, int]], moved: Callable[[int], object]
-) -> list[torch.Tensor]:
-    """Read `count` elements from `first` on of each `(tensor, first, count)`, 1-D in the stored dtype. `moved` gets their bytes.
-
-    Raises:
-        CheckpointError: where the checkpoint is damaged.
+    `moved` gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged.
     """
-    found = [torch.empty(count, dtype=tensor.spec.dtype) for tensor, _, count in parts]
-    targets = [
-        PlacedValues.stored(tensor, first, TieredTensor.of(memory))
-        for (tensor, first, _), memory in zip(parts, found, strict=True)
-    ]
-    reader.read(targets, lambda: None)
-    moved(sum(each.nbytes for each in found))
-    return found
+    window: list[tuple[StoredTensor, torch.Tensor]] = []
+    nbytes = 0
+    for tensor in (*tensors, None):
+        if window and (tensor is None or nbytes + tensor.spec.nbytes > WINDOW_BYTES):
+            reader.read(
+                [PlacedValues.stored(stored, 0, TieredTensor.of(values.view(-1))) for stored, values in window],
+                lambda: None,
+            )
+            moved(nbytes)
+            yield from window
+            window, nbytes = [], 0
+        if tensor is not None:
+            nbytes += tensor.spec.nbytes
+            window.append((tensor, torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)))
 
 
 class Throughput:
@@ -269,12 +258,6 @@ def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
     }
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else ""
-
-
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
     """Yield the content of `inspect` as lines of text."""
     yield head
@@ -297,7 +280,7 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
     if state.get("settings"):
         yield from ("", "settings", *(f"  {name}: {json.dumps(value)}" for name, value in state["settings"].items()))
     if tensors := content.get("tensors"):
-        rows = [[*list(each.values())[:-1], _ranks_text(each["ranks"])] for each in tensors]
+        rows = [[*list(each.values())[:-1], ranks_text(each["ranks"], 8)] for each in tensors]
         columns = ("kind", "name", "dtype", "shape", "file", "begin", "end", "written by")
         yield from ("", *table_lines(columns, rows, _NUMBERS))
 

@@ -236,12 +236,11 @@ def _mesh(run: RunRecord) -> Html | None:
 
 
 def _planned(run: RunRecord) -> Html | None:
-    """Show what the plan predicted beside what was measured, and which term was far off."""
+    """Show what the plan predicted beside what was measured."""
     if run.planned is None:
         return None
-    layout, rows, remarks = run.planned
-    words = [element("p", each, class_="bad") for each in remarks]
-    return element("div", table_of([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3)), words)
+    layout, rows = run.planned
+    return table_of([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3))
 
 
 def _communication(run: RunRecord) -> Html | None:

@@ -82,23 +82,6 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One tensor in a file: `begin` and `end` are absolute byte positions."""
-
-    name: str
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
     """A file to be written: its path within the checkpoint, its header, and its tensors."""
 
@@ -175,8 +158,8 @@ def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
     return {path: json.dumps(index, indent=1).encode() for path, index in found.items()}
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, once its header is found to be right and to describe the whole file.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, by name and as if of a model, once its header is found to be right and to describe the whole file.
 
     Raises:
         CheckpointError: which says what is wrong with it.
@@ -194,7 +177,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     position = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
-            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.name} (byte {position})")
+            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.spec.name} (byte {position})")
         position = entry.end
     if position != size:
         raise CheckpointError(
@@ -203,7 +186,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, fields: Any, origin: int) -> Entry:
+def _entry(path: Path, name: str, fields: Any, origin: int) -> StoredTensor:
     try:
         code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -218,8 +201,8 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> Entry:
         raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers below 2**62")
     if end - begin != math.prod(shape) * DTYPES[code].itemsize:
         raise CheckpointError(f"{path} gives {name} {end - begin} bytes, {code}{shape} has another size")
-    dtype = DTYPES[code]
-    return Entry(name=name, path=path, dtype=dtype, shape=tuple(shape), begin=origin + begin, end=origin + end)
+    spec = TensorSpec(kind="model", name=name, dtype=DTYPES[code], shape=tuple(shape))
+    return StoredTensor(spec=spec, path=path.name, begin=origin + begin)
 
 
 def is_size(value: Any) -> bool:
