@@ -3,10 +3,14 @@
 import contextlib
 import platform
 import re
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from zeromesh.errors import StorageError
 
 
 class Tier(Enum):
@@ -37,24 +41,41 @@ class Purpose(Enum):
     COMMUNICATORS = "buffers of the library of collectives"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """From the moment `at` on, in seconds of `time.perf_counter`, there are `nbytes` of a purpose on a tier."""
+
+    at: float
+    tier: Tier
+    purpose: Purpose
+    nbytes: int
+
+
 _CGROUP = Path("/sys/fs/cgroup")
 MEMORY = (Tier.DEVICE, Tier.HOST)
 """The tiers that are memory, and no disk."""
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and the highest sum in memory so far."""
+    """Bytes of this process by tier and purpose, and the highest sum in memory so far.
 
-    def __init__(self) -> None:
+    `limits` are bytes that a tier may not exceed: on a machine whose device and host are one memory, a stand-in for a device.
+    """
+
+    def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
+        self._limits = dict(limits or {})
         self._in_memory = 0
         self._peak = 0
         self._highest: dict[tuple[Tier, Purpose], int] = {}
+        self._changes: list[Change] | None = None
+        self._most_changes = 0
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
         """Count an allocation (or, negative, its end).
 
         Raises:
+            StorageError: when the tier's limit would be exceeded; then nothing is counted.
             ValueError: when more is taken back than was counted.
         """
         key = (tier, purpose)
@@ -62,12 +83,36 @@ class Ledger:
             raise ValueError(
                 f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {self._bytes[key]:,} counted"
             )
+        limit = self._limits.get(tier)
+        if limit is not None and nbytes > 0 and self.total(tier) + nbytes > limit:
+            raise StorageError(
+                f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
+                f"these {self.total(tier):,} in use"
+            )
         now = self._bytes[key] = self._bytes[key] + nbytes
         if now > self._highest.get(key, 0):
             self._highest[key] = now
+        changes = self._changes
+        if changes is not None and len(changes) < self._most_changes:
+            changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=now))
         if tier is not Tier.FILE:
             self._in_memory += nbytes
             self._peak = max(self._peak, self._in_memory)
+
+    @contextlib.contextmanager
+    def recording(self, most: int) -> Iterator[list[Change]]:
+        """Changes inside the block, at most about `most` of them, after what there is when it begins."""
+        began = time.perf_counter()
+        changes = [
+            Change(at=began, tier=tier, purpose=purpose, nbytes=nbytes)
+            for (tier, purpose), nbytes in self._bytes.items()
+            if nbytes
+        ]
+        self._changes, self._most_changes = changes, most
+        try:
+            yield changes
+        finally:
+            self._changes = None
 
     def total(self, *tiers: Tier) -> int:
         """Bytes now, of some tiers; of all memory where none is named."""

@@ -151,9 +151,10 @@ def _stored(
             # PEFT puts the layers that it replaces, and the modules that it copies, one level deeper.
             plain = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
             entry = source.entries.get(unused.pop(plain, ""))
-            if entry is not None and entry.shape == spec.shape and is_path(path := SOURCE + entry.path.name):
-                tensor = StoredTensor(spec=replace(spec, dtype=entry.dtype), path=path, begin=entry.begin)
-                found += [tensor] if tensor.begin % entry.dtype.itemsize == 0 else []
+            if entry is not None and entry.spec.shape == spec.shape and is_path(path := SOURCE + entry.path):
+                dtype = entry.spec.dtype
+                tensor = StoredTensor(spec=replace(spec, dtype=dtype), path=path, begin=entry.begin)
+                found += [tensor] if tensor.begin % dtype.itemsize == 0 else []
                 break
     return tuple(found)
 

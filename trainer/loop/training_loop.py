@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
 from zeromesh.trainer.loop.stop_signals import StopRequest
-from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, StepMetrics, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
@@ -44,6 +44,8 @@ class TrainingLoop:
     """The signal by which some rank was asked to stop."""
     _ended: str = ""
     """Why the run ends before its last step, as if that were it."""
+    _memory_step: int = 0
+    """The step whose memory is recorded: the second of this process, as the first allocates what stays; 0: none."""
     _start: dict[str, Any] = field(default_factory=dict)
     """How long the start has taken, until a line of metrics has it."""
     _metrics: StepMetrics | None = None
@@ -111,7 +113,7 @@ class TrainingLoop:
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
         progress.learning_rate = run.config.optimizer.lr * factor
-        with self.profile.step(number) if number in self.profile.steps else nullcontext():
+        with self._recorders(number):
             result = run.model.stepper.train_step(
                 self.loader,
                 position,
@@ -171,6 +173,16 @@ class TrainingLoop:
         )
         if run.plan.ends_epoch(position) or self._over:
             self._end_epoch(position)
+
+    def _recorders(self, number: int) -> ExitStack:
+        """Return a context that records a step: torch's profiler and the timeline of memory, where they are asked for."""
+        stack = ExitStack()
+        if number in self.profile.steps:
+            stack.enter_context(self.profile.step(number))
+        if number == self._memory_step and self.writer is not None:
+            path, ledger = self.writer.path.with_name(STEP_MEMORY), self.run.model.require_engine().ledger
+            stack.enter_context(recorded_memory(path, number, ledger))
+        return stack
 
     def _before_update(self) -> None:
         """Let callbacks read the gradients of the present step."""

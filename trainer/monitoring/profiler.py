@@ -1,5 +1,5 @@
-"""The records of this rank's time and memory, in files of the run's directory: traces of a few steps by torch's profiler,
-and what holds memory when it runs out.
+"""The records of this rank's time and memory, in files of the run's directory: traces of a few steps by torch's profiler, the
+memory over one step, and what holds memory when it runs out.
 
 Beside operators, traces show the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
@@ -9,8 +9,9 @@ import gzip
 import json
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError, ZeromeshError, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
+from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled, write_allocations
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.redact import Redaction
@@ -182,3 +183,29 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
     counted = ledger.total(Tier.DEVICE) if on_device else ledger.total()
     found |= {"counted": counted, "counted_peak": ledger.peak(), "uncounted": max(0, held - counted)}
     return found
+
+
+STEP_MEMORY = "step_memory.json"
+_MOST_EVENTS = 20_000
+
+
+@contextmanager
+def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
+    """Write to `path` when bytes of each purpose come and go in the block, which is step `step`, counted from 1.
+
+        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
+
+    An event says how many bytes of a purpose there are on a tier from that moment on. The ledger counts what is allocated on
+    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between.
+    """
+    began = time.perf_counter()
+    with ledger.recording(_MOST_EVENTS) as changes:
+        yield
+    seconds = time.perf_counter() - began
+    events = [
+        [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
+        for change in changes
+    ]
+    content = {"step": step, "seconds": round(seconds, 6), "events": events}
+    with suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
+        write_whole(path, json.dumps(content).encode(), sync=False)

@@ -35,7 +35,7 @@ ALL_CHARTS = {
         "peak_memory_bytes",
         "bubble",
     ),
-    *("_wait_seconds", "phases", "memory-device", "memory-file", "communication"),
+    *("_wait_seconds", "phases", "memory-device", "memory-file", "step-memory-device", "communication"),
 }
 
 
@@ -129,6 +129,7 @@ def test_what_is_not_there_has_no_chart(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ranks=1)
     write_lines(run, [{"step": step, "loss": 3.0 / step, "lr": 1e-3} for step in (1, 2, 3)])
     (run / "ranks.json").unlink()
+    (run / "step_memory.json").unlink()
     (run / "evaluations.jsonl").unlink()
     seen = shown(run)
     assert seen.charts == {"loss", "lr"}
@@ -207,7 +208,7 @@ def test_a_plan_is_beside_what_was_measured(tmp_path: Path) -> None:
         write_lines(run, [{"step": 1, "loss": 1.0, "plan": broken}])
         seen = shown(run)
         assert "metrics.jsonl cannot be read: it is not as zeromesh writes it" in seen.text
-        assert seen.charts == {"loss"}
+        assert seen.charts == {"loss", "step-memory-device"}
 
 
 def test_many_evaluations_are_a_line_and_their_speed_comes_last(tmp_path: Path) -> None:
@@ -290,6 +291,12 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         ("ranks.json", b"{", "ranks.json cannot be read"),
         ("ranks.json", b'{"ranks": [{"rank": "x"}]}', "ranks.json cannot be read"),
         ("starts.jsonl", b"{}\n[]\n", None),
+        ("step_memory.json", b"{}", "step_memory.json cannot be read"),
+        (
+            "step_memory.json",
+            b'{"step": 1, "seconds": 1, "events": [[0, "a", "b", NaN]]}',
+            "times or sizes that cannot be",
+        ),
     ],
 )
 def test_a_broken_file_is_a_remark(
@@ -353,6 +360,11 @@ def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
     assert "1 rank" in seen.text
     evaluated = [line["step"] for line in read_metrics(run / "evaluations.jsonl")]
     assert evaluated == [1, 2, 3, 4]
+    (record,) = read_runs([run])
+    assert record.step_memory is not None
+    step, _, events = record.step_memory
+    assert step == 4  # the second one of the second process
+    assert {"parameters", "moments"} <= {purpose for _, _, purpose, _ in events}
 
 
 # In a browser
@@ -424,6 +436,7 @@ def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser,
     move("mouseReleased", 0.75)
     for name in ("loss", "phases", "lr"):
         assert steps(name) == pytest.approx([100, 150], abs=3)
+    assert steps("step-memory-device")[0] == 0
     for count in (1, 2):
         browser.mouse("mousePressed", left + width / 2, top + height / 2, count)
         browser.mouse("mouseReleased", left + width / 2, top + height / 2, count)

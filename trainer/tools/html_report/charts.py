@@ -181,6 +181,19 @@ def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict
         purposes = {keys[-1]: values for keys, values in columns.items() if keys[:2] == ("memory", tier)}
         note = "of the first rank, the most of each purpose in a step"
         yield f"memory-{tier}", f"Memory by purpose, {tier}", "bytes", note, purposes, "stack"
+    number, seconds, events = run.step_memory or (0, 0.0, [])
+    for tier in dict.fromkeys(tier for _, tier, _, _ in events):
+        now: dict[str, float] = {}
+        moments: dict[float, dict[str, float]] = {}
+        for at, where, purpose, nbytes in events:
+            if where == tier:
+                now[purpose] = nbytes
+                moments[at] = dict(now)
+        if len(moments) > 1:
+            moments.setdefault(max(seconds, *moments), now)
+            levels = {purpose: {at: row.get(purpose, 0.0) for at, row in moments.items()} for purpose in now}
+            note = "bytes that the first rank has allocated there"
+            yield f"step-memory-{tier}", f"Memory over step {number}, {tier}", "bytes", note, levels, "levels"
     traffic = {": ".join(keys[1:3]): columns[keys] for keys in columns if keys[::3] == ("communication", "seconds")}
     note = "of the first rank in starting collectives and waiting for them"
     yield "communication", "Communication by axis", "seconds", note, traffic, "stack"

@@ -17,9 +17,11 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.monitoring.plan_comparison import ComparisonRow, comparison_rows
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
-CONFIG, CHECKPOINTS = "config.resolved.yaml", "checkpoints"
+CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
 _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
 T = TypeVar("T")
+StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
+"""A step, its seconds, and changes in order of time: seconds since it began, tier, purpose, and bytes from then on."""
 PlanComparison = tuple[str, list[ComparisonRow]]
 """The layout, and its terms as predicted and as measured."""
 
@@ -42,6 +44,7 @@ class RunRecord:
     """Summaries as `zeromesh checkpoint list --json` has them, oldest first."""
     ranks: list[dict[str, Any]]
     """The last known activity of each rank."""
+    step_memory: StepMemory | None
     planned: PlanComparison | None
     """The predicted and the measured figures, where a plan has chosen the layout and the run has come to its end."""
 
@@ -108,6 +111,7 @@ def _read(path: Path, name: str) -> RunRecord:
         config=_tried(path / CONFIG, _config, remarks) or {},
         checkpoints=_tried(path / CHECKPOINTS, _checkpoints, remarks) or [],
         ranks=_tried(path / RANKS, _ranks, remarks) or [],
+        step_memory=_tried(path / STEP_MEMORY, _step_memory, remarks),
         planned=_tried(path / METRICS, lambda _: _planned(lines), remarks),
     )
 
@@ -179,6 +183,15 @@ def settings_of(run: RunRecord) -> dict[str, tuple[str, str | None]]:
 
 def _ranks(path: Path) -> list[dict[str, Any]]:
     return sorted((dict(row) for row in json.loads(read_whole(path))["ranks"]), key=lambda row: int(row["rank"]))
+
+
+def _step_memory(path: Path) -> StepMemory:
+    content = json.loads(read_whole(path))
+    events = [(float(at), str(tier), str(purpose), float(nbytes)) for at, tier, purpose, nbytes in content["events"]]
+    times, seconds = [at for at, *_ in events], float(content["seconds"])
+    if times != sorted(times) or not all(0 <= each < math.inf for each in (seconds, *times, *(e[3] for e in events))):
+        raise ValueError("times or sizes that cannot be")
+    return int(content["step"]), seconds, events
 
 
 def _planned(lines: Sequence[Mapping[str, Any]]) -> PlanComparison | None:
