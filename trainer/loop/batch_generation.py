@@ -88,11 +88,8 @@ class BatchGeneration:
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
-        partitioned = self.engine is not None
-        staged = partitioned and self.mesh.pipeline.size > 1
         arguments: dict[str, Any] = {"generation_config": self.settings, **self._beside}
-        shared = staged or (partitioned and self.mesh.tensor.size > 1)
-        check_arguments(self.model, arguments, staged=staged, shared=shared)
+        check_arguments(self.model, arguments, self.mesh if self.engine is not None else None)
 
     @property
     def padding(self) -> int:

@@ -60,10 +60,10 @@ def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequenc
     return notes
 
 
-def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: bool, shared: bool) -> None:
+def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Check that `generate` can be given these arguments; every rank comes to the same answer.
 
-    `staged`: the model is in stages of a pipeline. `shared`: several ranks compute the same tokens together.
+    `mesh`: over which the model is partitioned; None: it is not.
 
     Raises:
         ConfigError: for a model that does not generate, and for arguments that do not go with the layout.
@@ -82,6 +82,9 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
         and not bool(mask[:, -1].all())
     ):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
+    staged = mesh is not None and mesh.pipeline.size > 1
+    # Several ranks compute the same tokens together.
+    shared = mesh is not None and (staged or mesh.tensor.size > 1)
     settings = copy.deepcopy(arguments.get("generation_config") or getattr(model, "generation_config", None))
     if not isinstance(settings, GenerationConfig):
         if not shared:

@@ -125,19 +125,9 @@ class RowCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[RowLayer(self._extent) for _ in range(layers)])
 
     @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self._extent.rows
-
-    @property
     def width(self) -> int:
         """The columns of the longest row."""
         return self._extent.width
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all buffers."""
-        return sum(buffer.nbytes for layer in self._filled() for buffer in layer.buffers)
 
     def make_room(self, new: int) -> None:
         """Have room for `new` more columns, before a forward over them."""
