@@ -235,9 +235,10 @@ class Generator:
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
-        why = self._placed.settings.why_unbatched(self._placed.settings.checked(fields, 1))
+        why = self._placed.settings.why_unbatched(self._placed.settings.of(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
+        self.check_fields(fields)
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.try_template()
 

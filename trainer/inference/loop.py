@@ -55,13 +55,17 @@ class RequestLoop:
         mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
         self._mesh, self._engine, self._module, self._rows = mesh, engine, placed.module, rows
         self._on_progress = on_progress
-        self._settings, self._fields = placed.settings, fields
-        self._staged = pipeline.turns(placed.module) if pipeline is not None else None
+
+        def settings_of(request: Request) -> GenerationConfig:
+            return placed.settings.of({**fields, **request.fields}, len(request.tokens))
+
+        self._settings_of = settings_of
+        self._pipeline = pipeline
         lanes = mesh.pipeline.size if pipeline is not None else 1
         limits = LaneLimits(
             rows=-(-rows // lanes), prefill_tokens=_PREFILL_TOKENS, cache_tokens=placed.cache_tokens() // lanes
         )
-        self._lanes = [Lane(placed.module, self._settings_of, limits, device=mesh.device) for _ in range(lanes)]
+        self._lanes = [Lane(placed.module, settings_of, limits, device=mesh.device) for _ in range(lanes)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """Of each replica, as all ranks know it, the most tokens that are still to be computed for each of its open requests."""
         self._queue: list[Request] = []
@@ -91,9 +95,6 @@ class RequestLoop:
     def computed(self) -> int:
         """The tokens that this rank has computed so far, as `Lane.computed` counts them."""
         return sum(lane.computed for lane in self._lanes)
-
-    def _settings_of(self, request: Request) -> GenerationConfig:
-        return self._settings.of({**self._fields, **request.fields}, len(request.tokens))
 
     def _cost_of(self, request: Request) -> int:
         """The tokens of a request, prompt included, at most."""
@@ -160,10 +161,10 @@ class RequestLoop:
             lane.settle()
             lane.plan(eager=eager)
         turns = self._agreed_turns(most)
-        if self._staged is not None:
+        if self._pipeline is not None:
             if turns:
                 with self._engine.evaluation():
-                    self._staged.run(self._lanes, turns)
+                    self._pipeline.run_turns(self._lanes, turns, self._module)
             for lane in self._lanes:
                 lane.settle()
             return
@@ -180,7 +181,7 @@ class RequestLoop:
     def _agreed_turns(self, most: int) -> int:
         """Return how many turns are made. Replicas that need each other's parameters all make the same number."""
         lanes = [lane for lane in self._lanes if lane.busy]
-        if self._staged is None:
+        if self._pipeline is None:
             own = min(most, max((lane.longest_turns() for lane in lanes), default=0))
             return int(self._mesh.data.max_(torch.tensor([own]), "turns")[0]) if self._together else own
         own = min((lane.steady_turns(fewest=_FEWEST_TURNS) for lane in lanes), default=0)

@@ -130,32 +130,16 @@ class StagedLane(Protocol):
         """Take what the last stage has chosen, on all ranks."""
 
 
-class StagedTurns:
-    """Turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
+@dataclass(slots=True)
+class TurnRunner(StageRunner):
+    """Runs turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
 
         first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
         last stage              lane 0  lane 1  lane 0  lane 1
 
-    Args:
-        call: the model's own call, for the last stage.
+    Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins. `call` is
+    the model's own call, for the last stage.
     """
-
-    def __init__(self, executor: Executor, stages: Stages, *, call: Callable[..., Any]) -> None:
-        self._executor, self._stages, self._call = executor, stages, call
-
-    def run(self, lanes: Sequence[StagedLane], turns: int) -> None:
-        """Have each lane make so many forwards and choose a token of each row after each. All ranks of the pipeline call this."""
-        group = self._executor.group
-        schedule = forward_only(ranks=group.size, microbatches=turns * len(lanes), chunks=len(self._stages.own))
-        runner = _TurnRunner(self._stages, self._call, lanes, group)
-        with torch.no_grad():
-            self._executor.run(schedule, runner)
-        runner.finish()
-
-
-@dataclass(slots=True)
-class _TurnRunner(StageRunner):
-    """Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins."""
 
     stages: Stages
     call: Callable[..., Any]
