@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from zeromesh.errors import ConfigError, DataError, PhaseError, QueueFullError
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.requests import Inbox, Progress
-from zeromesh.trainer.inference.server.schema import RequestError
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
@@ -52,8 +52,9 @@ class Answer:
     """Submits a request, and gives its text in pieces. Made and used on one event loop.
 
     Args:
-        stops: texts before which the answer ends.
-        template: how the model marks tool calls and reasoning; None: all is text.
+        tokens: the prompt.
+        most: the most new tokens, where the client does not say how many.
+        parser: tells tool calls and reasoning from text; None: all is text.
 
     Raises:
         RequestError: for a request that the model cannot continue (400), a full queue (429), and a server that stops (503).
@@ -63,16 +64,15 @@ class Answer:
         self,
         inbox: Inbox,
         served: Generator,
+        asked: CompletionRequest | ChatRequest,
         tokens: Sequence[int],
-        fields: Mapping[str, Any],
         *,
-        seed: int | None,
-        stops: Sequence[str],
-        parser: Any = None,
+        most: int,
+        parser: Any,
     ) -> None:
         self.prompt_tokens = len(tokens)
         self.new_tokens = 0
-        self._inbox, self._stops, self._parser = inbox, list(stops), parser
+        self._inbox, self._stops, self._parser = inbox, asked.stops, parser
         self._pieces: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         raw = served.tokenizer.decode_all if parser is not None and served.tokenizer is not None else served.decode
@@ -81,6 +81,8 @@ class Answer:
         """Text that may be the beginning of one that ends the answer."""
         self._tool_calls = 0
         self.over = False
+        positions, seed = served.positions, asked.seed
+        fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
         try:
             served.check_request(tokens, fields)
         except (ConfigError, DataError) as error:

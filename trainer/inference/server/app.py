@@ -38,7 +38,7 @@ from zeromesh.trainer.inference.server.answers import (
     refused_by_inbox,
     response_parser,
 )
-from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError, parse_body
+from zeromesh.trainer.inference.server.schema import Body, ChatRequest, CompletionRequest, RequestError, parse_body
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
@@ -221,8 +221,7 @@ class HttpServer:
         return {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
 
     async def _completions(self, request: Request) -> Response:
-        asked = parse_body(await self._body(request), CompletionRequest)
-        self._require_model(asked.model)
+        asked = await self._asked(request, CompletionRequest)
         try:
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
         except ZeromeshError as error:
@@ -234,8 +233,7 @@ class HttpServer:
         return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
 
     async def _chat(self, request: Request) -> Response:
-        asked = parse_body(await self._body(request), ChatRequest)
-        self._require_model(asked.model)
+        asked = await self._asked(request, ChatRequest)
         messages = [message.model_dump(exclude_none=True) for message in asked.messages]
         tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
         answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
@@ -267,8 +265,8 @@ class HttpServer:
 
     # What routes share
 
-    async def _body(self, request: Request) -> bytes:
-        """The body, as long as it is not too large."""
+    async def _asked(self, request: Request, kind: type[Body]) -> Body:
+        """The body, as long as it is not too large, and for the model that is served."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
         content, seconds = bytearray(), self._options.receive_seconds
@@ -287,7 +285,9 @@ class HttpServer:
         # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
         with refused_by_inbox():
             self._inbox.require_room()
-        return bytes(content)
+        asked = parse_body(bytes(content), kind)
+        self._require_model(asked.model)
+        return asked
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -296,10 +296,7 @@ class HttpServer:
             )
 
     def _answer(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> Answer:
-        positions = self._served.positions
-        most = self._options.new_tokens
-        fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
-        answer = Answer(self._inbox, self._served, tokens, fields, seed=asked.seed, stops=asked.stops, parser=parser)
+        answer = Answer(self._inbox, self._served, asked, tokens, most=self._options.new_tokens, parser=parser)
         self._answers.add(answer)
         if self.failure is not None:  # It has failed meanwhile.
             answer.fail(self.failure)

@@ -100,10 +100,10 @@ class ChatRequest(_Options):
         return self.max_completion_tokens or self.max_tokens
 
 
-_Body = TypeVar("_Body", bound=BaseModel)
+Body = TypeVar("Body", bound=_Options)
 
 
-def parse_body(content: bytes, kind: type[_Body]) -> _Body:
+def parse_body(content: bytes, kind: type[Body]) -> Body:
     """Parse a body of JSON. Raises `RequestError` 400 with the field that is wrong."""
     try:
         return kind.model_validate_json(content)
