@@ -15,6 +15,7 @@ from zeromesh.offload.memory.allocation import (
     SparePages,
     allocate_lasting,
     pinnable_bytes,
+    tensor_bytes,
 )
 from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
 from zeromesh.offload.memory.ledger import (
@@ -60,4 +61,5 @@ __all__ = [
     "settle_heap",
     "stream_bytes",
     "swap_bytes",
+    "tensor_bytes",
 ]

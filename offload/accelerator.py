@@ -7,7 +7,9 @@ done when a call returns.
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,10 +113,8 @@ def bind_near(device: torch.device, ranks: int, mode: str) -> None:
         ConfigError: for a device that torch does this not for, and where something that it needs is missing.
     """
     bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
-    if not is_accelerator(device):
-        problem = "this rank computes on the CPU"
-    elif device.type != "cuda":
-        problem = f"torch does not know them for {device.type.upper()}"
+    if device.type != "cuda":
+        problem = f"this rank computes on {device.type.upper()}, for which torch does not know them"
     elif bind is None:
         problem = f"torch {torch.__version__} cannot bind a process to them; it is tested with 2.13"
     elif shutil.which("numactl") is None:
@@ -198,6 +198,28 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that was launched on it; on a CPU that is so."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
+    """Seconds of a call after a first one: the least of rounds, each of as many calls as take `fill` seconds.
+
+    On a CPU they are those of this thread's processor time, since other processes may want the processor meanwhile.
+    """
+    clock = time.perf_counter if is_accelerator(device) else time.thread_time
+
+    def taken(count: int) -> float:
+        synchronize(device)
+        began = clock()
+        for _ in range(count):
+            call()
+        synchronize(device)
+        return clock() - began
+
+    taken(1)
+    count = 1
+    while (seconds := taken(count)) < fill / 2 and count < 1 << 20:
+        count = max(count + 1, min(16 * count, math.ceil(count * fill / max(seconds, 1e-7))))
+    return min(taken(count) for _ in range(rounds)) / count
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:

@@ -29,7 +29,8 @@ from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import Machine, read_machine
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.machine_files import read_machine
 from zeromesh.trainer.planning.subject import Subject
 
 MEBIBYTE = 1 << 20

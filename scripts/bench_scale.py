@@ -142,7 +142,7 @@ def print_plans(counts: Sequence[int]) -> None:
     """The table of plans. Each is made anew, with its model and traces."""
     # Later than the mesh, whose memory would be that of the trainer's libraries too.
     from zeromesh.trainer.config.load import load_config
-    from zeromesh.trainer.planning.machine import find_machine
+    from zeromesh.trainer.planning.machine_files import find_machine
     from zeromesh.trainer.planning.planner import Plan, Planner
     from zeromesh.trainer.planning.subject import Subject
 

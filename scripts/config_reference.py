@@ -31,7 +31,8 @@ results, and every run writes it to `<run.output_dir>/<run.name>/config.resolved
 
 Files hold at most 1 MiB, 20000 values and 32 levels. Plain scalars follow YAML 1.2: `1e-3` is a number;
 `yes`, `on` and `2024-01-01` are text. Tags, duplicate keys and merge keys are errors. All problems of a
-file are reported at once, before any process is started.
+file are reported at once, before any process is started. The key `base` beside the sections names a file that this one inherits
+([how](howto/configurations.md#a-file-on-top-of-another)).
 """
 
 

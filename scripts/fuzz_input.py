@@ -2,12 +2,13 @@
 
 python scripts/fuzz_input.py --cases 400 --seed 0      # exit 1 where there is a traceback, no end, or a refusal without a name
 
-Each case damages one thing of a whole model directory, or one value of a command line, runs a command in this process, and looks
-at its exit code and at what it says. A refusal names the key or the file that is wrong.
+Each case damages one thing of a whole model directory, of a run, of a file of rows, or one value of a command line, runs a command
+in this process, and looks at its exit code and at what it says. A refusal names the key or the file that is wrong.
 """
 
 import argparse
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from zeromesh.trainer.cli.main import main
@@ -64,6 +65,35 @@ TEMPLATES = (
     "{% if %}",
     "{{ raise_exception('no') }}",
 )
+FIELDS = (
+    *(
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "hidden_size",
+        "head_dim",
+        "vocab_size",
+        "num_labels",
+    ),
+    *(
+        "return_dict",
+        "use_cache",
+        "attn_implementation",
+        "torch_dtype",
+        "rope_theta",
+        "tie_word_embeddings",
+        "initializer_range",
+    ),
+)
+"""Fields of a configuration of transformers."""
+ROWS: dict[str, dict[str, Any]] = {
+    "text": {"text": "a a a a a a a a a a a a"},
+    "labels": {"text": "a a a", "label": "x"},
+    "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a a"}]},
+    "pairs": {"prompt": "a a", "completion": "a a"},
+    "alpaca": {"instruction": "a", "input": "", "output": "a a"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "a a"}]},
+}
 LIMIT_SECONDS = 60
 
 
@@ -72,7 +102,8 @@ def make_model(folder: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64)).save_pretrained(folder)
     made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
-    template = "{{ messages[0]['content'] }}"
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for each in messages %}{{ each.content }} </s> {% endfor %}"
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=template).save_pretrained(folder)
 
 
@@ -95,13 +126,106 @@ def damage_json(path: Path, draw: random.Random) -> str:
     return f"{path.name}: {kind}"
 
 
+def damage_bytes(path: Path, draw: random.Random) -> str:
+    """Cut a file, change some of its bytes, empty it, or put a directory or a link to nothing in its place."""
+    whole = path.read_bytes()
+    kind = draw.choice(["cut", "bytes", "bytes", "empty", "gone", "directory", "link", "UTF-16"])
+    place = draw.randrange(len(whole) + 1)
+    changed = whole[:place] + bytes(draw.randrange(256) for _ in range(8)) + whole[place + 8 :]
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(path)
+    elif kind == "UTF-16":
+        path.write_bytes(whole.decode("latin-1").encode("utf-16"))
+    elif kind != "gone":
+        path.write_bytes({"cut": whole[:place], "bytes": changed, "empty": b""}[kind])
+    return f"{path.name}: {kind}"
+
+
+def damage_row(row: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """Put a wrong value at a key of a row, or of a message in it, or leave the key out."""
+    row = json.loads(json.dumps(row))
+    inside = [each for value in row.values() if isinstance(value, list) for each in value]
+    where = draw.choice([row, *inside])
+    key = draw.choice(sorted(where))
+    if draw.random() < 0.2:
+        del where[key]
+    else:
+        where[key] = draw.choice(VALUES)
+    return row
+
+
+def make_data_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
+    """Prepare a file of rows, one of which is wrong, or which is damaged as a file."""
+    form = draw.choice(sorted(ROWS))
+    rows = [ROWS[form]] * 5
+    rows[draw.randrange(5)] = damage_row(ROWS[form], draw)
+    path = folder / f"rows.{draw.choice(['jsonl', 'json', 'csv', 'tsv', 'jsonl.gz'])}"
+    kind = path.name.partition(".")[2]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "json":
+        text = json.dumps(rows)
+    elif kind in ("csv", "tsv"):
+        lines = [list(ROWS[form]), *([str(value) for value in row.values()] for row in rows)]
+        text = "".join((draw.choice(",;") if kind == "csv" else "\t").join(line) + "\r\n" for line in lines)
+    content = text.encode(errors="replace")
+    path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    wrong = damage_bytes(path, draw) if draw.random() < 0.4 else f"{path.name}: {form}"
+    start = [
+        "train",
+        str(folder / "c.yaml"),
+        f"data.train={path}",
+        f"data.format={form}",
+        f"model.source={folder / 'model'}",
+    ]
+    if form == "labels":
+        start += ["model.head=sequence_classification"]
+    short = [
+        "train",
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(path),
+        "run.max_steps=1",
+        f"run.output_dir={folder}/runs",
+    ]
+    return f"data {wrong}", draw.choice([start, [*short, "data.sequence_length=16"]])
+
+
+def make_run_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
+    """Damage a file of a run, and look at the run or go on with it."""
+    run = folder / "runs/c"
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    path = draw.choice(files)
+    wrong = damage_json(path, draw) if path.suffix == ".json" and draw.random() < 0.5 else damage_bytes(path, draw)
+    looks = [
+        ["evaluate"],
+        ["status"],
+        ["report"],
+        ["trace"],
+        ["checkpoint", "verify"],
+        ["checkpoint", "inspect"],
+        ["generate"],
+    ]
+    commands = [[*words, str(run)] for words in looks]
+    commands += [["checkpoint", "export", str(run), str(folder / "out")]]
+    commands += [["train", str(folder / "c.yaml"), "run.max_steps=2"], ["config", str(run / "config.resolved.yaml")]]
+    return f"run {wrong}", draw.choice(commands)
+
+
 def make_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
     """Prepare a case in `folder`; returns what is wrong, and the command."""
     model, prompts = folder / "model", folder / "prompts.jsonl"
     rows: list[dict[str, Any]] = [{"input_ids": [0, 2], "max_new_tokens": 2}]
     generate = ["generate", str(model), "--prompts", str(prompts)]
-    kind = draw.choice(["directory", "directory", "row", "field", "key", "path", "template"])
+    kinds = ["directory", "directory", "row", "field", "key", "path", "template", "data", "data", "run", "run", "model"]
+    kind = draw.choice(kinds)
     wrong = kind
+    if kind in ("data", "run"):
+        prompts.write_text(json.dumps(rows[0]))
+        return (make_data_case if kind == "data" else make_run_case)(folder, draw)
     if kind == "directory":
         name = draw.choice(
             ["config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
@@ -120,6 +244,10 @@ def make_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
     elif kind == "key":
         wrong = f"{draw.choice(KEYS)}={json.dumps(draw.choice(VALUES))[:400]}"
         generate = [draw.choice(["train", "plan", "config"]), str(folder / "c.yaml"), wrong]
+    elif kind == "model":
+        wrong = f"model.config.{draw.choice(FIELDS)}={json.dumps(draw.choice(VALUES))[:400]}"
+        given = draw.choice([f"model.source={model}", "model.config.model_type=llama"])
+        generate = [draw.choice(["train", "plan", "config"]), str(folder / "c.yaml"), given, wrong]
     elif kind == "path":
         wrong = draw.choice(["n" * 300, "/proc/self/mem", "/dev/full", "/", f"{folder}/c.yaml/below", "~nobody-here/x"])
         command = draw.choice(
@@ -136,7 +264,7 @@ def make_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
 
 def run_case(words: list[str]) -> tuple[str, str]:
     """Run a command; returns what became of it, and what it said."""
-    said = io.StringIO()
+    said, out = io.StringIO(), io.StringIO()
 
     def late(*_: object) -> None:
         raise TimeoutError("no end")
@@ -144,7 +272,7 @@ def run_case(words: list[str]) -> tuple[str, str]:
     signal.signal(signal.SIGALRM, late)
     signal.alarm(LIMIT_SECONDS)
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(out):
             code = main(words)
     except SystemExit as error:
         code = int(error.code or 0)
@@ -155,6 +283,8 @@ def run_case(words: list[str]) -> tuple[str, str]:
     finally:
         signal.alarm(0)
     lines = [line for line in said.getvalue().splitlines() if "zeromesh" in line]
+    # `status` and `checkpoint verify` print what they have found, and have another exit code where it is bad.
+    lines += out.getvalue().splitlines()[-20:] if "status" in words or "verify" in words else []
     return ("refused" if code else "taken"), "\n".join(lines)
 
 
@@ -169,6 +299,7 @@ def is_named(said: str, wrong: str, folder: Path) -> bool:
         "line ",
         "chat template",
         "--",
+        wrong.removeprefix("run ").partition(":")[0],
         wrong.partition("=")[0].rpartition(".")[2],
     ]
     return any(mark in said for mark in marks)
@@ -180,10 +311,23 @@ def fuzz(cases: int, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="zeromesh-fuzz-") as name:
         root = Path(name)
         make_model(root / "whole")
+        (root / "text.txt").write_text("a " * 64)
+        keys = [
+            f"data.train={root}/text.txt",
+            f"model.source={root}/whole",
+            "data.sequence_length=8",
+            "run.max_steps=1",
+        ]
+        small = ["batch.global_size=1", "batch.micro_size=1", "run.name=c", f"run.output_dir={root}/runs"]
+        (root / "c.yaml").write_text("{}")
+        end, said = run_case(["train", str(root / "c.yaml"), *keys, *small])
+        if end != "taken":
+            raise SystemExit(f"the run that is to be damaged was not made: {said}")
         for number in range(cases):
             folder = root / str(number)
             shutil.copytree(root / "whole", folder / "model")
-            (folder / "text.txt").write_text("a a a a a a a a a a a a a a a a")
+            shutil.copytree(root / "runs", folder / "runs")
+            (folder / "text.txt").write_text("a " * 64)
             sections = {"run": {"max_steps": 1, "output_dir": str(folder / "runs")}}
             sections |= {"data": {"sequence_length": 8, "train": [str(folder / "text.txt")]}}
             sections |= {"batch": {"global_size": 1, "micro_size": 1}}

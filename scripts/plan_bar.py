@@ -1,7 +1,8 @@
 """A bar for plans: layouts that people chose by hand, each of which a plan has to find or beat by its own prediction.
 
     python scripts/plan_bar.py                    all of them, about three minutes
-    python scripts/plan_bar.py --run 5            then also runs that many small ones here, beside what was predicted for them
+    python scripts/plan_bar.py --run 5 --machine FILE     then also runs that many small ones here, beside what was predicted for
+                                                  them with the machine file that `zeromesh plan --measure` wrote here
 
 A layout that the plan itself holds for too large is no bar, and is printed as such. The exit code is 1 where a plan is beaten.
 """
@@ -13,19 +14,21 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from zeromesh.offload import TierChoice
+from zeromesh.offload import Purpose, TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
-from zeromesh.trainer.planning.estimate import Estimator
+from zeromesh.trainer.planning.estimate import GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import find_machine
-from zeromesh.trainer.planning.planner import Plan, Planner, Room
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.planner import Plan, Planner, lacks, room_of
 from zeromesh.trainer.planning.subject import Subject
 
 HOST, FILE, HALF = TierChoice(tier="host"), TierChoice(tier="file"), TierChoice(tier="host", fraction=0.5)
@@ -156,9 +159,9 @@ def tried(bar: Bar) -> Result:
     subject = _subject(bar.model, bar.lora, bar.samples, bar.length)
     plan = Planner(subject, machine).plan(ranks)
     estimate = Estimator(subject, machine, machine.host.devices).estimate(bar.placed())
-    room = Room.of(machine, min(ranks, machine.host.devices))
+    room = room_of(machine, min(ranks, machine.host.devices))
     refused = subject.refusal(bar.placed())
-    return Result(bar=bar, plan=plan, seconds=estimate.seconds, lacks=refused or room.lacks(estimate))
+    return Result(bar=bar, plan=plan, seconds=estimate.seconds, lacks=refused or lacks(estimate, room))
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -193,8 +196,8 @@ SMALL: Sequence[Layout] = [
 ]
 
 
-def _runs(count: int) -> Iterator[tuple[str, ...]]:
-    """Run small layouts, and yield what was predicted and measured: seconds of a step, and bytes of the ledger at its highest."""
+def _runs(count: int, machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Run small layouts, and yield what was predicted and measured: bytes of states by the ledger, and seconds of a step."""
     for layout in SMALL[:count]:
         with tempfile.TemporaryDirectory() as folder:
             keys = {
@@ -209,39 +212,54 @@ def _runs(count: int) -> Iterator[tuple[str, ...]]:
                 "checkpoint.every_steps": 0,
                 **layout.keys(),
             }
-            words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
             placed = replace(layout, accumulation=-(-8 // (layout.micro * layout.data)))
+            words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
             config = load_config(None, words)
-            machine = find_machine("laptop")
-            estimate = Estimator(Subject.of(config), machine, machine.host.devices).estimate(placed)
-            ranks = ["--nproc", str(layout.ranks)]
-            subprocess.run([sys.executable, "-m", "zeromesh", "train", *ranks, *words], check=True, capture_output=True)
-            yield (str(placed), *_measured(Path(folder), estimate.device))
+            estimate = Estimator(Subject.of(config), machine, layout.ranks).estimate(placed)
+            file = Path(folder, "config.yaml")
+            file.write_text("{}\n")
+            command = [sys.executable, "-m", "zeromesh", "train", str(file), "--nproc", str(layout.ranks), *words]
+            subprocess.run(command, check=True, capture_output=True)
+            states, seconds = _measured(Path(folder))
+            named = (*_STATES.values(), GATHERED)  # The ledger has what is gathered among parameters.
+            predicted = sum(estimate.device.get(name, 0) for name in named)
+            yield (
+                str(placed),
+                *(human_bytes(predicted), human_bytes(states), f"{predicted / states - 1:+.1%}"),
+                *(human_seconds(estimate.seconds), human_seconds(seconds), f"{estimate.seconds / seconds - 1:+.0%}"),
+            )
 
 
-def _measured(folder: Path, predicted: Mapping[str, int]) -> tuple[str, str]:
-    """Bytes of states and buffers by the ledger, predicted and at the end of the last step."""
+_STATES = {
+    each.name.lower(): each.value
+    for each in (Purpose.PARAMETERS, Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENT_BUCKETS)
+}
+"""Purposes of the ledger that are compared, by their names in metrics."""
+
+
+def _measured(folder: Path) -> tuple[int, float]:
+    """The most bytes of states and buffers by the ledger in the last step, and the median seconds of steps."""
     lines = [json.loads(line) for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
-    held = [line["memory"]["device"] for line in lines if "device" in line.get("memory", {})][-1]
-    names = {"parameters", "master", "moments", "gradient_buckets"}
-    known = {"parameters in the compute dtype", "master weights", "optimizer moments", "gradient buckets in flight"}
-    return (
-        human_bytes(sum(nbytes for name, nbytes in predicted.items() if name in known)),
-        human_bytes(sum(nbytes for name, nbytes in held.items() if name in names)),
-    )
+    steps = [line for line in lines if "device" in line.get("memory", {})]
+    held = steps[-1]["memory"]["device"]
+    seconds = median(line["step_seconds"] for line in steps[_WARM:])
+    return sum(nbytes for name, nbytes in held.items() if name in _STATES), seconds
 
 
 def main() -> int:
     """Print the table; the exit code is 1 where a layout by hand beats its plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=int, default=0, metavar="N", help="small layouts that are run here")
+    parser.add_argument("--machine", default="laptop", help="of which their times are predicted, as of plan --device")
     options = parser.parse_args()
     results = []
     for bar in BARS:
         results.append(tried(bar))
         print(" | ".join(_row(results[-1])), flush=True)
-    columns = ("layout that ran here", "states predicted", "measured")
-    sys.stdout.writelines(f"{line}\n" for line in table_lines(columns, list(_runs(options.run))) if options.run)
+    if options.run:
+        columns = ("layout that ran here", "states predicted", "measured", "", "step predicted", "measured", "")
+        rows = list(_runs(options.run, find_machine(options.machine)))
+        sys.stdout.writelines(f"{line}\n" for line in table_lines(columns, rows))
     beaten = [result for result in results if result.beaten]
     print(f"{len(BARS)} layouts by hand, {len(beaten)} better than their plan")
     return 1 if beaten else 0

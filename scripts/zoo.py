@@ -10,6 +10,7 @@ Results are lines of JSON in runs/zoo.jsonl, the last one of a type and column c
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -55,13 +56,16 @@ def _run(arguments: argparse.Namespace) -> None:
     if known:
         sys.exit(f"no such type or column: {', '.join(sorted(known))}; columns are {', '.join(COLUMNS)}")
     done = set() if arguments.again else {(line["type"], line["column"]) for line in read_results(arguments.results)}
+    named = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
     import_once()
     begun = time.monotonic()
     with arguments.results.open("a") as output:
         for kind in kinds:
             left = [column for column in columns if (kind, column) not in done and (kind, "") not in done]
             for line in results_of(kind, left):
-                output.write(json.dumps(line) + "\n")
+                output.write(json.dumps({**line, "commit": named.stdout.strip()}) + "\n")
                 output.flush()
                 apart = f"{line['difference']:.1e}" if line.get("difference") else ""
                 text = f"{line['column']:17} {line['outcome']:10} {apart} {line.get('reason', '')[:150]}"

@@ -24,11 +24,12 @@ from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
+from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
@@ -45,6 +46,7 @@ from zeromesh.trainer.planning.auto import plan_inputs, settle
 from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
+from zeromesh.trainer.setup.named_objects import named_inputs
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.trainer.weights.safetensors_source import quiet_library
@@ -75,7 +77,7 @@ class Trainer:
             Where a model comes with weights, defaults are those for tuning, as a line at the start says.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
-            A DeepSpeed configuration is taken too (`docs/from-deepspeed.md`); notes at the start say what became of each setting.
+            A DeepSpeed configuration is taken too (`docs/coming-from.md`); notes at the start say what became of each setting.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that the model does not take are left out.
         eval_dataset: the same by index; several are given as a mapping, by name.
@@ -123,8 +125,8 @@ class Trainer:
                 f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not; "
                 "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
             )
-        own_data = train_dataset is not None or eval_dataset is not None
-        unused = _DATA_KEYS if own_data else frozenset[str]()
+        given_data = train_dataset is not None or eval_dataset is not None
+        unused = _DATA_KEYS if given_data else frozenset[str]()
         loaded = model if isinstance(model, nn.Module) and source_of(model) is not None else None
         tunes = None if loaded is None else "adapters" if is_adapted(loaded) else "whole"
         self.config: TrainerConfig = load_config(config, unused=unused, consent=Consent.GIVEN, tunes=tunes)
@@ -132,18 +134,22 @@ class Trainer:
             raise ConfigError(
                 f"train.method: {self.config.train.method} is for `zeromesh train`, which hands the run to TRL"
             )
-        self.events = CallbackDispatcher(self, callbacks or ())
-        self.inputs = UserInputs(
+        inputs = UserInputs(
             model=model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            collate=collator_of(data_collator, processing_class, datasets=own_data),
+            collate=data_collator,
             compute_loss=compute_loss,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
         )
+        inputs, named_callbacks = named_inputs(self.config, inputs)
+        own_data = inputs.train_dataset is not None or inputs.eval_dataset is not None
+        collate = collator_of(inputs.collate, processing_class, datasets=own_data)
+        self.inputs = replace(inputs, collate=collate)
+        self.events = CallbackDispatcher(self, [*(callbacks or ()), *named_callbacks])
         self.hub_model_id: str | None = None
         """The full name of the repository on the Hub, once it is known to be there."""
         self.start_times = StartTimes()
@@ -194,7 +200,8 @@ class Trainer:
             self.start_times.end("directory")
             run = self.run
             with errors_with_user_keys():
-                report = fit(run, directory)
+                samples = PromptSamples.of(run)
+                report = fit(run, directory, None if samples is None else samples.generate)
         if self.config.hub.push:
             try:
                 self.push_to_hub()
@@ -422,9 +429,7 @@ class Trainer:
             TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
         """
         weights = self.stream_weights()
-        return send_weights(
-            weights, self.mesh, addresses, step=self.state.step, token=token, timeout_seconds=timeout_seconds
-        )
+        return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.

@@ -95,7 +95,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
                 if sync:
                     os.fsync(file.fileno())
             os.replace(passing, path)
-    except OSError:
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
         with contextlib.suppress(OSError):
             passing.unlink()
         raise

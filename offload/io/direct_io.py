@@ -86,7 +86,12 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
     def _require_constant(self) -> None:
         """Raise `StorageError` where a file that is to stay as it is has been written to since it was opened."""
-        if self._identity is not None and _identity(self._buffered) != self._identity:
+        before = self._identity
+        if before is None or (found := _identity(self._buffered)) == before:
+            return
+        self._identity = found
+        # A file that gives its name to another one changes the time of its status alone, and so does one whose time is set back.
+        if found[:-1] != before[:-1] or (os.path.exists(self.path) and os.stat(self.path).st_ino == found[0]):
             raise StorageError(
                 f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs; "
                 "leave it alone (write a new file and rename it), and start again"
@@ -249,10 +254,10 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self.close()
 
 
-def _identity(descriptor: int) -> tuple[int, int, int]:
+def _identity(descriptor: int) -> tuple[int, ...]:
     """Return numbers of an open file of which one changes when it is written to."""
     found = os.fstat(descriptor)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _open_direct(path: str, flags: int) -> int:

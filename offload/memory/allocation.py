@@ -38,6 +38,11 @@ _LEAST_BYTES = 1 << 16
 """Below this a mapping of its own is not worth its page table; such blocks are too small to matter on the heap."""
 
 
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor on the CPU, as uint8 `[bytes]`: a view of those that lie there one after the other."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros for states, which stay while activations come and go.
 

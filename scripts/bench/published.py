@@ -8,11 +8,12 @@ from typing import Any
 
 from zeromesh.errors import LayoutError
 from zeromesh.offload import TierChoice
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning.estimate import Estimate, Estimator, PlanPhase
+from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import find_machine
-from zeromesh.trainer.planning.planner import Room
+from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.planner import lacks, room_of
 from zeromesh.trainer.planning.subject import Subject
 
 LENGTH, VOCABULARY = 2048, 51200
@@ -105,8 +106,8 @@ def megatron_table() -> Iterator[str]:
         }
         subject = subject_of(config, row.batch, LENGTH)
         found = list(_estimates(row, subject, Estimator(subject, machine, 8)))
-        room = Room.of(machine, 8)
-        best = min((each for each in found if not room.lacks(each)), key=lambda each: each.seconds)
+        room = room_of(machine, 8)
+        best = min((each for each in found if not lacks(each, room)), key=lambda each: each.seconds)
         planned = row.flops / best.seconds / row.gpus / 1e12
         ratio = planned / row.achieved
         within += abs(ratio - 1) <= 0.2
@@ -170,7 +171,7 @@ def llama_table() -> Iterator[str]:
     yield f"| mesh | GiB a rank | fits | {' | '.join(f's of {samples} sequences' for samples in _SAMPLES)} |"
     yield "|---|---|---|---|---|"
     machine = find_machine("a100")
-    room = Room.of(machine, 8)
+    room = room_of(machine, 8)
     estimators = {samples: Estimator(subject_of(LLAMA_70B, samples, 4096), machine, 8) for samples in _SAMPLES}
     for shape in _EIGHT:
         found = []
@@ -184,10 +185,10 @@ def llama_table() -> Iterator[str]:
             )
             found.append(estimator.estimate(layout))
         seconds = [
-            f"{each.seconds - each.phases.get(PlanPhase.OFFLOAD, 0.0) - each.phases.get(PlanPhase.OPTIMIZER, 0.0):.2f}"
+            f"{each.seconds - each.phases.get(StepPhase.OFFLOAD_WAIT, 0.0) - each.phases.get(StepPhase.OPTIMIZER, 0.0):.2f}"
             for each in found
         ]
-        fits = "no" if any(room.lacks(each) for each in found) else "yes"
+        fits = "no" if any(lacks(each, room) for each in found) else "yes"
         mesh = str(shape).partition(",")[0]
         most = max(each.device_bytes for each in found) / 2**30
         yield f"| {mesh} | {most:.1f} | {fits} | {' | '.join(seconds)} |"

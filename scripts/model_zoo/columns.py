@@ -15,7 +15,7 @@ from model_zoo.samples import Samples, documents
 from model_zoo.small_models import SmallModel
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
-from zeromesh.trainer.losses.trial import whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.verification.shrink import without_dropout
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -33,8 +33,8 @@ COLUMNS: Mapping[str, Settings] = {
 }
 """Each column of the page, tried for every type on two ranks, with the trainer's settings for it."""
 
-EQUAL, DIFFERENT, REFUSED, CRASHED, ABSENT = "equal", "different", "refused", "crashed", "-"
-"""The outcomes; the last one: the type has no such thing."""
+EQUAL, DIFFERENT, REFUSED, CRASHED, ABSENT, PLAIN = "equal", "different", "refused", "crashed", "-", "plain"
+"""The outcomes; the last two: the type has no such thing, and what plain transformers does not do right either."""
 _STEPS, _GLOBAL, _MICRO, _RATE = 2, 4, 2, 0.1
 _TOLERANCE = 1e-7
 """The largest relative difference of two orders of the same sums in float64, with all that a step makes of it."""
@@ -120,7 +120,7 @@ class _Beginning(Callback):
         names = [name for name, _ in trainer.model.named_parameters() if ".lora_" in name]
         with trainer.gathered(names):
             self.values = {
-                name: each.detach().clone() for name, each in trainer.model.named_parameters() if name in names
+                name: each.detach().cpu().clone() for name, each in trainer.model.named_parameters() if name in names
             }
         self.values[""] = torch.empty(0)  # The run has begun: what is raised now is no refusal.
 
@@ -182,11 +182,27 @@ def _difference(
     ways = {name: float((right[name] - initial[name]).norm()) for name in right}
     floor = 1e-3 * max(ways.values()) + 1e-12
     with torch.no_grad():
-        apart += [(float((found[name] - right[name]).norm()) / (ways[name] + floor), name) for name in right]
+        apart += [(float((found[name].cpu() - right[name]).norm()) / (ways[name] + floor), name) for name in right]
     return max((value if value == value else float("inf"), name) for value, name in apart)
 
 
-def _loaded(small: SmallModel, directory: Path, reference: nn.Module) -> Outcome:
+def _loaded(small: SmallModel, directory: Path, reference: Any) -> Outcome:
+    """The outcome of a saved directory. Where it is not equal, one that the reference has saved by itself says whose that is."""
+    found = _read_again(small, directory, reference)
+    if found.outcome == EQUAL:
+        return found
+    plain = directory.with_name("plain")
+    reference.save_pretrained(plain)
+    own = _read_again(small, plain, reference)
+    if (own.outcome, own.reason) != (found.outcome, found.reason):
+        return found
+    what = own.reason if own.outcome == CRASHED else f"{own.reason} is read with other values"
+    return Outcome(
+        outcome=PLAIN, reason=f"the same with plain transformers' save_pretrained: {what}", difference=own.difference
+    )
+
+
+def _read_again(small: SmallModel, directory: Path, reference: nn.Module) -> Outcome:
     try:
         made = type(small.build()).from_pretrained(directory, dtype=torch.float64)
     except Exception as error:  # noqa: BLE001 - whatever it is, it goes into the table

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from model_zoo.columns import ABSENT, COLUMNS, CRASHED, DIFFERENT, EQUAL, REFUSED
+from model_zoo.columns import ABSENT, COLUMNS, CRASHED, DIFFERENT, EQUAL, PLAIN, REFUSED
 
 Line = Mapping[str, Any]
 _SIGNS = {EQUAL: "=", DIFFERENT: "differs", CRASHED: "fails", ABSENT: "", None: "not run"}
@@ -18,16 +18,19 @@ _HEAD = """# Supported models
 
 Every type of transformers {transformers} that can be built small was trained for two steps on two ranks, beside plain PyTorch
 {torch} in one process with the same weights, in float64: the losses and every parameter by name are equal to 1e-7 of the way that
-it went, or the layout is refused before the first step. One command makes this page, and trains what has no result yet:
+it went, or the layout is refused before the first step. {commits}.
+One command makes this page, and trains what has no result yet:
 
 ```sh
 python scripts/zoo.py
 ```
 
-`=` is equal, a number is the reason of a refusal below, an empty cell means that the type has no such thing. `differs` and `fails`
-are defects. Types that are fed with pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its
-saved directory loaded by transformers; two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all
-linear layers at stage 3; documents packed into one sequence, beside each document alone.
+`=` is equal, and an empty cell means that the type has no such thing. A number is the reason below of a refusal, or of what plain
+transformers does not do right either with its own `save_pretrained`. `differs` and `fails` are defects. Types that are fed with
+pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its saved directory loaded by transformers;
+two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all linear layers at stage 3; documents
+packed into one sequence, beside each document alone.
+
 
 """
 
@@ -46,7 +49,7 @@ def page(lines: Sequence[Line]) -> str:
     versions = {"transformers": tf.__version__, "torch": torch.__version__.partition("+")[0]}
     table = ["| type | task | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS), *rows]
     parts = [
-        _HEAD.format(**versions),
+        _HEAD.format(**versions, commits=_commits(lines)),
         _totals(found, built),
         "\n".join(table),
         _reasons(reasons),
@@ -55,9 +58,15 @@ def page(lines: Sequence[Line]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+def _commits(lines: Sequence[Line]) -> str:
+    """Which commits the results are of."""
+    counts = Counter(line.get("commit") or "unknown" for line in lines)
+    return "It was so at commit " + ", ".join(f"{name} ({count:,} results)" for name, count in counts.most_common())
+
+
 def _sign(line: Line | None, reasons: dict[str, int]) -> str:
     outcome = None if line is None else line["outcome"]
-    if line is None or outcome != REFUSED:
+    if line is None or outcome not in (REFUSED, PLAIN):
         return _SIGNS[outcome]
     return str(reasons.setdefault(_general(line["reason"]), len(reasons) + 1))
 
@@ -69,6 +78,7 @@ _KINDS = (
     ),
     (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
     (r"\w+ cannot be cut into pipeline stages: ", ""),
+    (r".*gives a document other values .*?\(by (.*?), an? (\w+),.*", r"documents are mixed by \1 (\2)"),
     (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
     (r"\.\d+(?=\.|\b)", ".*"),
     (r"\b[A-Z]\w+(For\w+|LMHeadModel\w*|Model|MTModel)\b", "the model"),
@@ -87,12 +97,15 @@ def _general(reason: str) -> str:
 
 
 def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
-    rows = ["| column | equal | refused | differs | fails | not run |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| column | equal | refused | as plain transformers | differs | fails | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for column in COLUMNS:
         counts = Counter(found[kind, column]["outcome"] if (kind, column) in found else None for kind in built)
         rows.append(
             f"| {column} | "
-            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, DIFFERENT, CRASHED, None))
+            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, PLAIN, DIFFERENT, CRASHED, None))
             + " |"
         )
     return "\n".join(rows)
@@ -100,7 +113,7 @@ def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
 
 def _reasons(reasons: Mapping[str, int]) -> str:
     rows = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join(["## Reasons of refusals", "", *rows])
+    return "\n".join(["## Reasons", "", *rows])
 
 
 def _absent(lines: Sequence[Line], built: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 
 from model_zoo.samples import FORMS, Maker, Samples, with_picture_tokens
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
-from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.trainer.verification.shrink import without_dropout
 
 LARGEST = 8_000_000
@@ -147,6 +147,8 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
         if isinstance(value, int) and small is not None:
             if (small == 4 and "layer" in name) or name in ("depth", "num_blocks"):
                 small = layers
+            if name == "num_key_value_heads" and "kv_lora_rank" in whole:
+                small = 4  # Heads of latent attention have a key and a value each.
             found[name] = min(value, small) if value > 0 else value
         elif isinstance(value, list) and name in _LISTS:
             size = _LISTS[name]

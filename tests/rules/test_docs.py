@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import pytest
 import yaml
 from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from doc_commands import CommandError, Reader, commands
-from doc_pages import UNDER_TORCHRUN, Page, write_files
+from doc_pages import Page, write_files
 from doc_walk import SKIPPED, Walk, why_skipped
+from programs import Programs
 from workers import Workers
 
 from zeromesh.errors import ConfigError, LayoutError
@@ -42,6 +44,13 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/quickstart"
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    found = Programs(tmp_path_factory.mktemp("programs"))
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -56,9 +65,9 @@ def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path) -> None:
+def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path, programs: Programs) -> None:
     """As it is written, by a shell, and each program on one rank and then on two."""
-    Walk(page, tmp_path, run).go()
+    Walk(page, tmp_path, run, programs).go()
 
 
 def test_what_a_walk_leaves_out() -> None:
@@ -79,17 +88,6 @@ def test_what_a_walk_leaves_out() -> None:
         "zeromesh plan small.yaml --ranks 8 --device h100",
     ):
         assert why_skipped(line) == ""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", UNDER_TORCHRUN)
-def test_a_program_that_makes_process_groups(name: str, tmp_path: Path) -> None:
-    (found,) = (script for page in PAGES for script in scripts_of(page) if script.name == name)
-    (tmp_path / name).write_text(found.code, encoding="utf-8")
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name, UNDER_TORCHRUN[name]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
 
 
 # What stands in the text

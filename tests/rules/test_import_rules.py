@@ -33,6 +33,7 @@ FLOORS = {
     | {"pydantic", "pydantic_core", "annotated_types", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
     | {"clearml", "comet_ml", "swanlab"}  # which are there where a person tracks by them
     | {"fastapi", "starlette", "uvicorn", "h11"}  # which are there where a person serves a model
+    | {"PIL"}  # which is there where a person trains on pictures
     | {"IPython"}  # which is there in a notebook
     | {"trl", "tokenizers"}  # where a person trains by preferences and rewards
     | {"liger_kernel", "torchao"},  # and where a person computes the loss or linear layers by them

@@ -18,7 +18,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.data.sampler import SampleOrder
-from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.models.small_copy import InFloat64
 
 STEPS = 5
 SAMPLES = 17

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from zeromesh.trainer.cli.main import _parse, make_parser
 from zeromesh.trainer.cli.train import check_mesh
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 
 PLACEHOLDER = re.compile(r"[A-Z_]+")
@@ -136,7 +137,7 @@ class Reader:
             return  # That may be one that a line above makes.
         if not PLACEHOLDER.fullmatch(options.config):
             processes = (options.nproc or 1) * (options.nnodes[1] if options.command == "train" else 1)
-            config = load_config(self.place(options.config), options.overrides, ranks=processes)
+            config = load_config(self.place(options.config), options.overrides, ranks=processes, consent=Consent.GIVEN)
             if options.command == "train":
                 check_mesh(config, processes)
         elif bad := [each for each in options.overrides if "=" not in each]:

@@ -18,14 +18,18 @@ from workers import Workers
 from zeromesh.checkpoint.format import manifest
 from zeromesh.launch.ssh import read_hosts
 from zeromesh.trainer.cli.train import check_mesh
+from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning.machine import read_machine
+from zeromesh.trainer.planning.machine_files import read_machine
 
 TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out each time, on as many ranks as they say, and whose programs on one rank and then on
 two. The walk through all pages (doc_walk.py) takes longer."""
-_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2", "data.eval_samples=8"
+_MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2"
 """What `make train` runs, but for how long."""
+_LONG = {"--model", "configs/quickstart.yaml"}
+_SHORTER = "data.sequence_length=64", "data.eval_samples=8"
+"""What a `train` of `_LONG` is given besides: its sequences would take most of the time of all pages."""
 _SLOW = {"--measure", "parallel=auto", "data.eval_samples=null"}
 """Words of commands that the walk alone carries out."""
 UNDER_TORCHRUN = {"order.py": "two"}
@@ -192,7 +196,7 @@ class Page:
         backends = values.get("tracking", {}).get("backends", [])
         if "tensorboard" in backends and find_spec("tensorboard") is None:
             backends.remove("tensorboard")
-        config = load_config(block.name if block.name and not backends else values)
+        config = load_config(block.name if block.name and not backends else values, consent=Consent.GIVEN)
         if block.ranks > 1:
             check_mesh(config, block.ranks)
 
@@ -263,6 +267,7 @@ class Page:
 
     def _commanded(self, words: list[str]) -> dict[str, Any]:
         trains = words[0] in ("train", "evaluate") and "--nproc" in words
+        words = [*words, *_SHORTER] if words[0] == "train" and _LONG & {*words} else words
         size = int(words[words.index("--nproc") + 1]) if trains else 1
         found: dict[str, Any] = self._workers.run(size, "doc_cases:commanded", words=words, folder=str(self.folder))[0]
         assert "Traceback" not in found["err"], found["err"]

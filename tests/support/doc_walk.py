@@ -12,6 +12,8 @@ from pathlib import Path
 
 from doc_blocks import ROOT, Block, blocks_of, links, scripts_of
 from doc_commands import PLACEHOLDER, commands
+from doc_pages import UNDER_TORCHRUN
+from programs import Programs
 
 SKIPPED = {
     r"^make (?!train)|^pip install": "it installs packages, which needs the network, or is this test",
@@ -39,10 +41,10 @@ def why_skipped(line: str) -> str:
 class Walk:
     """A page in its folder. `run` is a small run, which stands for those that other pages make.
 
-    `skipped` has the lines that were not run, with their reasons.
+    Its programs come from `programs`. `skipped` has the lines that were not run, with their reasons.
     """
 
-    def __init__(self, page: str, folder: Path, run: Path) -> None:
+    def __init__(self, page: str, folder: Path, run: Path, programs: Programs) -> None:
         self._page, self._folder, self._run = page, folder, run
         self.skipped: dict[str, str] = {}
         self._server: subprocess.Popen[bytes] | None = None
@@ -50,7 +52,7 @@ class Walk:
             (folder / name).symlink_to(ROOT / name)
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "home").mkdir()
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        path = os.pathsep.join([str(programs.bin), str(Path(sys.executable).parent), os.environ["PATH"]])
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
             "PATH": path,
@@ -85,6 +87,8 @@ class Walk:
                     alone = [] if script.ranks > 1 else [f"python {script.name}"]
                     own = re.search(r"if __name__|init_process_group|OpenAI\(", script.code)
                     beside = [] if own else [f"torchrun --nproc-per-node {max(2, script.ranks)} {script.name}"]
+                    if script.name in UNDER_TORCHRUN:
+                        alone, beside = [], [f"torchrun --nproc-per-node 2 {script.name} {UNDER_TORCHRUN[script.name]}"]
                     for line in [*alone, *beside]:
                         self._run_line(block.where, line, 0)
         finally:

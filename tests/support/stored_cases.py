@@ -18,7 +18,7 @@ from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
 from zeromesh.checkpoint.io.writer import ShardWriter
-from zeromesh.checkpoint.loader import _targets
+from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
@@ -199,4 +199,4 @@ def write(
 
 def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[PlacedValues]:
     """Where elements come from."""
-    return list(_targets(reader, holdings))
+    return list(places_of(reader, holdings))

@@ -16,6 +16,7 @@ from zeromesh.mesh import process_mesh
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import pick_device
+from zeromesh.trainer.losses import losses, trial
 
 
 def serve(address: str, options: dict[str, Any]) -> None:
@@ -23,6 +24,7 @@ def serve(address: str, options: dict[str, Any]) -> None:
     warnings.filterwarnings("ignore")
     environment = read_environment()
     simulated: Any = simulate() if options["device"] == "sim" else None
+    remember_trials()
     connection: Connection = Client(address)
     connection.send_bytes(json.dumps({"rank": environment.rank}).encode())
     mesh: Mesh | None = None
@@ -61,6 +63,21 @@ def join(options: dict[str, Any]) -> Mesh:
     shape = MeshShape.resolve(environment.world_size, **axes)
     device = pick_device(environment.local_rank)
     return Mesh(shape, environment, device=device, timeout_seconds=options["timeout_seconds"])
+
+
+def remember_trials() -> None:
+    """Try the loss of each class and configuration of a model once in a worker, and not once for each trainer of it."""
+    examine, verdicts = losses.examine, {}
+
+    def remembered(model: Any, known: bool | None = None) -> Any:
+        config = model.config
+        told = (config.to_json_string(use_diff=False), config._attn_implementation, trial._unlike_its_class(model))
+        key = (type(model), known, *told)
+        if key not in verdicts:
+            verdicts[key] = examine(model, known)
+        return verdicts[key]
+
+    losses.examine = remembered
 
 
 def simulate() -> ModuleType:

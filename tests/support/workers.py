@@ -168,6 +168,7 @@ class Pool:
         outcomes = self.outcomes(case, timeout=timeout, **arguments)
         if parted := launch_differences([outcome.launched for outcome in outcomes]):
             self.close()
+            parted += [_report(outcome) for outcome in outcomes if outcome.error]
             raise CaseError(f"{case}: collectives were launched in different orders\n" + "\n".join(parted))
         if any(outcome.error for outcome in outcomes):
             self.close()

@@ -8,15 +8,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from zeromesh import __version__
+from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
-from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.checkpoints.frozen import NOTHING, FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.trainer_state import (
     EVALUATED,
     NAME,
@@ -69,6 +70,7 @@ class RunCheckpoints:
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
         self._saver = Saver(self.store, self._mesh)
+        self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
         # Where only callbacks ask for checkpoints, the directory is made when it is first needed.
         if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
             self.store.clean()
@@ -95,7 +97,7 @@ class RunCheckpoints:
             LayoutError: when the model or the optimizer is another.
             CheckpointError: when there are checkpoints and none can be used.
         """
-        loader = Loader(self._mesh)
+        loader = Loader(self._mesh, source_directory(self._engine.model))
         steps = loader.candidates(self.store)
         if self._section.resume == "never" and steps:
             raise ConfigError(
@@ -167,7 +169,10 @@ class RunCheckpoints:
     def require_room(self) -> None:
         """Raise `StorageError` where the run's first checkpoint would not fit."""
         if self._section.every_steps:
-            self._saver.require_room(self._engine.checkpoint_state.tensors())
+            away = {each.spec.name for each in self._frozen.referenced().tensors}
+            self._saver.require_room(
+                [each for each in self._engine.checkpoint_state.tensors() if each.name not in away]
+            )
 
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a folder that is removed, before work goes into what could not be kept.
@@ -184,9 +189,7 @@ class RunCheckpoints:
                 save_configuration(model, engine.options.precision.compute, self._processing_class, Path(folder))
 
         if self._section.every_steps:
-            together(
-                self._mesh.world, "trial of a checkpoint", write if self._mesh.rank == 0 else lambda: None, StorageError
-            )
+            self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
         """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.
@@ -197,7 +200,7 @@ class RunCheckpoints:
         self.finish()
         if state.metric is not None:
             self._metrics[state.step] = state.metric
-        content = content_of(self._engine, self._processing_class, state, self._kept)
+        content = content_of(self._engine, self._processing_class, state, self._kept, self._frozen.referenced())
         try:
             self._saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
@@ -304,23 +307,29 @@ class RunCheckpoints:
 
 
 def content_of(
-    engine: ZeroEngine, processing_class: Any, state: TrainerState, keep: Callable[[], set[int]]
+    engine: ZeroEngine,
+    processing_class: Any,
+    state: TrainerState,
+    keep: Callable[[], set[int]],
+    frozen: Manifest = NOTHING,
 ) -> SaveContent:
     """Return the content of an engine's checkpoint: its states, `state`, and what `from_pretrained` reads. All ranks call it.
 
-    `keep` gives the steps of the checkpoints that stay beside it.
+    `keep` gives the steps of the checkpoints that stay beside it, `frozen` the weights that it does not hold.
     """
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
+    away = {each.spec.name for each in frozen.tensors}
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
         write_whole(directory / NAME, state.to_json(), sync=False)
 
     return SaveContent(
-        tensors=holdings.tensors(),
-        shards=holdings.written(),
+        tensors=[each for each in holdings.tensors() if each.name not in away],
+        shards=[each for each in holdings.written() if each.spec.name not in away],
+        frozen=frozen,
         order=holdings.order(),
         documents=documents,
         aliases=holdings.aliases(),
@@ -394,7 +403,7 @@ def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
         CheckpointError: when it is not there, or damaged.
         LayoutError: when it is of another model.
     """
-    loader = Loader(mesh)
+    loader = Loader(mesh, source_directory(engine.model))
     reader = loader.open(path)
     state = loader.document(reader, name_in(reader.manifest.files))
     absent, count = _left_out(state.get("callbacks", {})), state.get("averages", 0)

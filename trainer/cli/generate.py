@@ -11,13 +11,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import xxhash
 
-from zeromesh.environment import die_with_launcher, kept_environment, read_environment
+from zeromesh.environment import kept_environment
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
@@ -43,19 +43,13 @@ def run_generate(options: argparse.Namespace) -> int:
         ConfigError, DataError: for a source, prompts or settings that cannot be.
         StorageError: where results cannot be written.
     """
-    if options.worker:
-        die_with_launcher()
-        from zeromesh.launch.rank_processes import become_worker
-
-        become_worker(train.exit_code_of)
-    environment = read_environment()
-    processes = train.processes_of(options, environment)
+    processes, starts = train.ranks_of(options)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
     if options.chat and sys.stdin is None:
         raise ConfigError("--chat reads from standard input, which is closed; leave it open")
     fields, keys = split_fields(options.overrides, options.max_new_tokens)
-    if options.worker or processes == environment.world_size:
+    if not starts:
         prompts = [] if options.chat else _prompts_of(options.prompts)
         return _generate(options, fields, keys, prompts)
     with tempfile.TemporaryDirectory(prefix="zeromesh-prompts-") as folder:
@@ -192,7 +186,8 @@ def _write_results(
         raise
     if journal is not None:
         journal.finish()
-        train.say(f"{len(prompts)} results in {journal.out}")
+        there = ", as they were already" if journal.finished else ""
+        train.say(f"{len(prompts)} results in {journal.out}{there}")
 
 
 def _shown_in_order() -> Callable[[dict[str, Any]], None]:
@@ -246,14 +241,6 @@ def _talk(generator: Generator, chat: _Chat | None) -> None:
         generator.serve(chat.inbox if chat is not None else None, batch=1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """A piece of an answer, and how it ends if it is the last."""
-
-    text: str
-    finish: Finish | None
-
-
 class _Chat:
     """A conversation on a terminal. `inbox` is what the generator serves; a thread reads lines and writes answers."""
 
@@ -295,24 +282,22 @@ class _Chat:
 
     def _answer(self, said: str) -> None:
         messages = [*self._messages, {"role": "user", "content": said}]
-        pieces: queue.Queue[_Answer] = queue.Queue()
+        pieces: queue.Queue[Progress] = queue.Queue()
         text = TextStream(self._generator.decode)
         try:
             tokens = self._generator.encode(messages)
             self._generator.check_request(tokens, self._fields)
-            self._number = self.inbox.submit(tokens, _into(pieces, text), fields=self._fields)
+            self._number = self.inbox.submit(tokens, pieces.put, fields=self._fields)
         except ZeromeshError as error:
             self._say(f"{error}; /reset begins anew\n")
             return
         answer, finish = "", None
         while finish is None:
-            piece = pieces.get()
-            answer, finish = answer + piece.text, piece.finish
-            self._say(piece.text)
+            made = pieces.get()
+            finish = made.finish
+            piece = text.add(made.tokens, last=finish is not None)
+            answer += piece
+            self._say(piece)
         self._number = None
         self._say(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
         self._messages = [*messages, {"role": "assistant", "content": answer}]
-
-
-def _into(pieces: queue.Queue[_Answer], text: TextStream) -> Callable[[Progress], object]:
-    return lambda made: pieces.put(_Answer(text.add(made.tokens, last=made.finish is not None), made.finish))

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
+from zeromesh.environment import LOOPBACK
 from zeromesh.errors import ZeromeshError, printable, refused_path
+from zeromesh.launch.rank_processes import become_worker
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import run_generate
-from zeromesh.trainer.cli.plan import run_plan
+from zeromesh.trainer.cli.plan import checks_of, run_plan, run_verify
 from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
 from zeromesh.trainer.cli.serve import run_serve
 from zeromesh.trainer.cli.status import run_status, run_trace
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
-from zeromesh.trainer.cli.verify import checks_of, run_verify
+from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
 _DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = process_began() if arguments is None else now()
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     options.began = began
+    if options.worker:
+        become_worker(train.exit_code_of)
     try:
         code = _COMMANDS[options.command](options)
         _reader_has_gone()
@@ -85,12 +89,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         dashed = [word.lstrip("-") for word in unknown if "." in word.partition("=")[0]]
         hint = f"; keys of the configuration have no dashes: {' '.join(dashed)}" if dashed else ""
+        words = [word.partition("=")[0].lstrip("-").replace("-", "_").lower() for word in unknown]
+        hint += "".join(f"; {word} is here the key {BY_NAME[word]}" for word in words if word in BY_NAME)
         parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest
     options.words = tuple(arguments)
-    if options.numa_binding is not None:
-        options.overrides.append(f"parallel.numa_binding={options.numa_binding}")
     if options.verbose:
         options.overrides.append("run.verbose=true")
     return options
@@ -100,18 +104,16 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
-    parser.set_defaults(worker=False, attached=None, nproc=None, numa_binding=None, verbose=False, overrides=None)
+    parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    near = "short for parallel.numa_binding=MODE: node, socket, exclusive or core-complex"
     config, source = (
         "a YAML or JSON file, DeepSpeed's among them",
         "a run, a checkpoint, a model directory or a configuration",
     )
 
     command = commands.add_parser("train", help="train what a configuration describes")
-    _value(command, "--numa-binding", "MODE", str, near)
     hosts = "hosts that run this command together; with MIN:MAX they may come and go (default 1)"
     _value(command, "--nnodes", "N|MIN:MAX", _nodes, hosts, default=(1, 1))
     number = "this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint"
@@ -122,11 +124,11 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--max-restarts", "N", _natural, again)
     _value(command, "--model", "MODEL", str, "tune this model, a directory or a name on the Hub; needs no CONFIG")
     _value(command, "--data", "FILE", str, "the data to tune it on", action="append")
-    _value(command, "--eval", "FILE", str, "evaluate on this (default: on a part of --data)", dest="evaluation")
+    eval_help = "evaluate on this, or on several of these by name (default: on a part of --data)"
+    _value(command, "--eval", "[NAME=]FILE", str, eval_help, dest="evaluation", action="append")
     _flag(command, "--lora", "train adapters of low rank, not the whole model")
-    _value(
-        command, "--save-config", "FILE", Path, "write the configuration that results, to be changed and trained again"
-    )
+    result = "write the configuration that results, to be changed and trained again"
+    _value(command, "--save-config", "FILE", Path, result)
     # Set on the command lines of the workers that this command starts, and of the launchers that `zeromesh launch` starts.
     _flag(command, "--tune", argparse.SUPPRESS)
     _value(command, "--attached", "SECONDS", float, argparse.SUPPRESS)
@@ -144,7 +146,6 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--host-timeout", "SECONDS", _silence, silent, default=SILENCE_SECONDS)
     meeting = "of the first host, where all meet (default: one from 20000 to 29999)"
     _value(command, "--port", "PORT", _positive, meeting)
-    _value(command, "--numa-binding", "MODE", str, near)
     _flag(command, "--dry-run", "print the command for each host, and start nothing")
     _configured(command, "CONFIG", config)
 
@@ -152,49 +153,26 @@ def make_parser() -> argparse.ArgumentParser:
     _configured(command, "SOURCE", source)
 
     command = commands.add_parser("generate", help="continue prompts with a model, in any layout")
-    _value(command, "--config", "FILE", str, f"the layout: {config}", dest="config_file")
+    _served(command, f"the layout: {config}", "prompts")
     _value(command, "--prompts", "FILE", str, "JSON lines with text, messages or input_ids (default -: standard input)")
     _flag(command, "--chat", "hold a conversation on the terminal")
-    _value(
-        command, "--out", "FILE", Path, "write results as JSON lines, in the order of the prompts; a killed run goes on"
-    )
-    _value(
-        command,
-        "--batch",
-        "N",
-        _positive,
-        "prompts that a replica of the model runs at a time (default 16)",
-        default=16,
-    )
+    results = "write results as JSON lines, in the order of the prompts; a killed run goes on"
+    _value(command, "--out", "FILE", Path, results)
     _value(command, "--max-new-tokens", "N", _positive, "short for generation.max_new_tokens=N")
     _value(command, "--seed", "N", _natural, "of what sampling draws (default: run.seed)")
     again = "times that all ranks start again for what is missing in --out after one has died (default 3)"
     _value(command, "--max-restarts", "N", _natural, again, default=3)
     _flag(command, "--check", "compare the weights of all ranks that hold the same ones")
-    _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
-    keys = "keys of the configuration, and fields of transformers' GenerationConfig as generation.temperature=0.7"
-    _value(command, "overrides", "section.key=value", str, keys, nargs="*")
 
     command = commands.add_parser("serve", help="answer OpenAI's completions and chat completions over HTTP")
-    _value(command, "--config", "FILE", str, f"the layout: {config}", dest="config_file")
-    _value(
-        command, "--host", "ADDRESS", str, "where to listen; others than this host need a token", default="127.0.0.1"
-    )
+    _served(command, f"the layout: {config}", "requests")
+    where = "where to listen; others than this host need a token"
+    _value(command, "--host", "ADDRESS", str, where, default=LOOPBACK)
     _value(command, "--port", "PORT", _port, "where to listen; 0 takes a free one (default 8000)", default=8000)
     _value(command, "--name", "NAME", str, "of the model, as clients give it (default: that of its directory)")
-    _value(
-        command,
-        "--batch",
-        "N",
-        _positive,
-        "requests that a replica of the model runs at a time (default 16)",
-        default=16,
-    )
     _value(command, "--queue", "N", _positive, "requests that may be open at a time (default 64)", default=64)
     grace = "seconds that open requests have when the server is to stop (default 10)"
     _value(command, "--grace", "SECONDS", _distance, grace, default=10.0)
-    _value(command, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
-    _value(command, "overrides", "section.key=value", str, keys, nargs="*")
 
     command = commands.add_parser("config", help="print a configuration with every default filled in")
     ranks = "ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)"
@@ -210,17 +188,15 @@ def make_parser() -> argparse.ArgumentParser:
     _configured(command, "CONFIG", config)
 
     command = commands.add_parser("plan", help="tell what fits and what is fastest, before anything is trained")
-    _value(
-        command, "--ranks", "N", _positive, "ranks to plan for, or to measure on (default: devices or cores found here)"
-    )
+    ranks = "ranks to plan for, or to measure on (default: devices or cores found here)"
+    _value(command, "--ranks", "N", _positive, ranks)
     _value(command, "--host", "N", _positive, "ranks of a host (default: as the machine file says)")
     machine = "h100, h200, a100, b200, cpu, or a machine file (default: what was measured or is found here)"
     _value(command, "--device", "NAME|FILE", str, machine)
     _value(command, "--top", "N", _positive, "rows to print (default 12)", default=12)
     _flag(command, "--json", "print every row as JSON")
-    _value(
-        command, "--picture", "FILE", Path, "write charts of memory over a step and of time by phase, a page of HTML"
-    )
+    charts = "write charts of memory over a step and of time by phase, a page of HTML"
+    _value(command, "--picture", "FILE", Path, charts)
     _flag(command, "--measure", "measure the machine on its ranks, for about a minute, and write a machine file")
     where = (
         "the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)"
@@ -240,13 +216,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("trace", help="write a timeline of the latest steps of all ranks, for Perfetto")
     _value(command, "run", "RUN", Path, "the run's directory; one that goes on is asked for its ranks' events")
     _value(command, "--out", "FILE", Path, "packed where it ends with .gz (default: trace/trace.json.gz in RUN)")
-    _value(
-        command,
-        "--steps",
-        "A:B",
-        _steps,
-        "the first and the last step to show, counted from 1 (default: all there are)",
-    )
+    shown = "the first and the last step to show, counted from 1 (default: all there are)"
+    _value(command, "--steps", "A:B", _steps, shown)
 
     command = commands.add_parser("init", help="write an example configuration here; without a name, list them")
     _value(command, "name", "NAME", str, "the name of an example", nargs="?", choices=sorted(examples()))
@@ -324,6 +295,16 @@ def _configured(parser: argparse.ArgumentParser, metavar: str, text: str, **more
     _value(parser, "config", metavar, str, text, **more)
     _value(parser, "overrides", "section.key=value", str, "keys to change, values in YAML", nargs="*")
     _flag(parser, "--verbose", "short for run.verbose=true: show on a terminal what a log has besides")
+
+
+def _served(parser: argparse.ArgumentParser, layout: str, what: str) -> None:
+    """Add the model that continues prompts, how it is laid out, and how many prompts it runs at a time."""
+    _value(parser, "--config", "FILE", str, layout, dest="config_file")
+    many = f"{what} that a replica of the model runs at a time (default 16)"
+    _value(parser, "--batch", "N", _positive, many, default=16)
+    _value(parser, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
+    keys = "keys of the configuration, and fields of transformers' GenerationConfig as generation.temperature=0.7"
+    _value(parser, "overrides", "section.key=value", str, keys, nargs="*")
 
 
 def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:

@@ -1,4 +1,5 @@
-"""`zeromesh plan`: what fits and what is fastest, and what the machine does that this is reckoned with."""
+"""Commands that try a configuration before it is trained: `zeromesh plan` says what fits and what is fastest, and measures what the
+machine does; `zeromesh verify` computes a few steps beside one plain process."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from zeromesh.environment import die_with_launcher, read_environment
-from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import write_whole
+from zeromesh.environment import read_environment
+from zeromesh.errors import ConfigError
+from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
@@ -40,20 +42,17 @@ def run_plan(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines
+    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
     if options.picture is not None:
-        from zeromesh.trainer.planning.picture import plan_picture  # Plotly takes a while to load.
+        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # Without plotly this is an error before the work.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
-    plan, more, estimator = plan_config(
+    plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
     if options.picture is not None:
-        try:
-            moments = estimator.over_step(plan.rows[0].estimate.layout)
-            write_whole(options.picture, plan_picture(plan, list(moments)).encode())
-        except OSError as error:
-            raise StorageError(f"{str(options.picture)!r} cannot be written: {error.strerror or error}") from error
+        with refusals(options.picture, "written", "; give another place with --picture"):
+            write_whole(options.picture, plan_picture(plan).encode())
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -66,13 +65,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     """Start the ranks that measure, or be one of them."""
-    from zeromesh.launch.rank_processes import become_worker
     from zeromesh.launch.rendezvous import launch_workers
     from zeromesh.trainer.planning.auto import ranks_here
 
-    if options.worker:
-        die_with_launcher()
-        become_worker(train.exit_code_of)
     environment = read_environment()
     launched = environment.launcher == "torchrun" or environment.world_size > 1
     if launched and options.ranks not in (None, environment.world_size):
@@ -94,9 +89,9 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.mesh.process_mesh import ProcessMesh
     from zeromesh.offload import reuse_freed_memory
     from zeromesh.offload.accelerator import pick_device
-    from zeromesh.trainer.planning.machine import machine_file, write_machine
-    from zeromesh.trainer.planning.measuring.clock import sizes_for
-    from zeromesh.trainer.planning.measuring.measure import MachineMeter
+    from zeromesh.trainer.planning.machine_files import machine_file, write_machine
+    from zeromesh.trainer.planning.measuring.device_meter import sizes_for
+    from zeromesh.trainer.planning.measuring.machine_meter import measure_machine
 
     reuse_freed_memory()
     environment = read_environment()
@@ -105,11 +100,53 @@ def _measure_here(options: argparse.Namespace) -> None:
         MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
     )
     try:
-        meter = MachineMeter(mesh, sizes_for(device, tiny=options.tiny), options.directory or _DIRECTORY, train.say)
-        machine = meter.machine()
+        sizes = sizes_for(device, tiny=options.tiny)
+        machine = measure_machine(mesh, sizes, options.directory or _DIRECTORY, train.say)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
             sys.stdout.write(f"written: {path}, which says what was measured\n")
     finally:
         mesh.close()
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """Verify the layout of a configuration; returns 0 where it computes what one process does, and 1 where it does not.
+
+    Raises:
+        ConfigError: for a configuration, a check or numbers of ranks that cannot be.
+        StorageError: when the certificate cannot be written.
+    """
+    from zeromesh.launch.rendezvous import launch_workers
+
+    processes, starts = train.ranks_of(options)
+    config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
+    train.check_mesh(config, processes)
+    out = options.out or Path(config.run.output_dir).expanduser() / config.run.name / "certificate.json"
+    if not starts:
+        return _verify_here(config, options.check, out, quiet=options.worker)
+    with refusals(out, "written"):
+        out.unlink(missing_ok=True)
+    ended = train.report(launch_workers(train.same_command(options), processes=processes))
+    return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
+
+
+def checks_of(text: str) -> tuple[str, ...]:
+    """The names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:
+    """The part of one rank. A worker's exit code says whether it has come to its end; what it found is in the certificate."""
+    from zeromesh.trainer import Trainer
+    from zeromesh.trainer.verification.verify import CHECKS
+
+    unknown = [name for name in checks if name not in CHECKS]
+    if unknown:
+        raise ConfigError(f"--check {','.join(unknown)}: there are {', '.join(CHECKS)}")
+    with Trainer(config=config) as trainer:
+        certificate = trainer.verify(checks=checks, out=out)
+        if trainer.mesh.rank == 0:
+            sys.stdout.writelines(f"{line}\n" for line in (*certificate.lines(), f"written: {out}"))
+            sys.stdout.flush()
+    return 0 if quiet else int(not certificate.passed)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.environment import die_with_launcher, read_environment, setting
+from zeromesh.environment import read_environment, setting
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import split_fields
@@ -29,15 +29,9 @@ def run_serve(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: for a source, an address or settings that cannot be, and for packages that are missing.
     """
-    if options.worker:
-        die_with_launcher()
-        from zeromesh.launch.rank_processes import become_worker
-
-        become_worker(train.exit_code_of)
-    environment = read_environment()
-    processes = train.processes_of(options, environment)
+    processes, starts = train.ranks_of(options)
     fields, keys = split_fields(options.overrides, None)
-    if options.worker or processes == environment.world_size:
+    if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS
     from zeromesh.launch.rendezvous import launch_workers

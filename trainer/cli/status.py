@@ -222,13 +222,10 @@ def _ask(run: Path) -> None:
     deadline, late = time.monotonic() + _ANSWER_SECONDS, ranks
     while late and time.monotonic() < deadline:
         time.sleep(0.1)
-        late = [rank for rank in late if not _newer(run / FOLDER / f"rank-{rank}.ring", asked)]
+        rings = {rank: run / FOLDER / f"rank-{rank}.ring" for rank in late}
+        late = [rank for rank, ring in rings.items() if not ring.exists() or ring.stat().st_mtime_ns < asked]
     if late:
         sys.stderr.write(f"zeromesh: {ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds\n")
-
-
-def _newer(path: Path, moment: int) -> bool:
-    return path.exists() and path.stat().st_mtime_ns >= moment
 
 
 def _print_lines(lines: list[str]) -> None:

@@ -14,15 +14,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from zeromesh.environment import (
     BEGAN,
     INTERFACE,
-    LaunchEnvironment,
+    available_cores,
     command_began,
-    die_with_launcher,
     kept_environment,
     python_arguments,
     read_environment,
@@ -30,13 +30,16 @@ from zeromesh.environment import (
 )
 from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
 from zeromesh.files import write_whole
-from zeromesh.launch.rank_processes import WorkersFailed, become_worker
-from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, supervise
+from zeromesh.launch.rank_processes import WorkersFailed
+from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
+from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.text_sources import first_columns, format_of
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -63,10 +66,11 @@ def run_launch(options: argparse.Namespace) -> int:
     if not options.dry_run:
         return report(supervise(plan, say))
     plan.check(plan.hosts)
-    for host, place in zip(plan.hosts, plan.places(), strict=True):
-        last = place.first + place.processes - 1
-        ranks = f"ranks {place.first} to {last} of {place.world_size}, which meet at {place.master_address}:{place.master_port}"
+    (address, port), first = plan.meeting_place(hosts), 0
+    for host in hosts:
+        ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
         sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
+        first += host.slots
     names = ", ".join(sorted(plan.variables)) or "none"
     sys.stdout.write(f"# variables set on every host, whose values are sent over standard input: {names}\n")
     return 0
@@ -144,16 +148,26 @@ _RESOLVED = "config.resolved.yaml"
 
 _DEFAULTS = "-"
 """The source given in place of a configuration: all defaults, and the keys of the command line."""
-_BY_COLUMN = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
-"""The formats of rows by a column that they alone have."""
+_PICTURES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
-def _first_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file begins with; an empty one where there is none."""
-    with suppress(OSError, ValueError, RecursionError), path.expanduser().open(encoding="utf-8") as file:
-        found, _ = json.JSONDecoder().raw_decode(file.read(1 << 24).lstrip())
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; an empty one where there is none."""
+    with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
+        found = json.loads(file.read(1 << 24))
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
+    """Return `data.eval` of what --eval gives: one path, or several by the names before `=` or those of the files."""
+    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
+        return given[0]
+    split = [each.rpartition("=") for each in given]
+    sets = {name or name_of_file(path): path for name, _, path in split}
+    if len(sets) < len(given):
+        raise ConfigError(f"--eval: two of {', '.join(given)} have one name; give NAME=FILE")
+    return sets
 
 
 def _take_start(options: argparse.Namespace) -> None:
@@ -167,18 +181,27 @@ def _take_start(options: argparse.Namespace) -> None:
     if options.config is not None or not (options.model and options.data):
         either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
-    model, row = Path(options.model).expanduser(), _first_object(Path(options.data[0]))
-    sizes = _first_object(model / "config.json")
+    model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
+    sizes = _json_object(model / "config.json")
+    if first.is_dir() and any(each.suffix.lower() in _PICTURES for each in islice(first.glob("*/*"), 1000)):
+        kind, head = PICTURES, "image_classification"
+    else:
+        columns = first_columns(options.data)
+        ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
+        head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
+        labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
+        kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
-        "data.format": next((name for column, name in _BY_COLUMN.items() if column in row), "text"),
+        "data.format": kind,
+        "model.head": head,
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
         "run.epochs": 3,
     }
-    keys |= {"data.eval": options.evaluation} if options.evaluation else {}
+    keys |= {"data.eval": _evaluated(options.evaluation)} if options.evaluation else {}
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     options.config, options.tune = _DEFAULTS, True
@@ -189,11 +212,7 @@ def run_train(options: argparse.Namespace) -> int:
     _take_start(options)
     if options.attached is not None:
         return _attached(options)
-    if options.worker:
-        die_with_launcher()
-        become_worker(exit_code_of)
-    environment = read_environment()
-    processes = processes_of(options, environment)
+    processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
     path = None if path == _DEFAULTS else path
@@ -201,30 +220,24 @@ def run_train(options: argparse.Namespace) -> int:
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
     config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
     if options.save_config is not None and not options.worker:
-        write_whole(options.save_config.expanduser(), config.to_yaml().encode())
+        saved, text = options.save_config.expanduser(), config.to_yaml().encode()
+        if saved.is_file() and saved.read_bytes() != text:
+            raise ConfigError(f"--save-config {saved}: another file is there; name a new one, or remove it")
+        write_whole(saved, text)
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
-    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
+    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
         return report(_launch(options, processes))
-    if not options.worker and environment.rank == 0:
+    if not options.worker and read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
 def _attached(options: argparse.Namespace) -> int:
     """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
-    from zeromesh.launch.messages import Lifeline
-    from zeromesh.launch.rendezvous import run_ranks
-
-    line = Lifeline(options.attached)
-    place = line.read_start()
-    with line, kept_environment({BEGAN: str(options.began)}):
-        result = run_ranks(_worker_arguments(options), place)
-        if isinstance(result, int):
-            line.end(result)
-            return result
-        line.end(result.exit_code, text=str(result), noticed=result.noticed)
-        return result.exit_code
+    with kept_environment({BEGAN: str(options.began)}):
+        result = run_attached(_worker_arguments(options), options.attached)
+    return result if isinstance(result, int) else result.exit_code
 
 
 def same_command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -237,20 +250,22 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
 
-def processes_of(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
-    """Return how many ranks will train: those that a launcher started, else --nproc.
+def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
+    """Return how many ranks there are, those that a launcher started, else --nproc; and whether this process starts them.
 
     A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
     """
-    wanted: int | None = options.nproc
+    environment, wanted = read_environment(), options.nproc
+    if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
+        raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
     if environment.launcher != "torchrun" and environment.world_size == 1:
-        return wanted or 1
+        return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:
         raise ConfigError(
             f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
             "host, which are the ranks; leave --nproc out"
         )
-    return environment.world_size
+    return environment.world_size, False
 
 
 def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from glob import glob
 from importlib.util import find_spec
 from os import PathLike
@@ -21,6 +22,14 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.consent import Consent, refused_code
+from zeromesh.trainer.config.deepspeed import (
+    LaunchFacts,
+    Translation,
+    is_deepspeed,
+    nested,
+    read_deepspeed,
+)
+from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.messages import (
     allowed,
     known_paths,
@@ -30,19 +39,11 @@ from zeromesh.trainer.config.messages import (
     shown,
     takes_text,
 )
-from zeromesh.trainer.config.migration.deepspeed import (
-    LaunchFacts,
-    Translation,
-    is_deepspeed,
-    nested,
-    read_deepspeed,
-)
-from zeromesh.trainer.config.migration.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
-from zeromesh.trainer.config.sections.training import Column, MixturePart
+from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value, with_variables
 
@@ -73,25 +74,83 @@ def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int 
     return read_deepspeed(deepspeed, place)
 
 
-def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+_KINDS = ("model_type", "python")
+"""Keys that say what the keys beside them are of: a mapping with another one replaces that below it."""
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
+    """The keys of `above` over those `below`; null replaces, but for a section, whose keys are then all commented out."""
     merged = dict(below)
     for key, value in above.items():
-        under = merged.get(key)
-        if isinstance(under, dict) and (value is None or isinstance(value, Mapping)):
-            merged[key] = _merged(under, value or {})
-        else:
-            merged[key] = value
+        under, given = merged.get(key), {} if value is None and sections else value
+        merged[key] = value
+        if not isinstance(under, dict) or not isinstance(given, Mapping):
+            continue
+        if all(under.get(name) == given[name] for name in _KINDS if name in given):
+            merged[key] = _merged(under, given, sections=False)
     return merged
 
 
-def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """Return a name for messages, the sections and keys of zeromesh in `source`, and the DeepSpeed configuration, if it is one."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Given:
+    """A configuration as a person gave it, with what it inherits."""
+
+    where: str
+    """A name of it for messages."""
+    own: dict[str, Any]
+    """Sections and keys of zeromesh."""
+    deepspeed: dict[str, Any] | None = None
+    """The DeepSpeed configuration, if it is one."""
+    folders: tuple[str, ...] = ()
+    """Folders of the files that it was read from."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Words that name the file of each key that it inherits."""
+
+
+def _keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{above}{key}"
+        yield from _keys(value, f"{above}{key}.") if isinstance(value, Mapping) else ()
+
+
+def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
+    """Return `given` on top of the file `base` that it names; `chain` are the files that have led to it."""
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"base: got {shown('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
+    path = Path(*given.folders, Path(base).expanduser())
+    if path.resolve() in chain:
+        circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
+        raise ConfigError(f"base: {base!r} inherits itself: {circle}; leave one of them out", where=given.where)
+    if not path.exists():
+        raise ConfigError(
+            f"base: {str(path)!r} does not exist; it is looked for beside the file that names it", where=given.where
+        )
+    below = _read(path, chain)
+    return replace(
+        given,
+        own=_merged(below.own, given.own),
+        deepspeed=given.deepspeed or below.deepspeed,
+        folders=given.folders + below.folders,
+        origins={
+            key: below.origins.get(key, f"set in {below.where}")
+            for key in _keys(below.own)
+            if not _holds(given.own, key)
+        },
+    )
+
+
+def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
+    """Read a configuration, and what it inherits by `base`."""
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
+    folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
         data = source.model_dump(mode="json", exclude_unset=True)
-        return where, {**data, "run": {"name": source.run.name, **data.get("run", {})}}, None  # A name may be the time.
+        own = {**data, "run": {"name": source.run.name, **data.get("run", {})}}  # A name may be the time.
+        return _Given(where=where, own=own, folders=source.folders)
     if isinstance(source, str | os.PathLike):
-        data = _read_file(Path(source).expanduser(), where)
+        path = Path(source).expanduser()
+        data = _read_file(path, where)
+        folders, chain = (os.path.dirname(os.path.abspath(path)),), (*chain, path.resolve())
         try:
             data = with_variables(data, takes_text)
         except ConfigError as error:
@@ -104,14 +163,14 @@ def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         raise ConfigError(
             f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
         )
+    base = data.pop("base", None)
     if foreign := foreign_problems(data):
         raise ConfigError(foreign, where=where)
-    if not is_deepspeed(data):
-        return where, data, None
-    own = data.pop(OWN, {})
+    own, deepspeed = (data.pop(OWN, {}), data) if is_deepspeed(data) else (data, None)
     if not isinstance(own, dict):
         raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
-    return where, own, data
+    given = _Given(where=where, own=own, deepspeed=deepspeed, folders=folders)
+    return given if base is None else _inheriting(given, base, chain)
 
 
 def _read_file(path: Path, where: str) -> dict[str, Any]:
@@ -162,9 +221,11 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
     for key, (words, cure) in _PATHS.items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if key in wrong or value is None or value in words:
+        if key in wrong:
             continue
-        for path in (value,) if isinstance(value, str) else value:
+        for path in paths_of(value):
+            if path in words:
+                continue
             try:
                 there = Path(path).expanduser()
                 exists = there.exists()
@@ -247,7 +308,8 @@ def load_config(
     Raises:
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
-    where, own, deepspeed = _read(source)
+    given = _read(source)
+    where, own, deepspeed = given.where, given.own, given.deepspeed
     problems, overridden_keys = _apply(own, overrides)
     translation = _translation(deepspeed, own.get("parallel"), ranks)
     data = _merged(nested(translation.values), own)
@@ -259,21 +321,24 @@ def load_config(
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
     problems += translation.problems
-    origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
+    origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)} | given.origins
     config, wrong = _validate(data, unused)
     typed: dict[str, Any] = {}
     _apply(typed, overrides)
     consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
     problems += refused_code(config.model_dump(mode="json"), consent, typed=typed)
     count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
-    origins |= overridden_keys
-    # A problem of a key that came from a setting of another trainer or an override names that too.
-    problems += [f"{each} ({origins[key]})" if (key := _key_of(each)) in origins else each for each in wrong]
+    # A problem of a key that came from a file below, a setting of another trainer or an override names that too.
+    problems += [
+        f"{each} ({came})" if (came := _origin(_key_of(each), {**origins, **overridden_keys})) else each
+        for each in wrong
+    ]
     if problems:
         clean = Redaction(secret_values()).text
         only_overrides = len(problems) == count and not translation.problems
         raise ConfigError([clean(problem) for problem in problems], where="" if only_overrides else where)
-    return config.with_notes((*(source.notes if isinstance(source, TrainerConfig) else ()), *notes))
+    earlier = source.notes if isinstance(source, TrainerConfig) else ()
+    return config.coming_from((*earlier, *notes), given.folders)
 
 
 def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, dict[str, Any]]:
@@ -294,6 +359,13 @@ def _holds(data: Any, path: str) -> bool:
             return False
         data = data[key]
     return True
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str | None:
+    """Return where a key, or what holds it, came from."""
+    while key and key not in origins:
+        key = key.rpartition(".")[0]
+    return origins.get(key)
 
 
 def _key_of(problem: str) -> str:
@@ -332,17 +404,20 @@ def _override_shown(path: str, equals: str, text: str) -> str:
 
 def _override_hint(path: str, equals: str, text: str) -> str:
     """Say what the person may have meant by a word that is no override."""
-    value = shown(path, text).strip("'") if equals else "VALUE"
     field = known_paths().get(path)
     section = section_of(field) if field is not None else None
     if section is not None:
         return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
     if field is not None:
         return f"it has no value; write {path}=VALUE"
-    near = suggestion(path)
-    if near and near.startswith(NO_KEY):
-        return near
-    return f"did you mean {near.partition(' ')[0]}={value}?" if near else "write section.key=value"
+    # Another trainer's key may have other values.
+    given = "" if path.lower() in BY_NAME else f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
+    return _meant(suggestion(path), given) or "write section.key=value"
+
+
+def _meant(near: str | None, value: str = "") -> str:
+    """Say what a suggestion is: a key that may be meant, with a value, or why there is none; empty without a suggestion."""
+    return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
@@ -352,7 +427,7 @@ def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
         if at.get(key) is None:
             at[key] = {}
             # One key of the default model changes that key, and does not replace the model.
-            if keys[:depth] == ["model", "config"] and data["model"].get("source") is None:
+            if keys[:depth] == ["model", "config"] and not data["model"].keys() & {"source", "python"}:
                 at[key] = dict(DEFAULT_MODEL)
         at = at[key]
         if not isinstance(at, dict):
@@ -372,7 +447,9 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
-    return config, [*wrong.values(), *more]
+    # Of the branches of a union, the one that was meant is the one that was followed further.
+    meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
+    return config, [*meant, *more]
 
 
 def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str]) -> TrainerConfig:
@@ -432,17 +509,16 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         near = suggestion(path)
         parent = known_paths().get(path.rpartition(".")[0])
         beside = (section_of(parent) if parent else None) or TrainerConfig
-        hint = (
-            near
-            if near and near.startswith(NO_KEY)
-            else f"did you mean {near}?"
-            if near
-            else f"allowed are {', '.join(beside.model_fields)}"
-        )
+        hint = _meant(near) or f"allowed are {', '.join(beside.model_fields)}"
         if "." in keys[-1]:
             hint = "a file nests keys: write the section, and the key inside it"
         got = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
         return f"{path}: unknown key{got}; {hint}"
+    if keys[-1] == "python":
+        return f"{path}: got {shown(path, value)}; allowed is text such as package.module:function"
+    if path.startswith(f"{EVAL}."):
+        what = "a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
+        return f"{path}: got {shown(path, value)}; allowed is {what}"
     field = known_paths().get(path)
     if field is None:
         return f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.sections.base import Section, whole
+from zeromesh.trainer.config.sections.base import NamedFunction, Section, whole
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.outputs import (
     CheckpointSection,
@@ -33,6 +33,7 @@ from zeromesh.trainer.config.sections.parallelism import (
     ZeroSection,
 )
 from zeromesh.trainer.config.sections.training import (
+    PICTURES,
     BatchSection,
     DataSection,
     EmaSection,
@@ -64,16 +65,22 @@ class TrainerConfig(Section):
     tracking: TrackingSection = Field(default_factory=TrackingSection)
     profile: ProfileSection = Field(default_factory=ProfileSection)
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _folders: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that say what became of the settings of another trainer, where the configuration was made of such."""
         return self._notes
 
-    def with_notes(self, notes: tuple[str, ...]) -> TrainerConfig:
-        """The same configuration with other notes, which are no part of what it says."""
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of the files that the configuration was read from, where Python code that it names is looked for."""
+        return self._folders
+
+    def coming_from(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> TrainerConfig:
+        """The same configuration with other notes and folders, which are no part of what it says."""
         config = self.model_copy()
-        config._notes = notes
+        config._notes, config._folders = notes, folders
         return config
 
     @model_validator(mode="before")
@@ -164,7 +171,9 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     ),
     "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama, or a "
     "model.source": lambda c: (
-        c.model.source is None and c.model.config is not None and type(c.model.config.get("model_type")) is not str
+        c.model.source is c.model.python is None
+        and c.model.config is not None
+        and type(c.model.config.get("model_type")) is not str
     ),
     "model.revision: is about model.source, and that is null; set model.source, or leave model.revision out": lambda c: (
         c.model.revision and c.model.source is None
@@ -250,6 +259,18 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.data.separate_documents is False
         and c.data.packing
         and any(part.format != "text" for part in c.data.parts().values())
+    ),
+    "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
+        c.data.mixture is not None and any(each.format == PICTURES for each in c.data.parts().values())
+    ),
+    "model.python returns the model, and model.source {c.model.source} is one too; leave one of them out": lambda c: (
+        c.model.python is not None and c.model.source is not None
+    ),
+    "data.train and data.eval: one is Python code and the other text of files; give both as code, or both as files": lambda c: (
+        any(
+            isinstance(each, NamedFunction) != isinstance(c.data.train, NamedFunction)
+            for each in c.data.evaluated().values()
+        )
     ),
     "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "
     "raise the other": lambda c: c.batch.micro_size > c.batch.global_size,

@@ -32,7 +32,7 @@ _MISTAKES = (
     (r"found character '\\t'", "a tab; indent with spaces, and put spaces after ':'"),
     (
         "mapping values are not allowed",
-        "a second ':' in one entry, or a line indented too far; a text with ': ' needs quotes",
+        "a second ':' in one entry, or a line indented too far; a text with ': ' needs quotes, and a comment begins with #",
     ),
     ("<stream end>", "the text ends where something is still open; close it with ], } or a quote"),
     ("while scanning a quoted scalar", "a text whose quote is never closed"),

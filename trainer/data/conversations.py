@@ -12,13 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from zeromesh.environment import export
 from zeromesh.errors import DataError, summary
 from zeromesh.trainer.data.text_sources import Row, read_text
-from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer, require_bounded
+from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokenizer, require_bounded
 
 _ROWS_AT_ONCE = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -224,7 +224,8 @@ class Renderer:
         more = row.values.get(self._column("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
         template = self._template(row)
-        require_bounded(template, lambda: render_jinja_template([messages], chat_template=template, **keys))
+        render = partial(render_jinja_template, chat_template=template, **keys)
+        require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
         try:
             texts, answers = render_jinja_template(
                 [messages],
@@ -234,7 +235,7 @@ class Renderer:
                 add_generation_prompt=asking,
                 **keys,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except TEMPLATE_ERRORS as error:
             raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
 

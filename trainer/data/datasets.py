@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from zeromesh.environment import available_cores
 from zeromesh.errors import DataError, some
-from zeromesh.trainer.config.sections.training import DataSection, MixturePart
+from zeromesh.trainer.config.sections.training import EVAL, DataSection, MixturePart, paths_of
 from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
 from zeromesh.trainer.data.packing import (
     ConversationDataset,
@@ -45,7 +45,7 @@ from zeromesh.trainer.data.tokenizer import (
 )
 from zeromesh.trainer.formatting import Detail, human_bytes
 
-_VERSION = 3
+_VERSION = 4
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
 
 _LARGE = 16 << 20
@@ -163,16 +163,18 @@ class _DatasetLoader:
     classes: list[str] = field(default_factory=list)
     """The classes of labelled text in the order of their numbers, as the first text that is loaded has them."""
 
-    def load(self, section: DataSection, where: str) -> tuple[Sequences, Sequences | None, list[str], float | None]:
+    def load(self, section: DataSection, where: str) -> tuple[Sequences, Evaluated, list[str], float | None]:
         """Return the sequences to be trained on, those of `data.eval` or held out, notes, and the byte-pair entropy."""
         fraction = section.eval_fraction
-        source = find_text(section.train, text_field=section.text_field, where=where, encoding=section.encoding)
+        source = self.source(section, section.train, where)
         where = f"{where} {source.name!r}"
-        eval_source = self.eval_source(section)
-        text = self._read(section, source, fraction if eval_source is None else 0.0)
+        eval_sources = self.eval_sources(section)
+        text = self._read(section, source, 0.0 if eval_sources else fraction)
         kept, held = text.kept, text.held
         if section.format == "labels" and not self.classes:
             names = set(text.remarks["labels"])
+            if len(names) == 1:  # Of one class, transformers makes a regression.
+                raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
             self.classes.extend(
                 sorted(names, key=int if all(re.fullmatch(r"\d{1,9}", each) for each in names) else str)
             )
@@ -181,11 +183,13 @@ class _DatasetLoader:
             with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
                 ending = renderer.ending(islice(source.rows(renderer.wanted, renderer.optional, []), _ASKED))
                 self.endings.update([ending] if ending is not None else [])
-        entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
-        if eval_source is not None:
-            evaluation, eval_note = self.evaluation(section, eval_source)
+        entropy, eval_notes = text.remarks["entropy"], list[str]()
+        evaluation: Evaluated = None
+        if eval_sources:
+            evaluation, eval_notes = self.evaluation(section, eval_sources)
         elif _fills(section, held) and _fills(section, kept):
             evaluation, eval_note = self._pack(section, text, kept.tokens, held, f"{where}, held out")
+            eval_notes = [eval_note]
         else:
             entropy = text.remarks["entropy of all"] if held.tokens else entropy
             kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
@@ -195,8 +199,8 @@ class _DatasetLoader:
         elif fraction and evaluation is None:
             train, evaluation = train.split_tail(fraction)
             few = f"the last {len(evaluation)} sequences are held out"
-            eval_note = f"{where}: too few documents to hold out whole ones; {few}"
-        notes = [*source.notes, *(each for each in (note, eval_note) if each)]
+            eval_notes = [f"{where}: too few documents to hold out whole ones; {few}"]
+        notes = [*source.notes, note, *eval_notes]
         skipped = text.remarks["skipped"]
         if skipped:
             kind = "text" if section.format == "text" else "rows"
@@ -208,10 +212,10 @@ class _DatasetLoader:
     ) -> tuple[MixedDataset, Evaluated, list[str], None]:
         """Return the same of a mixture, whose held-out sequences are those of its parts by their names."""
         sets: dict[str, Sequences] = {}
-        held: dict[str, Sequences] = {}
+        held: dict[str, Any] = {}
         lines: list[str] = []
-        eval_source = self.eval_source(section)
-        own = {} if eval_source is None else {"eval_fraction": 0.0, "eval": None}
+        eval_sources = self.eval_sources(section)
+        own = {"eval_fraction": 0.0, "eval": None} if eval_sources else {}
         for name, part in section.parts().items():
             sets[name], evaluation, notes, _ = self.load(part.model_copy(update=own), f"data.mixture.{name}.train")
             lines += notes
@@ -220,25 +224,33 @@ class _DatasetLoader:
         shares = [f"{name} {weight / sum(mixed.weights):.1%}" for name, weight in zip(sets, mixed.weights, strict=True)]
         lines.append(f"data.mixture: {', '.join(shares)} of the sequences; {len(mixed):,} of them count as an epoch")
         chosen: Evaluated = held or None
-        if eval_source is not None:
-            chosen, note = self.evaluation(section, eval_source)
-            lines.append(note)
+        if eval_sources:
+            chosen, notes = self.evaluation(section, eval_sources)
+            lines += notes
         return mixed, chosen, lines, None
 
     def _renderer(self, section: DataSection) -> Renderer:
         columns = {str(name): own for name, own in section.columns.items()}
         return Renderer(self.tokenizer, section.format, columns, self.template, section.loss_on == "answers")
 
-    def eval_source(self, section: DataSection) -> TextSource | None:
-        """Find what `data.eval` names; None where it names nothing."""
-        if section.eval is None:
-            return None
-        return find_text(section.eval, text_field=section.text_field, where="data.eval", encoding=section.encoding)
+    def source(self, section: DataSection, given: Any, where: str) -> TextSource:
+        """Find the text that is `given` under a key."""
+        return find_text(paths_of(given), text_field=section.text_field, where=where, encoding=section.encoding)
 
-    def evaluation(self, section: DataSection, source: TextSource) -> tuple[Sequences, str]:
-        """Return the sequences of `data.eval`, and a note."""
-        text = self._read(section, source, 0.0)
-        return self._pack(section, text, 0, text.kept, f"data.eval {source.name!r}")
+    def eval_sources(self, section: DataSection) -> dict[str, TextSource]:
+        """Find what `data.eval` names, by the key; nothing where that is null."""
+        return {where: self.source(section, each, where) for where, each in section.evaluated().items()}
+
+    def evaluation(self, section: DataSection, sources: Mapping[str, TextSource]) -> tuple[Evaluated, list[str]]:
+        """Return the sequences of `data.eval`, or of its sets by their names, and notes."""
+        found: dict[str, Sequences] = {}
+        notes = []
+        for where, source in sources.items():
+            text = self._read(section, source, 0.0)
+            name = where.removeprefix(EVAL).removeprefix(".")
+            found[name], note = self._pack(section, text, 0, text.kept, f"{where} {source.name!r}")
+            notes.append(note)
+        return found.get("", found), notes
 
     def _read(self, section: DataSection, source: TextSource, fraction: float) -> StoredText:
         """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
@@ -366,6 +378,8 @@ class _DatasetLoader:
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
     ) -> tuple[ConversationDataset, str]:
         length, counts = section.sequence_length, Counter(text.remarks["counts"])
+        if not counts["rows"]:
+            raise DataError(f"{where} has no rows")
         if not amount.documents:
             raise DataError(
                 f"{where} holds {counts['rows']} rows, and none has a target of the loss in its first {length} tokens; raise "

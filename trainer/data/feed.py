@@ -9,7 +9,6 @@ from torch import Tensor
 
 from zeromesh.errors import DataError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.datasets import LoadedData
@@ -34,6 +33,12 @@ class RunData:
     loaded: LoadedData | None
     limited: tuple[str, ...] = ()
     """Lines about evaluation sets of which a part is evaluated."""
+    classes: tuple[str, ...] = ()
+    """The names of the classes of labelled text or pictures."""
+    processor: Any = None
+    """What has made pixels of pictures."""
+    read: tuple[str, ...] = ()
+    """Lines about how pictures were read."""
 
     def evaluated(self) -> dict[str, MapDataset]:
         """Each evaluation set by the name that error messages use."""
@@ -50,12 +55,13 @@ class RunData:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the start of the run."""
-        return (*(self.loaded.notes if self.loaded else ()), *map(Detail, self.limited))
+        return (*(self.loaded.notes if self.loaded else self.read), *map(Detail, self.limited))
 
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
         what = f"sequences of {self.loaded.train.sequence_length} tokens" if self.loaded else "samples"
-        text = "a stream" if isinstance(self.train, StreamedDataset) else f"{len(self.train or ()):,} {what}"
+        train = () if self.train is None else self.train
+        text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"
         count = sum(map(len, self.evaluated().values()))
         return f"{text}; {count:,} for evaluation" + (" (data.eval_samples)" if self.limited else "") if count else text
 
@@ -66,9 +72,9 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """The Hugging Face tokenizer that has made the text into tokens, to be saved with the model; None: none has."""
+        """What has made tokens or pixels by Hugging Face's code, to be saved with the model; None: nothing has."""
         tokenizer = self.tokenizer
-        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else self.processor
 
     def description(self, *, shuffle: bool) -> dict[str, Any]:
         """Describe what a resumed run must have in common: the same samples in the same order, wherever the files are now."""
@@ -178,7 +184,7 @@ def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, 
         for name, dataset in sets.items()
     }
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
-    require_same(mesh.world, {**kinds, **others}, DataError, advice=advice)
+    mesh.world.require_same({**kinds, **others}, DataError, advice=advice)
 
 
 def require_same_batches(

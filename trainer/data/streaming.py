@@ -186,7 +186,8 @@ class StreamedDataset:
                 return next(cast("Iterator[Any]", self._iterator))
             except StopIteration:
                 if self._next == self._begun:
-                    raise DataError("train_dataset has no samples; give at least one") from None
+                    none = "train_dataset has no samples, or is a generator, which is read but once"
+                    raise DataError(f"{none}; give at least one sample, or a list of them") from None
                 self._epoch, self._begun = self._epoch + 1, self._next
                 self._open()
 

@@ -17,8 +17,9 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,7 +173,8 @@ def find_text(
     it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
     file that is not text, and a source without files.
     """
-    if spec == STDLIB:
+    paths = [spec] if isinstance(spec, str | Path) else list(spec)
+    if paths == [STDLIB]:
         return stdlib_source()
     try:
         "".encode(encoding)
@@ -180,7 +182,6 @@ def find_text(
         raise DataError(
             f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
         ) from error
-    paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
@@ -202,7 +203,7 @@ def find_text(
         if saved:
             files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
         elif path.is_dir():
-            keys = _files_below(path)
+            keys = files_below(path)
             files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
         elif path.is_file():
             files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
@@ -216,6 +217,20 @@ def find_text(
     return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
 
 
+def format_of(columns: Collection[str]) -> str:
+    """Return the `data.format` of rows by a column that they alone have; text where there is none."""
+    by_column = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
+    return next((form for column, form in by_column.items() if column in columns), "text")
+
+
+def first_columns(paths: Sequence[str]) -> frozenset[str]:
+    """Return the names of the columns of the first row of some files; none of text, and none where there is no such row."""
+    with suppress(DataError):
+        files = (file for file in find_text(paths, text_field="", where="data.train").files if file.form != "text")
+        return frozenset(next(chain.from_iterable(map(_batches, files)), {}))
+    return frozenset()
+
+
 def stdlib_source(root: Path | None = None) -> TextSource:
     """Find the Python source of the standard library: real text that every machine with Python has.
 
@@ -223,7 +238,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    keys = filter(_is_portable_source, _files_below(root, _STDLIB_SKIPPED))
+    keys = filter(_is_portable_source, files_below(root, _STDLIB_SKIPPED))
     files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
@@ -284,7 +299,7 @@ def _encoding_of(head: bytes, encoding: str) -> str:
     return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
-def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
     keys: list[str] = []
     for folder, subfolders, names in os.walk(root):
@@ -317,12 +332,6 @@ def _form(name: str) -> Form:
     return _ROW_FORMATS.get(Path(inside).suffix.lower(), "text")
 
 
-def names_of_hub(specs: Sequence[str | Sequence[str] | None]) -> list[str]:
-    """Those of all paths, or lists of paths, that are datasets of the Hub."""
-    paths = [path for spec in specs for path in ([spec] if isinstance(spec, str) else spec or [])]
-    return [path for path in paths if path.startswith(HUB)]
-
-
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
     """The files that datasets has made of a dataset of the Hub, in its own cache. Raises `DataError`."""
     match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
@@ -353,55 +362,60 @@ def _saved_files(path: Path, where: str) -> list[str]:
 
 def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (), *, cure: str) -> Iterator[Row]:
     """Yield the rows of a file, streamed: no copy in a cache folder, and memory for a few rows."""
+    number = 0
+    for batch in _batches(file):
+        if missing := [name for name in wanted if name not in batch]:
+            only = ", ".join(map(repr, batch))
+            where = f"{str(file.path)!r} row {number}"
+            raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {_cure(batch, cure)}")
+        there = [*wanted, *(name for name in optional if name in batch)]
+        for values in zip(*(batch[name] for name in there), strict=True):
+            where = f"{str(file.path)!r} row {number}"
+            yield Row(key=f"{file.key}:{number}", where=where, values=dict(zip(there, values, strict=True)))
+            number += 1
+
+
+def _batches(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
+    """Yield a few rows at a time as columns. Raises `DataError` where the file cannot be read as what its name says."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
-    import datasets
-
-    # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
-    number = 0
     try:
-        if file.form == "arrow":
-            batches = datasets.Dataset.from_file(str(file.path)).iter(_ROWS_AT_ONCE)
-        elif file.form == "parquet":
-            path = glob.escape(str(file.path))  # The library reads it as a pattern.
-            batches = datasets.IterableDataset.from_parquet(path).iter(_ROWS_AT_ONCE)
+        if file.form in ("arrow", "parquet"):
+            import datasets
+
+            # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
+            if file.form == "arrow":
+                found: Any = datasets.Dataset.from_file(str(file.path))
+            else:  # The library reads it as a pattern. Its own size of a batch is that of the first group of rows, maybe 0.
+                found = datasets.IterableDataset.from_parquet(glob.escape(str(file.path)), batch_size=_ROWS_AT_ONCE)
+            yield from found.iter(_ROWS_AT_ONCE)
         else:
-            batches = _json_rows(file) if file.form == "json" else _csv_rows(file)
-        for batch in batches:
-            where = f"{str(file.path)!r} row {number}"
-            missing = [name for name in wanted if name not in batch]
-            if missing:
-                raise DataError(
-                    f"{where} has no field {missing[0]!r}, only {', '.join(map(repr, batch))}; {_cure(batch, cure)}"
-                )
-            there = [*wanted, *(name for name in optional if name in batch)]
-            for values in zip(*(batch[name] for name in there), strict=True):
-                where = f"{str(file.path)!r} row {number}"
-                yield Row(key=f"{file.key}:{number}", where=where, values=dict(zip(there, values, strict=True)))
-                number += 1
+            yield from _json_rows(file) if file.form == "json" else _csv_rows(file)
     except DataError:
         raise
-    except (
-        *(ValueError, TypeError, KeyError, OSError, RecursionError, csv.Error),
-        datasets.exceptions.DatasetsError,
-    ) as error:
+    except Exception as error:  # whatever libraries make of a damaged file
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
 def _cure(columns: Collection[str], cure: str) -> str:
     """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
-    known = {"chat": {"messages"}, "pairs": {"prompt", "completion"}, "alpaca": {"instruction", "output"}}
-    for form, names in known.items():
-        if names <= set(columns):
-            return f"set data.format: {form}"
-    return cure
+    form = format_of(columns)
+    return cure if form == "text" else f"set data.format: {form}"
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
     """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
-    for row in csv.DictReader(_lines(file), delimiter="," if file.form == "csv" else "\t", strict=True):
-        yield {str(name): [value] for name, value in row.items()}
+    lines = _lines(file)
+    names = next(lines)
+    # Spreadsheets of many countries write semicolons.
+    mark = "\t" if file.form == "tsv" else next((mark for mark in ",;\t|" if mark in names), ",")
+    reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
+    for row in reader:
+        if None in row:
+            where = f"{str(file.path)!r} line {reader.line_num}"
+            raise DataError(f"{where} has more fields than the first one has names; quote a text that holds {mark!r}")
+        yield {name: [value] for name, value in row.items()}
 
 
 def _json_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:

@@ -8,8 +8,11 @@ import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -175,16 +178,14 @@ class PretrainedTokenizer:
                     list(messages), tools=tools, add_generation_prompt=True, return_dict=False
                 )
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except TEMPLATE_ERRORS as error:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
     def try_template(self) -> None:
         """Raise `DataError` for a chat template that comes to no end, or makes too much text."""
         if getattr(self.tokenizer, "chat_template", None):
-            hello = [{"role": "user", "content": "Hi"}]
-            require_bounded(
-                str(self.tokenizer.chat_template), lambda: self.tokenizer.apply_chat_template(hello, tokenize=False)
-            )
+            apply = partial(self.tokenizer.apply_chat_template, tokenize=False)
+            require_bounded(str(self.tokenizer.chat_template), lambda messages, tools: apply(messages, tools=tools))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -255,8 +256,27 @@ _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 
 
-def require_bounded(template: str, render: Callable[[], object]) -> None:
-    """Render a chat template for the first time in a process of its own, which may take some time and memory and no more.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""The errors that chat templates raise."""
+_TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
+_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
+_ASKED, _TOLD = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+_TRIED: tuple[list[dict[str, Any]], ...] = (
+    [_ASKED],
+    [{"role": "system", "content": "Be brief."}, _ASKED, _TOLD],
+    [_ASKED, _TOLD] * 20,
+    [_ASKED, {**_TOLD, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _TOLD],
+)
+"""Conversations of the kinds that people have."""
+
+
+def require_bounded(
+    template: str, render: Callable[[list[dict[str, Any]], Any], object], *own: list[dict[str, Any]]
+) -> None:
+    """Render conversations of several kinds, and `own`, by a chat template that is used for the first time.
+
+    `render` gets the messages, and the tools that there are, or None. It runs in a process of its own, which may take some time and
+    memory and no more.
 
     Raises:
         DataError: for a template that comes to no end there, or makes too much text.
@@ -273,7 +293,9 @@ def require_bounded(template: str, render: Callable[[], object]) -> None:
             signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            code = int(len(str(render())) > _TEMPLATE_CHARACTERS)
+            for messages, tools in product((*own, *_TRIED), (None, [_TOOL])):
+                with suppress(*TEMPLATE_ERRORS):  # That is said where it is used.
+                    code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
             code = 1
         finally:  # What else is wrong with it is said where it is used.
@@ -315,7 +337,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
     with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        return PretrainedTokenizer(tokenizer=tokenizer)
+        found = PretrainedTokenizer(tokenizer=tokenizer)
+        found.decode(found.encode_prompt("a"))  # Some of what is wrong in its files shows when it is called.
+        return found
 
 
 _UNFINISHED = "�"

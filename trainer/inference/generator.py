@@ -23,7 +23,6 @@ from transformers import GenerationConfig
 
 from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -172,7 +171,7 @@ class Generator:
             "batch": batch,
         }
         with self.mesh.call("generator.generate()"):
-            require_same(self.mesh.world, given, DataError, advice="All ranks give the same prompts and arguments")
+            self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
         results = _Results(requests, self._placed, on_results)

@@ -1,7 +1,8 @@
 """`ResultJournal`: results of a generation on disk as they come, so that a killed one goes on with what is missing.
 
 Beside the file of results, `results.jsonl.part` has a line for each result, in the order in which they came, behind a line that
-says what they are results of. Every line begins with the digest of the rest. Nothing here loads torch.
+says what they are results of. Every line begins with the digest of the rest. When all are there, `.results.jsonl.done` says of what
+they are, so that the same command does nothing a second time. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import xxhash
 
 from zeromesh.errors import ConfigError
-from zeromesh.files import open_regular, refusals, try_lock, write_whole
+from zeromesh.files import open_regular, read_whole, refusals, try_lock, write_whole
 
 SUFFIX = ".part"
 
@@ -40,13 +41,21 @@ class ResultJournal:
             raise ConfigError(f"--out {str(out)!r} is no regular file; name one, or leave it out for standard output")
         self.out, self.count = out, count
         self.path = out.with_name(out.name + SUFFIX)
-        if out.exists() and out.stat().st_size and not self.path.exists():
-            raise ConfigError(
-                f"--out {str(out)!r} has content already, which is kept; name another file, or delete that one"
-            )
         self.rows: dict[int, dict[str, Any]] = {}
         """The results so far, by the number of the prompt."""
-        head = {"generates": content, "prompts": count}
+        head = self._head = {"generates": content, "prompts": count}
+        self._done = out.with_name(f".{out.name}.done")
+        self.finished = False
+        """True if all results were there at the start."""
+        if out.exists() and out.stat().st_size and not self.path.exists():
+            with refusals(out, "read"):
+                found, done = read_whole(out), read_whole(self._done) if self._done.is_file() else b""
+            if done != self._line({**head, "results": xxhash.xxh3_64_hexdigest(found)}):
+                raise ConfigError(
+                    f"--out {str(out)!r} has content already, which is kept; name another file, or delete that one"
+                )
+            self.rows, self.finished = dict(enumerate(map(json.loads, found.splitlines()))), True
+            return
         with refusals(self.path, "written"):
             self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
             try:
@@ -90,9 +99,13 @@ class ResultJournal:
         with refusals(self.path, "written"):
             self._write(row)
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _line(row: Mapping[str, Any]) -> bytes:
         body = json.dumps(row, ensure_ascii=False).encode("utf-8", errors="surrogatepass")
-        self._file.write(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n")
+        return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(self._line(row))
         self._file.flush()
 
     def missing(self) -> list[int]:
@@ -101,9 +114,13 @@ class ResultJournal:
 
     def finish(self) -> None:
         """Write all results in the order of their prompts, at once, and remove the journal. Raises `StorageError`."""
+        if self.finished:
+            return
         lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
+        found = "".join(lines).encode("utf-8", errors="surrogatepass")
         with refusals(self.out, "written"):
-            write_whole(self.out, "".join(lines).encode("utf-8", errors="surrogatepass"))
+            write_whole(self.out, found)
+            write_whole(self._done, self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(found)}))
             self._file.close()
             self.path.unlink()
 
@@ -111,4 +128,5 @@ class ResultJournal:
         """Leave the journal as it is, for the next start."""
         # What a full disk has not taken is tried once more, and then missing, which the next start sees.
         with suppress(OSError):
-            self._file.close()
+            if not self.finished:
+                self._file.close()

@@ -5,7 +5,6 @@ what is not set is as TRL has it.
 """
 
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import tokenizers
@@ -19,6 +18,7 @@ from zeromesh.offload.accelerator import found as accelerator_kind
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import import_peft
+from zeromesh.trainer.setup.named_objects import find_object
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 _ENGINE = ("zero", "parallel", "precision", "offload", "ema")
@@ -81,6 +81,11 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     for key, value in {"optimizer.name": "adamw", "model.activation_checkpointing": "block"}.items():
         if keys.get(key, value) not in (value, "none"):
             problems.append(f"{key}: {keys[key]} is not to be had from TRL; allowed is {value}")
+    problems += [
+        f"data.{name}: TRL's trainers read files here, and neither Python code nor several sets by name"
+        for name in ("train", "eval")
+        if not isinstance(getattr(config.data, name), str | tuple | None)
+    ]
     if config.train.method == "grpo" and "max_length" in found:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
     found |= dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas", ()), strict=False))
@@ -120,7 +125,7 @@ def train(config: TrainerConfig) -> None:
         ) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
-    rewards = list(map(_reward, config.train.rewards))
+    rewards = [find_object(each, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
     with made.main_process_first(local=False):
         tokenizer = _tokenizer(
@@ -149,15 +154,6 @@ def train(config: TrainerConfig) -> None:
     last = get_last_checkpoint(directory) if directory.is_dir() and config.checkpoint.resume == "auto" else None
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(directory / "model"))
-
-
-def _reward(given: Any) -> Any:
-    try:
-        return resolve_name(given.python)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"train.rewards: {given.python} cannot be had: {error}; give package.module:function"
-        ) from error
 
 
 def _tokenizer(spec: str | None) -> Any:

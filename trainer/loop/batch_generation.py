@@ -33,8 +33,10 @@ _OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens
 """Fields that count the padding of a decoder's prompts, which depends on the batch, and what to give instead."""
 
 
-def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) -> GenerationConfig:
-    """Return the settings of an evaluation: the model's own ones with `fields` on top, and a padding token.
+def settings_of(
+    model: Any, fields: Mapping[str, Any], processing_class: Any, asked: str = "predict_with_generate"
+) -> GenerationConfig:
+    """Return the settings of what `asked` to generate: the model's own ones with `fields` on top, and a padding token.
 
     Raises:
         ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
@@ -42,7 +44,7 @@ def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) ->
     """
     if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
         raise ConfigError(
-            f"predict_with_generate: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
+            f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
             "that generates"
         )
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
@@ -50,7 +52,7 @@ def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) ->
     try:
         unknown = settings.update(**{name: value for name, value in fields.items() if name not in _REFUSED})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"predict_with_generate: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     refused = [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
     refused += [f"{name}: {fields[name]}: {why}; leave it out" for name, why in _REFUSED.items() if fields.get(name)]
     if not model.config.is_encoder_decoder:
@@ -62,7 +64,7 @@ def settings_of(model: Any, fields: Mapping[str, Any], processing_class: Any) ->
     if settings.stop_strings and processing_class is None:
         refused.append("stop_strings needs a tokenizer; pass processing_class")
     if refused:
-        raise ConfigError([f"predict_with_generate: {each}" for each in refused])
+        raise ConfigError([f"{asked}: {each}" for each in refused])
     if settings.pad_token_id is None:
         ends = settings.eos_token_id
         end = ends[0] if isinstance(ends, list) else ends
@@ -85,6 +87,8 @@ class BatchGeneration:
     processing_class: Any
     seed: str
     """Seeds sampling, together with the number of a batch's first sample."""
+    asked: str = "predict_with_generate"
+    """What generates, for error messages."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
@@ -106,7 +110,7 @@ class BatchGeneration:
             DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
         """
         whole = bool(self.model.config.is_encoder_decoder)
-        inputs = without_targets(batch) if whole else self._prompts(batch, samples)
+        inputs = self.inputs(batch, samples)
         arguments: dict[str, Any] = {
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
@@ -134,13 +138,16 @@ class BatchGeneration:
     def _beside(self) -> dict[str, Any]:
         return {"tokenizer": self.processing_class} if self.settings.stop_strings else {}
 
-    def _prompts(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
+        """What the model generates from, as `tokens` is given it. Raises `DataError` as that does."""
+        if self.model.config.is_encoder_decoder:
+            return without_targets(batch)
         inputs, lengths = prompts_of(batch, samples, self.padding)
         positions, new = decoder_positions(self.model), self.settings.max_new_tokens or 0
         longest = int(lengths.argmax())
         if positions is not None and int(lengths[longest]) + new > positions:
             raise DataError(
-                f"predict_with_generate: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
+                f"{self.asked}: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
                 f"{new} new ones are more than the model's {positions} positions; shorten it, or lower max_new_tokens"
             )
         return inputs

@@ -52,6 +52,8 @@ class UserInputs:
     preprocess_logits_for_metrics: PreprocessLogits | None = None
     lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
+    named: frozenset[str] = frozenset()
+    """Those that the configuration names, and no script has passed."""
 
     @property
     def reads_text(self) -> bool:
@@ -60,7 +62,8 @@ class UserInputs:
 
     def names(self) -> dict[str, str]:
         """Which inputs were passed, and which were not: ranks can compare that much of them."""
-        return {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
+        given = {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
+        return {**given, **dict.fromkeys((*self.named, "named"), "named in the configuration")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

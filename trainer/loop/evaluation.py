@@ -9,7 +9,6 @@ import numpy as np
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
-from zeromesh.mesh.process_set import require_same
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -56,6 +55,20 @@ def evaluate(
     return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
 
+def require_metric(run: RunContext) -> None:
+    """Raise `ConfigError` where `run.metric` is known to be no value of the evaluations, or not to say of which set."""
+    section, metric = run.config.run, run.config.run.metric.removeprefix("eval_")
+    judges = section.load_best or section.patience or run.config.checkpoint.keep_best
+    sets = list(run.data.eval) if isinstance(run.data.eval, Mapping) else []
+    losses = [f"{name}_loss" for name in sets] or ["loss"]
+    if run.data.eval is None or metric in losses or (metric == "loss" and not judges):
+        return
+    if run.inputs.compute_metrics is None or (sets and not any(metric.startswith(f"{name}_") for name in sets)):
+        what = f"of none of the evaluation sets {', '.join(sets)}" if sets else "no value of the evaluation"
+        known = " or ".join(f"eval_{each}" for each in losses)
+        raise ConfigError(f"{metric} is {what}; give {known}, or a value of compute_metrics", where="run.metric")
+
+
 def predict(
     run: RunContext,
     dataset: MapDataset,
@@ -85,7 +98,7 @@ def generation_of(
     Raises:
         ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
     """
-    section, model = run.config.run, run.model
+    section = run.config.run
     if not (section.predict_with_generate if wanted is None else wanted):
         if fields:
             raise ConfigError(
@@ -94,20 +107,30 @@ def generation_of(
         return None
     if metrics and run.inputs.compute_metrics is None:
         raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
-    settings = settings_of(model.module, {**(section.generation or {}), **fields}, model.processing_class)
-    generation = BatchGeneration(
+    generation = generation_by(run, {**(section.generation or {}), **fields}, "predict_with_generate")
+    generation.check()
+    advice, shown = "Give all of them the same fields of GenerationConfig", generation.settings.to_json_string()
+    run.mesh.world.require_same({"predict_with_generate": shown}, ConfigError, advice=advice)
+    return generation
+
+
+def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> BatchGeneration:
+    """Return how a run generates by `fields` of `GenerationConfig` on top of the model's own, for what `asked` for it.
+
+    Raises:
+        ConfigError: as `settings_of` does.
+    """
+    model = run.model
+    return BatchGeneration(
         model=model.module,
         mesh=run.mesh,
         engine=model.engine,
         pipeline=model.divided.pipeline,
-        settings=settings,
+        settings=settings_of(model.module, fields, model.processing_class, asked),
         processing_class=model.processing_class,
-        seed=f"{section.seed}/{run.progress.step}",
+        seed=f"{run.config.run.seed}/{run.progress.step}",
+        asked=asked,
     )
-    generation.check()
-    advice = "Give all of them the same fields of GenerationConfig"
-    require_same(run.mesh.world, {"predict_with_generate": settings.to_json_string()}, ConfigError, advice=advice)
-    return generation
 
 
 def _run_through(
@@ -138,7 +161,7 @@ def _run_through(
         collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
 
     def go_on(done: int, total: int) -> bool:
-        run.console.status(f"evaluating: {done} of {total} batches")
+        run.console.evaluating(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
         if expected >= _MUCH and collector is not None and not collector.told:
             collector.told = True

@@ -7,9 +7,9 @@ from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
-from zeromesh.trainer.loop.evaluation import generation_of
+from zeromesh.trainer.loop.evaluation import generation_of, require_metric
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
-from zeromesh.trainer.loop.training_loop import TrainingLoop
+from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
@@ -20,8 +20,8 @@ from zeromesh.trainer.monitoring.step_stats import rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
 
 
-def fit(run: RunContext, directory: RunDirectory) -> FitReport:
-    """Train up to the last step, in a directory that is locked.
+def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None) -> FitReport:
+    """Train up to the last step, in a directory that is locked; `samples` continues prompts meanwhile.
 
     A run that was interrupted goes on where it was; one that has ended says so.
 
@@ -43,9 +43,9 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     stopped, report = 0, None
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         if run.data.eval is not None:
-            generation_of(
-                run, None, {}, metrics=True
-            )  # What it refuses is better refused now than at the first evaluation.
+            # What these refuse is better refused now than at the first evaluation.
+            require_metric(run)
+            generation_of(run, None, {}, metrics=True)
         checkpoints = RunCheckpoints(
             config,
             directory.path,
@@ -80,6 +80,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                     profile=profile,
                     checkpoints=checkpoints,
                     request=request,
+                    samples=samples,
                 )
                 stopped = loop.go()
                 eval_loss = loop.eval_loss

@@ -1,7 +1,8 @@
 """The loop over steps: train, log, evaluate, save, stop in order."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,9 +19,12 @@ from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
 from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics, sentence, strict
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, StepMetrics, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
+
+Samples = Callable[[RunContext], list[dict[str, Any]]]
+"""Continues the prompts of a run, on all ranks; returns `step`, `prompt` and `completion` of each."""
 
 
 @dataclass(kw_only=True)
@@ -34,6 +38,7 @@ class TrainingLoop:
     profile: Profile
     checkpoints: RunCheckpoints
     request: StopRequest
+    samples: Samples | None = None
     _stragglers: Stragglers = field(default_factory=Stragglers)
     _stopped: int = 0
     """The signal by which some rank was asked to stop."""
@@ -45,6 +50,8 @@ class TrainingLoop:
     """How long the start has taken, until a line of metrics has it."""
     _metrics: StepMetrics | None = None
     """The line of the present step, until it is logged."""
+    _sampled: int = 0
+    """The latest step after which prompts were continued by `run.prompts_every`."""
     _written: int = 0
     """The latest step whose line is in the files."""
     _unannounced: bool = False
@@ -248,12 +255,15 @@ class TrainingLoop:
 
     def _act_on_requests(self) -> None:
         """Evaluate, save and stop as is requested now."""
-        run = self.run
+        run, every = self.run, self.run.config.run.prompts_every
         if run.events.control.should_evaluate and run.data.eval is not None and not self._stopped:
             if self._over:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
+        if every and run.progress.step % every == 0 and not self._stopped and self._sampled != run.progress.step:
+            self._sampled = run.progress.step
+            self._sample()
         if self.checkpoints.in_flight is not None:
             self.checkpoints.poll()
         if run.events.control.should_save and not self._stopped:
@@ -313,6 +323,8 @@ class TrainingLoop:
         # Before the best value changes: as with transformers, a callback compares with what was best until now.
         run.log_evaluation(values)
         self.tracking.evaluated(progress.step, values)
+        if section.prompts_every is None:
+            self._sample()
         goal = goal_of(section.metric, section.metric_goal)
         best = progress.best = progress.best.after(metric, progress.step, goal, section.min_improvement)
         if section.load_best and best.step == progress.step:
@@ -320,6 +332,18 @@ class TrainingLoop:
         if section.patience and best.waited >= section.patience:
             self._ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
         self.checkpoints.record(self._state())
+
+    def _sample(self) -> None:
+        """Have the model continue the prompts of the run, if it has some."""
+        if self.samples is None:
+            return
+        with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
+            lines = self.samples(self.run)
+        if self.writer is not None:
+            with MetricsWriter(self.writer.path.with_name(SAMPLES)) as file:
+                for line in lines:
+                    file.write(line)
+        self.tracking.sampled(self.run.progress.step, lines)
 
     def _save(self) -> None:
         run, checkpoints = self.run, self.checkpoints

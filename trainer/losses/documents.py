@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.losses.trial import small_copy
 from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.small_copy import small_copy
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 

@@ -1,6 +1,7 @@
 """The loss of a language model's head by liger-kernel, whose kernels pass over logits once (Hsu et al. 2024, arXiv:2410.10989)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,49 +55,39 @@ class LigerLoss:
                 "after a bias); take auto",
                 where=_WHERE,
             )
+
+        def compute(
+            rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+        ) -> torch.Tensor:
+            scaled = rows if change.scale == 1 else rows * change.scale
+            cap = change.cap or None
+            # Sums of several chunks need more bits than 16.
+            return self._fused(scaled, weight, labels, bias, reduction="sum", softcap=cap, accum_dtype=torch.float32)
+
         if not self._tried:
-            self._try(hidden, weight, bias, targets, change)
+            own = partial(chunked_cross_entropy, seed=1.0, chunk_tokens=_ROWS, change=change)
+            fixed = None if bias is None else bias.detach()
+            _require_equal((own, compute), hidden[:_ROWS], weight.detach(), fixed, targets[:_ROWS])
             self._tried = True
-        return self._compute(hidden, weight, bias, targets, change)
+        return compute(hidden, weight, bias, targets)
 
-    def _compute(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        change: LogitChange,
-    ) -> torch.Tensor:
-        scaled = hidden if change.scale == 1 else hidden * change.scale
-        cap = change.cap or None
-        # Sums of several chunks need more bits than 16.
-        return self._fused(scaled, weight, targets, bias, reduction="sum", softcap=cap, accum_dtype=torch.float32)
 
-    def _try(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        change: LogitChange,
-    ) -> None:
-        """Compare the loss and the gradient of hidden states with those of the package's own head."""
-        results = []
-        fixed, labels = (weight.detach(), None if bias is None else bias.detach()), targets[:_ROWS]
-        for own in (True, False):
-            rows = hidden[:_ROWS].detach().clone().requires_grad_()
-            with torch.enable_grad():
-                if own:
-                    loss = chunked_cross_entropy(rows, *fixed, labels, seed=1.0, chunk_tokens=_ROWS, change=change)
-                else:
-                    loss = self._compute(rows, *fixed, labels, change)
-            (gradient,) = torch.autograd.grad(loss, rows)
-            results.append((loss.detach().float(), gradient.float()))
-        for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
-            apart = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6))
-            if not apart <= _TOLERANCES[hidden.dtype]:
-                raise ConfigError(
-                    f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
-                    f"{_TOLERANCES[hidden.dtype]:g}); take auto",
-                    where=_WHERE,
-                )
+def _require_equal(
+    kernels: Sequence[Callable[..., torch.Tensor]], hidden: torch.Tensor, *head: torch.Tensor | None
+) -> None:
+    """Raise `ConfigError` where the package's own head and liger's give other losses, or other gradients of hidden states."""
+    results = []
+    for kernel in kernels:
+        rows = hidden.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            loss = kernel(rows, *head)
+        (gradient,) = torch.autograd.grad(loss, rows)
+        results.append((loss.detach().float(), gradient.float()))
+    for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
+        apart = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6))
+        if not apart <= _TOLERANCES[hidden.dtype]:
+            raise ConfigError(
+                f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
+                f"{_TOLERANCES[hidden.dtype]:g}); take auto",
+                where=_WHERE,
+            )

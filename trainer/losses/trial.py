@@ -1,94 +1,27 @@
 """The trial, on a small copy, of what a model's loss is the mean of, and of whether the chunked head may stand for it.
 
-The copy has the model's own class and configuration with fewer and smaller layers, in float64 throughout, on CPU. The
-model itself is not run, and need not have any memory yet.
+The copy is in float64 throughout (`models/small_copy.py`).
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
-from zeromesh.overrides import override
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models.adapters import output_layer
-from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
+from zeromesh.trainer.models.small_copy import ERRORS, InFloat64, small_copy
+from zeromesh.weight_init.weight_sources import seeded_cpu
 
-_LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
-ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
-# Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
-_SMALL = {
-    "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64,
-    "hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48,
-    "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
-    "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "chunk_size": 16, "mamba_chunk_size": 16,
-    "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
-}  # fmt: skip
-_WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
-# Tried in turn: sizes depend on each other in ways that differ between architectures; hybrids need several layers.
-_REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
-    ({**_SMALL, "head_dim": 8}, 2),
-    (_SMALL, 2),
-    ({**_SMALL, "head_dim": 8}, 8),
-    ({**_SMALL, "head_dim": 8, "num_key_value_heads": 4}, 2),
-    (_WIDTHS, 2),
-    ({}, 2),
-    ({}, 10**6),
-)
-_SPECIAL_IDS = (
-    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-)  # fmt: skip
 _TRIAL = "trial"
-
-
-class InFloat64(TorchFunctionMode):
-    """Casts to fp32, which models and losses do by name, become casts to float64: nothing is rounded to less."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float:
-            return args[0].to(torch.float64)
-        if not any(arg is torch.float32 for arg in chain(args, kwargs.values())):
-            return func(*args, **kwargs)
-        widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
-        return func(*widened, **named)
-
-
-@contextmanager
-def whole_passes_in_float64() -> Iterator[None]:
-    """Inside the block `InFloat64` holds for what backward computes again too: torch calls backward outside of its modes."""
-    own = vars(torch.autograd)["_engine_run_backward"]
-
-    def run_backward(*arguments: Any, **named: Any) -> Any:
-        with InFloat64():
-            return own(*arguments, **named)
-
-    put_back = override(torch.autograd, "_engine_run_backward", run_backward)
-    try:
-        with InFloat64():
-            yield
-    finally:
-        put_back()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,58 +159,3 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     except ERRORS:
         return False
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
-
-
-def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
-    """The first small copy, in float64, that can be built and of which `run` gives finite numbers; else why there is none."""
-    reason = "none of them is small"
-    for sizes, layers in _REDUCTIONS:
-        try:
-            config = smaller(model.config, sizes, layers)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in type(model)(copy.deepcopy(config)).parameters())
-            if size > _LARGEST_COPY:
-                continue
-            with seeded_cpu(0, "small copy"), torch.enable_grad():
-                small = type(model)(config).double().eval()
-                with InFloat64():
-                    finite = bool(torch.isfinite(run(small)).all())
-        except ERRORS as error:
-            reason = summary(error)
-            continue
-        if finite:
-            return small
-        reason = "its numbers are not finite"
-    return reason
-
-
-def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
-    """A copy with at most `layers` layers, or up to 8 where that takes one of each kind that the configuration lists, and with
-    sizes reduced to `sizes`; so are the configurations inside it."""
-    small = copy.deepcopy(config)
-    for name, inside in list(vars(small).items()):
-        if isinstance(inside, PreTrainedConfig):
-            setattr(small, name, smaller(inside, sizes, layers))
-    before = getattr(small, "num_hidden_layers", None)
-    if isinstance(before, int):
-        lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}
-        layers = max(layers, *(min(8, 1 + max(map(each.index, each))) for each in lists.values()), 0)
-        for name, listed in lists.items():
-            setattr(small, name, listed[:layers])
-        small.num_hidden_layers = min(before, layers)
-    for name, size in sizes.items():
-        try:
-            value = getattr(small, name, None)
-        except ERRORS:  # Layers have one each.
-            continue
-        if isinstance(value, int) and value > size:
-            setattr(small, name, size)
-    for name in _SPECIAL_IDS:
-        value = getattr(small, name, None)
-        if isinstance(value, int) and value >= getattr(small, "vocab_size", value + 1):
-            setattr(small, name, 0)
-    # Fused implementations have no float64.
-    if str(getattr(small, "_attn_implementation", "sdpa")) not in ("sdpa", "eager"):
-        small._attn_implementation = "eager"
-    small._experts_implementation = "eager"
-    return small

@@ -6,6 +6,7 @@ their attributes: PEFT itself is imported only where adapters are made.
 """
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.trainer.config.sections.model import Head, LoraSection
@@ -106,23 +108,62 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
             f"adapters are for models of transformers, and this is a {type(base).__name__}", where="model.lora"
         )
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
+    left_out = _no_targets(base) if section.targets == "all-linear" else []
     settings = peft.LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha or 2 * section.rank,
         lora_dropout=section.dropout,
         target_modules=list(section.targets) if isinstance(section.targets, tuple) else section.targets,
         task_type=_TASKS.get(head),
+        exclude_modules=left_out or None,
         modules_to_save=None if head in _LANGUAGE else _heads(base),
     )
     try:
-        with seeded_cpu(seed, "adapters"):
+        with seeded_cpu(seed, "adapters"), warnings.catch_warnings(action="ignore", category=FutureWarning):
             model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
     except INITIALISER_ERRORS as error:
-        raise ConfigError(f"no adapters can be added: {str(error).splitlines()[0]}", where="model.lora") from error
+        reason = str(error).splitlines()[0]
+        if reason.startswith("No modules were targeted"):
+            reason = f"no module that {section.targets} means is in {type(base).__name__}, beside a head that is trained whole"
+        hint = "; name modules in model.lora.targets that can have them" if "module" in reason else ""
+        raise ConfigError(f"no adapters can be added: {reason}{hint}", where="model.lora") from error
     for name, layer in model.named_modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
+            plain: Any = layer.get_base_layer()
+            if not _multiplies(plain):
+                raise ConfigError(
+                    f"{name.removeprefix('base_model.model.')} cannot have adapters, as a {type(plain).__name__} does more than "
+                    "to multiply by its weight; name other layers",
+                    where="model.lora.targets",
+                )
             _initialise(layer, seed, name)
-    return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=built.notes)
+    alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
+    notes = (*built.notes, *([f"no adapters on {some(alone)}"] if alone else []))
+    return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=notes)
+
+
+def _no_targets(base: nn.Module) -> list[str]:
+    """The modules that "all-linear" does not mean, but PEFT may take for targets, since it goes by names and by classes: linear
+    layers that do something else, and blocks with a number for a name, which linear layers of a sequence have too."""
+    linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
+    leaves = {name.rpartition(".")[2] for name in linear}
+    return [
+        name
+        for name, each in base.named_modules()
+        if name.rpartition(".")[2] in leaves and (not _multiplies(each) if name in linear else [*each.children()])
+    ]
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    """Return False for a linear layer that does not make a tensor [..., out] of one [..., in], as routers and grouped layers do."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return True
+    meta = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
+    try:
+        out = functional_call(layer, meta, layer.weight.new_empty(1, 1, layer.in_features, device="meta"))
+    except INITIALISER_ERRORS:
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, 1, layer.out_features)
 
 
 def import_peft() -> Any:

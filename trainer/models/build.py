@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,15 +28,18 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
+from zeromesh.zero.hooks import parameters_made
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -121,7 +125,7 @@ def _load_code_in_turn(directory: Path, mesh: Mesh) -> None:
 
 
 def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where: str, download: bool) -> Path:
-    if not REPOSITORY.fullmatch(source):
+    if Path(source).expanduser().is_file() or not REPOSITORY.fullmatch(source):
         raise ConfigError(
             f"{Path(source).expanduser()} is not a directory on this machine, and cannot be the name of a model on the Hub",
             where=where,
@@ -166,6 +170,12 @@ _ALSO_KNOWN = {
 _MANY = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
 _MOST = 10_000
 """Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
+_MOST_ELEMENTS = 2**62
+_MOST_MEMORIES = 1000
+"""How often the memory of this machine may be needed for a model in 16 bits: it can be divided among many, and lie on disks."""
+_MOST_SECONDS = 30
+"""Seconds of the processor after which describing a model's parts is given up."""
+_SHOWN_NUMBERS = 3
 _MOST_LABELS = 1_000_000
 """A configuration holds a name for each label."""
 
@@ -188,7 +198,8 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
-        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
+        with _bounded(made):
+            return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
         built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
@@ -204,6 +215,37 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     return BuiltModel(model=model, source=streamed, notes=built.notes + streamed.notes)
 
 
+@contextmanager
+def _bounded(made: Any) -> Iterator[None]:
+    """Count the parameters of modules that are built inside the block, on the meta device at first.
+
+    Raises:
+        ConfigError: as soon as they could be in no memory, or take too long, with the largest numbers of the configuration.
+    """
+    began, memory, total = time.process_time(), machine_bytes(), 0
+
+    def refused(size: str) -> ConfigError:
+        most = sorted(_numbers(made.to_dict()), key=lambda each: -each[1])[:_SHOWN_NUMBERS]
+        named = ", ".join(f"{name} {value}" for name, value in most)
+        return ConfigError(f"the model would have {size}; its largest numbers are {named}", where="model.config")
+
+    def count(parameter: torch.nn.Parameter | None) -> None:
+        nonlocal total
+        total += 0 if parameter is None else parameter.numel()
+        if 2 * total > _MOST_MEMORIES * memory > 0:
+            raise refused(f"{total:,} parameters and more, and this machine has {human_bytes(memory)} of memory")
+        if time.process_time() - began > _MOST_SECONDS:
+            raise refused(f"parts that take more than {_MOST_SECONDS} s to describe")
+
+    try:
+        with parameters_made(count):
+            yield
+    except RuntimeError as error:
+        if "overflow" in str(error):  # Of the bytes of one weight.
+            raise refused("a weight of more than 2**63 bytes") from error
+        raise
+
+
 def check_model(section: ModelSection) -> None:
     """Look at what a configuration says about its model, before anything else is read or built.
 
@@ -212,6 +254,27 @@ def check_model(section: ModelSection) -> None:
     directory = None if section.source is None else Path(section.source).expanduser()
     if directory is None or directory.is_dir():
         read_configuration(section, directory)
+
+
+def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
+    """Return what makes pictures into a model's pixels, its own or ViT's for its size, and the mode of pictures that it takes.
+
+    Raises:
+        ConfigError: for an image processor of the model's directory that cannot be loaded.
+    """
+    directory = None if section.source is None or model is not None else directory_of(section.source, section.revision)
+    made = getattr(model, "config", None) if model is not None else read_configuration(section, directory)[0]
+    mode = "L" if getattr(made, "num_channels", 3) == 1 else "RGB"
+    if directory is not None and (directory / "preprocessor_config.json").is_file():
+        with _library_errors("model.source"):
+            own = transformers.AutoImageProcessor.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=section.trust_remote_code
+            )
+        return own, mode
+    size = getattr(made, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    kinds: dict[str, Any] = {} if mode == "RGB" else {"image_mean": [0.5], "image_std": [0.5]}
+    return transformers.ViTImageProcessorPil(size={"height": height, "width": width}, **kinds), mode
 
 
 @contextmanager
@@ -371,7 +434,9 @@ def _check_values(made: Any) -> None:
         f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1
     ]
     problems += [
-        f"{name} is {value}; at most {_MOST} are built" for name, value in _counts(made.to_dict()) if value > _MOST
+        f"{name} is {value}; at most {most} are built"
+        for name, value in _numbers(made.to_dict())
+        if value > (most := _MOST if _MANY.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
     ]
     if not getattr(made, "return_dict", True):
         problems.append("return_dict is false, and outputs are read by their names; leave it out, or set it to true")
@@ -387,12 +452,12 @@ def _check_values(made: Any) -> None:
         raise ConfigError(problems, where="model.config")
 
 
-def _counts(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the numbers of layers, experts and the like that a configuration names, those of its parts too."""
+def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers of a configuration by name, those of its parts too."""
     for name, value in values.items() if isinstance(values, dict) else ():
-        if type(value) is int and _MANY.search(name):
+        if type(value) is int:
             yield f"{path}{name}", value
-        yield from _counts(value, f"{path}{name}.")
+        yield from _numbers(value, f"{path}{name}.")
 
 
 def _nearest(name: str, known: list[str], cutoff: float) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.offload.accelerator import device_name, is_accelerator, synchronize
+from zeromesh.offload.accelerator import device_name, is_accelerator, seconds_of
 from zeromesh.trainer.models.user_model import positive, text_part
 
 _PEAKS = {
@@ -108,14 +107,8 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
 
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
-        out, best = torch.empty_like(left), math.inf
-        synchronize(device)
-        for _ in range(1 + _TRIES):  # The first one allocates and loads kernels.
-            began = time.perf_counter()
-            torch.mm(left, left, out=out)
-            synchronize(device)
-            best = min(best, time.perf_counter() - began)
-        return best
+        out = torch.empty_like(left)
+        return seconds_of(lambda: torch.mm(left, left, out=out), device, rounds=_TRIES, fill=0.0)
 
     if not is_accelerator(device):
         size = 512 * max(1, math.isqrt(threads // 2))

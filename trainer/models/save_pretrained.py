@@ -183,16 +183,37 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
 
 @contextmanager
 def copies_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block the modules that PEFT has copied, to train them whole, have `tensors` as their state, which PEFT reads."""
+    """Inside the block PEFT finds `tensors` where it looks for what it saves: as the state of modules that it has copied, to train
+    them whole, and in encoders of learnt prompts, which it runs."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
     for prefix, each in copies.items():
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         vars(each)["state_dict"] = lambda own=own: own
+    prompts: Any = getattr(model, "prompt_encoder", {})
+    encoders = dict(prompts.items())
+    for name, each in encoders.items():
+        prompts[name] = _copy_with(each, tensors, f"prompt_encoder.{name}.")
     try:
         yield
     finally:
         for each in copies.values():
             vars(each).pop("state_dict", None)  # One such block may be inside another.
+        for name, each in encoders.items():
+            prompts[name] = each
+
+
+def _copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
+    """Return a copy of a module without hooks, in which `tensors` are the parameters, under their names after `prefix`."""
+    made: nn.Module = type(module).__new__(type(module))
+    nn.Module.__init__(made)
+    vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
+    for name, buffer in module.named_buffers(recurse=False):
+        made.register_buffer(name, buffer)
+    for name, _ in module.named_parameters(recurse=False):
+        made.register_parameter(name, nn.Parameter(tensors[f"{prefix}{name}"], requires_grad=False))
+    for name, child in module.named_children():
+        made.add_module(name, _copy_with(child, tensors, f"{prefix}{name}."))
+    return made
 
 
 def save_configuration(

@@ -61,7 +61,8 @@ class Console(AbstractContextManager["Console"]):
         }
         self._shown = shown
         self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._task: TaskID | None = None
+        self._part: TaskID | None = None
         self._total_steps = self._first_step = 0
         self._after = 0.0
         self._started = self._printed = time.monotonic()
@@ -85,8 +86,13 @@ class Console(AbstractContextManager["Console"]):
         self._attempt(self._end_status, always=True)
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         self._after = after
-        if self._is_terminal and self._progress is None:
-            self._attempt(self._start_bar)
+        if self._is_terminal and self._task is None:
+            self._attempt(self._start_steps)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show how many batches of an evaluation are done: on a terminal by a bar of its own, which goes when all are."""
+        shown = partial(self._show_status, f"evaluating: {done} of {total} batches")
+        self._attempt(partial(self._move_part, done, total) if self._is_terminal else shown)
 
     def advance(self, step: int) -> None:
         """Show that `step` steps are done."""
@@ -114,7 +120,7 @@ class Console(AbstractContextManager["Console"]):
         if self._notebook:
             self._drawn = -math.inf
             self._attempt(lambda: self._update_line(self._numbers))
-        progress, self._progress = self._progress, None
+        progress, self._progress, self._task, self._part = self._progress, None, None, None
         if progress is not None:
             self._attempt(progress.stop, always=True)  # it also gives standard output back
 
@@ -134,7 +140,7 @@ class Console(AbstractContextManager["Console"]):
     def _print(self, text: str) -> None:
         self._end_status()
         self._printed = time.monotonic()
-        if self._progress is not None:
+        if self._progress is not None and self._task is not None:
             self._progress.update(self._task, numbers=self._numbers)
         lines = printable_lines(text).split("\n")
         # A log file's lines are not wrapped, whatever width rich assumes of it.
@@ -165,9 +171,28 @@ class Console(AbstractContextManager["Console"]):
             live.stop()  # it also gives standard output back
             self._drawn = -math.inf
 
-    def _start_bar(self) -> None:
+    def _start_steps(self) -> None:
+        bar = self._progress = self._progress or self._started_bar()
+        self._task = bar.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
+
+    def _move_part(self, done: int, total: int) -> None:
+        self._end_status()
+        bar = self._progress = self._progress or self._started_bar()
+        if self._part is None:
+            self._part = bar.add_task("", total=total, numbers="evaluating")
+        bar.update(self._part, completed=done)
+        if done < total:
+            self._refresh(bar)
+            return
+        bar.remove_task(self._part)
+        self._part = None
+        if self._task is None:
+            self._progress = None
+            bar.stop()
+
+    def _started_bar(self) -> Progress:
         # No thread draws the bar: it would take time from those that train, and not live through a fork.
-        self._progress = Progress(
+        bar = Progress(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
@@ -177,8 +202,8 @@ class Console(AbstractContextManager["Console"]):
             expand=True,
             **self._redirected,
         )
-        self._task = self._progress.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
-        self._progress.start()
+        bar.start()
+        return bar
 
     def _update_line(self, text: str) -> None:
         """Change the line of a notebook, a few times a second at most."""
@@ -194,14 +219,17 @@ class Console(AbstractContextManager["Console"]):
             self._live_line.update(shown, raw=True)
 
     def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
-        if self._progress is None:
+        if self._progress is None or self._task is None:
             return
         fields: dict[str, Any] = {} if numbers is None else {"numbers": numbers}
         self._progress.update(self._task, completed=step, **fields)
+        self._refresh(self._progress)
+
+    def _refresh(self, bar: Progress) -> None:
         now = time.monotonic()
         if now - self._drawn >= _REFRESH_SECONDS:
             self._drawn = now
-            self._progress.refresh()
+            bar.refresh()
 
     def _line(self, metrics: StepMetrics) -> str:
         """A logged step as one line, with the time left at the pace since the start."""

@@ -24,7 +24,16 @@ from zeromesh.telemetry.event_ring import FOLDER
 from zeromesh.telemetry.state_monitor import StateMonitor
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import ENDED, EVALUATIONS, LOCK, METRICS, RANKS, STARTS, MetricsWriter
+from zeromesh.trainer.monitoring.step_metrics import (
+    ENDED,
+    EVALUATIONS,
+    LOCK,
+    METRICS,
+    RANKS,
+    SAMPLES,
+    STARTS,
+    MetricsWriter,
+)
 
 
 class RunDirectory:
@@ -109,7 +118,7 @@ class RunDirectory:
         """Write this rank's latest events whenever they are asked for inside the block, and at its end."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         facts = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
-        facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names(mesh.rank)]
+        facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
 
         def write() -> None:
             with contextlib.suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
@@ -135,8 +144,9 @@ class RunDirectory:
             raise self._unwritable(error.strerror or str(error)) from error
         with MetricsWriter(self.path / STARTS) as starts:
             starts.write({"step": step, "host": socket.gethostname(), **facts})
-        if os.path.lexists(self.path / EVALUATIONS):
-            MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
+        for name in (EVALUATIONS, SAMPLES):
+            if os.path.lexists(self.path / name):
+                MetricsWriter(self.path / name, keep_through=step).close()
         monitor = StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text)
         with MetricsWriter(self.path / METRICS, keep_through=step) as writer, monitor:
             yield writer

@@ -22,6 +22,8 @@ METRICS = "metrics.jsonl"
 """A line for each logged step: a record of `StepMetrics`."""
 EVALUATIONS = "evaluations.jsonl"
 """A line for each evaluation: `step` after which, `eval_loss`, and what else it gave."""
+SAMPLES = "samples.jsonl"
+"""A line for each prompt of `run.prompts` and time: `step`, `prompt` and `completion`."""
 STARTS = "starts.jsonl"
 """A line for each start or resume of the run: `step` after which it was, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
 model, and `versions` of packages."""

@@ -17,9 +17,10 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.planning.estimate import Estimate, Estimator
+from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
-from zeromesh.trainer.planning.machine import Machine, find_machine, named_in
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.machine_files import find_machine, named_in
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
@@ -69,10 +70,10 @@ def plan_config(
     ranks: int | None = None,
     host: int | None = None,
     more: bool = False,
-) -> tuple[Plan, Plan | None, Estimator]:
+) -> tuple[Plan, Plan | None]:
     """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout is to have as it says.
 
-    Returns the plan; with `more` that of one rank more, or of one host more where ranks fill hosts; and what estimates layouts.
+    Returns the plan; and with `more` that of one rank more, or of one host more where ranks fill hosts.
 
     Raises:
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -86,7 +87,7 @@ def plan_config(
     # So many ranks may divide nothing.
     with suppress(ConfigError):
         after = planner.plan(ranks + (1 if ranks < each else each)) if more else None
-    return plan, after, Estimator(subject, machine, each)
+    return plan, after
 
 
 _AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "chunks")
@@ -115,7 +116,7 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
         )
     best = plan.best.estimate
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
-    return with_layout(config, best.layout, free).with_notes((*config.notes, note)), best
+    return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
 
 
 def plan_inputs(
@@ -163,7 +164,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Sub
     built = build_whole_model(inputs.model, config, None)
     if config.model.lora is not None:
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-    mode, smoothing = config.model.loss, config.run.label_smoothing
+    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
     loss = make_loss(built.model, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
     if inputs.train_dataset is None:
         return Subject(built.model, loss, config, tokens_of(config), device=device)

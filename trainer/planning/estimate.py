@@ -12,16 +12,15 @@ compute also move, so both count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import torch
 
 from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule
+from zeromesh.pipeline.schedule import Kind, PipelineSchedule
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import Prediction
 from zeromesh.trainer.planning.layouts import TIERS, Layout
@@ -32,18 +31,6 @@ from zeromesh.zero.memory_model import MemoryModel, predict_layouts
 
 LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
 """Names of bytes that have no purpose in the ledger."""
-
-
-class PlanPhase(StrEnum):
-    """The phases that the seconds of a step go to."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    TENSOR = "tensor exchanges"
-    DATA = "gathers and reductions"
-    PIPELINE = "pipeline"
-    OPTIMIZER = "optimizer"
-    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +44,8 @@ class Estimate:
     """Bytes by purpose in the host's memory beside an accelerator, for each rank."""
     disk: int
     """Bytes of swap files, for each rank."""
-    phases: Mapping[PlanPhase, float] = field(default_factory=dict)
-    """Seconds of a step."""
+    phases: Mapping[StepPhase, float] = field(default_factory=dict)
+    """Seconds of a step. What stages of a pipeline wait for each other is communication."""
     bubble: float = 0.0
     """The part of the step in which stages wait for each other."""
     rank: int = 0
@@ -83,38 +70,14 @@ class Estimate:
         """Return the prediction that a run can compare itself with."""
         here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
         beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
-        phases: dict[StepPhase, float] = {}
-        for phase, seconds in self.phases.items():
-            phases[_MEASURED_AS[phase]] = phases.get(_MEASURED_AS[phase], 0.0) + seconds
         memory = {Tier.DEVICE: here, Tier.HOST: beside} if beside else {Tier.DEVICE: here}
-        return Prediction(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
-
-
-_MEASURED_AS = {
-    PlanPhase.FORWARD: StepPhase.FORWARD,
-    PlanPhase.BACKWARD: StepPhase.BACKWARD,
-    PlanPhase.TENSOR: StepPhase.COMMUNICATION,
-    PlanPhase.DATA: StepPhase.COMMUNICATION,
-    PlanPhase.PIPELINE: StepPhase.COMMUNICATION,
-    PlanPhase.OPTIMIZER: StepPhase.OPTIMIZER,
-    PlanPhase.OFFLOAD: StepPhase.OFFLOAD_WAIT,
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """A moment of a step: seconds since it began, an action that begins or ends then, and bytes by purpose on the device."""
-
-    seconds: float
-    action: str
-    device: Mapping[str, int]
+        return Prediction(layout=str(self.layout), phases=self.phases, memory=memory, peak=self.device_bytes)
 
 
 _DISTINCT = 4
 """Pipeline ranks whose memory is looked at: the first ones and the last one."""
 _ROUNDS = 4
 """Rounds of microbatches after which memory has had its peak."""
-_HIGHEST = " at its highest"
 
 
 class Estimator:
@@ -140,7 +103,7 @@ class Estimator:
         offload = replace(
             zero.offload,
             optimizer=layout.optimizer,
-            parameters=layout.parameters if layout.stage == 3 else TierChoice(),
+            parameters=layout.parameters if layout.gathers else TierChoice(),
             activations=layout.activations,
             staging_bytes=self._staging(zero),
         )
@@ -194,38 +157,6 @@ class Estimator:
             layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble, rank=looked_at[most]
         )
 
-    def over_step(self, layout: Layout) -> Iterator[Moment]:
-        """The memory of the rank that needs most over a step, which grows or shrinks evenly between two moments: activations come
-        while forward makes them and go while backward uses them, and gradient shards that do not stay come meanwhile."""
-        subject, options, estimate = self._subject, self.options(layout), self.estimate(layout)
-        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
-        cut, rank = subject.cut(layout.pipeline * layout.chunks), estimate.rank
-        units = subject.stage_units(layout.tensor, tuple(range(rank, len(cut), layout.pipeline)), cut, layout.shard)
-        memory, pipeline = self._states(layout, options, units), self._times.stages(trace, cut, layout)
-        schedule = schedule_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
-        timeline, stay = self._times.timeline(layout, pipeline), options.gradients_stay(self._device)
-        shards = memory.terms.get(Purpose.GRADIENTS, 0) + memory.passing
-        backwards, done, live, length = layout.accumulation * layout.chunks, 0, 0, timeline.duration
-
-        def moment(seconds: float, action: str, activations: int, **more: int) -> Moment:
-            now = {ACTIVATIONS: activations}
-            if not stay and (not action.endswith(_HIGHEST) or action.startswith(Kind.FORWARD.value)):
-                now[Purpose.GRADIENTS.value] = shards * done // backwards
-            return Moment(seconds=seconds, action=action, device={**estimate.device, **now, **more})
-
-        yield moment(0.0, "the step begins", 0)
-        walk = self._walk(layout, pipeline.of_rank(rank), schedule, rank)
-        for (action, during, after), start, end in zip(walk, timeline.starts[rank], timeline.ends[rank], strict=True):
-            backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-            yield moment(start, f"{action} begins", live)
-            yield moment(start if backward else end, f"{action}{_HIGHEST}", during)
-            done, live = done + backward, after
-            yield moment(end, f"{action} ends", live)
-        update = {GATHERED: 0} if layout.stage == 3 else {}
-        yield moment(length, "all actions have ended", 0)
-        yield moment(length, "what nothing hides, and the update", 0, **update)
-        yield moment(max(length, estimate.seconds), "the step ends", 0, **update)
-
     # Bytes
 
     def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
@@ -266,29 +197,23 @@ class Estimator:
         """The most bytes of activations of a pipeline rank over its actions."""
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
-        if key not in self._peaks:
-            self._peaks[key] = max(during for _, during, _ in self._walk(layout, own, schedule, rank))
-        return self._peaks[key]
-
-    def _walk(
-        self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int
-    ) -> Iterator[tuple[Action, int, int]]:
-        """The actions of a pipeline rank, each with the most bytes of activations during it and those after it."""
+        if key in self._peaks:
+            return self._peaks[key]
         kept = [self._kept(layout, chunk) for chunk in own]
-        live = 0
+        live = most = 0
         for action in schedule.actions[rank]:
             chunk, stays = own[action.chunk], kept[action.chunk]
-            during = live
             if action.kind is Kind.FORWARD:
-                during += chunk.forward_peak + chunk.received
+                most = max(most, live + chunk.forward_peak + chunk.received)
                 live += stays
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 live -= min(chunk.deferred, stays)
             else:
                 live -= stays
-                during = live + max(stays, chunk.backward_peak + chunk.received)
+                most = max(most, live + max(stays, chunk.backward_peak + chunk.received))
                 live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
-            yield action, during, live
+        self._peaks[key] = most
+        return most
 
     def _kept(self, layout: Layout, chunk: Chunk) -> int:
         """Bytes that a microbatch leaves on the device from forward to backward."""
@@ -313,7 +238,7 @@ class Estimator:
         found: Sequence[tuple[int, Mapping[str, int], MemoryModel, StageUnits]],
         *,
         exact: bool,
-    ) -> tuple[dict[PlanPhase, float], float]:
+    ) -> tuple[dict[StepPhase, float], float]:
         """Seconds by phase, and the part of the step that is bubble."""
         count = layout.accumulation
         own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
@@ -328,13 +253,11 @@ class Estimator:
         optimizer, offload = max(updates, key=sum)
         away = max(self._away_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
         phases = {
-            PlanPhase.FORWARD: forward * (1 - share),
-            PlanPhase.BACKWARD: backward * (1 - share),
-            PlanPhase.TENSOR: exchanges,
-            PlanPhase.DATA: max(data),
-            PlanPhase.PIPELINE: length - forward - backward,
-            PlanPhase.OPTIMIZER: optimizer,
-            PlanPhase.OFFLOAD: offload + away,
+            StepPhase.FORWARD: forward * (1 - share),
+            StepPhase.BACKWARD: backward * (1 - share),
+            StepPhase.COMMUNICATION: exchanges + max(data) + length - forward - backward,
+            StepPhase.OPTIMIZER: optimizer,
+            StepPhase.OFFLOAD_WAIT: offload + away,
         }
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
@@ -348,7 +271,7 @@ class Estimator:
     ) -> float:
         """Seconds of gathers and reductions between data ranks that are not hidden behind `compute` seconds."""
         machine, shard, hosts = self._machine, layout.shard, self._hosts(layout)
-        total = 0.0
+        busy, total = min(self._host, layout.ranks), 0.0
         on_device = not machine.is_cpu
         wire = sum(
             whole * options.wire_dtype(dtype, on_device=on_device).itemsize
@@ -358,28 +281,30 @@ class Estimator:
         def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
             # One exchange for each unit.
             number = max(1, len(units.layouts))
-            each = self._times.collective_seconds(kind.value, nbytes / number, ranks=ranks, hosts=spread)
-            return number * each + self._times.waits(number, compute / layout.accumulation, layout)
+            return number * self._times.collective_seconds(
+                kind.value, nbytes / number, ranks=ranks, hosts=spread, ranks_on_host=busy
+            )
 
-        total += layout.accumulation * self._sum_seconds(options, units, shard)
-        each = 1 if layout.stage < 2 or options.reduce_once else layout.accumulation
+        total += layout.accumulation * self._sum_seconds(options, units, shard, busy)
+        each = 1 if options.placements.accumulating is Placement.PARTIAL else layout.accumulation
+        whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
-            kind = Collective.ALL_REDUCE if layout.stage == 0 else Collective.REDUCE_SCATTER
+            kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
             total += each * moved(kind, wire, shard, hosts)
-            if layout.stage == 3 and memory.gathered:
+            if memory.gathered:
                 total += 2 * layout.accumulation * moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
-            elif layout.stage in (1, 2) and machine.transport(hosts) != "shared":
+            elif not whole and machine.transport(hosts) != "shared":
                 total += moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
         if layout.replicate > 1:
             spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._host))
-            total += moved(Collective.ALL_REDUCE, wire / (shard if layout.stage else 1), layout.replicate, spread)
+            total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
         if machine.is_cpu:
             return total
         # The first gather and the last reduction have nothing beside them.
         least = total / max(1, len(units.layouts) * layout.accumulation)
         return max(total - compute, min(total, least))
 
-    def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int) -> float:
+    def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int, busy: int) -> float:
         """Seconds in which a rank adds the gradients of a microbatch to the sum of a step, or puts them where they are reduced."""
         moved = 0.0
         sums = options.precision.sums.itemsize
@@ -388,7 +313,7 @@ class Estimator:
                 moved += whole * (dtype.itemsize + sums * (2 if options.accumulation > 1 else 1))
             else:
                 moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
-        return self._machine.moved_seconds(moved)
+        return self._machine.moved_seconds(moved, ranks_on_host=busy)
 
     def _away_seconds(
         self, layout: Layout, options: ZeroOptions, pipeline: StageChunks, units: StageUnits, compute: float
@@ -426,7 +351,7 @@ class Estimator:
         choice = options.offload.optimizer
         away = choice.fraction * own if choice.leaves(self._device) else 0.0
         here = machine.update_seconds(own - away, moments=moments, ranks_on_host=busy)
-        norm = machine.moved_seconds(own * width)
+        norm = machine.moved_seconds(own * width, ranks_on_host=busy)
         if not away:
             return here + norm, 0.0
         states = away * width * (1 + moments)

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeromesh.offload import TierChoice
 from zeromesh.offload.tiers import TierName
+from zeromesh.options import STAGES, Placement
 from zeromesh.pipeline.schedule import ScheduleName
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
@@ -53,6 +54,11 @@ class Layout:
         """Ranks that take other samples."""
         return self.replicate * self.shard
 
+    @property
+    def gathers(self) -> bool:
+        """True if parameters are gathered around their use, and so can rest elsewhere between uses."""
+        return STAGES[self.stage].parameters is Placement.SHARDED
+
     def keys(self) -> dict[str, Any]:
         """The keys of a configuration that say so, with their values."""
         return {
@@ -77,7 +83,7 @@ class Layout:
             parts.append("sequence")
         if self.recompute != "none":
             parts.append("recomputed" if self.recompute == "block" else "partly recomputed")
-        if self.stage == 3 and not self.prefetch:
+        if self.gathers and not self.prefetch:
             parts.append("nothing gathered ahead")
         for name in TIERS:
             choice: TierChoice = getattr(self, name)
@@ -156,7 +162,7 @@ class Space:
             yield [{}, *({"optimizer": choice} for choice in parts)]
         if "activations" not in self.fixed and layout.recompute != "none":
             yield [{}, *({"activations": choice} for choice in parts[3::4])]
-        if layout.stage == 3 or (layout.shard == 1 and "stage" not in self.fixed):
+        if layout.gathers or (layout.shard == 1 and "stage" not in self.fixed):
             if "parameters" not in self.fixed:
                 yield [{}, *({"parameters": choice, "stage": 3} for choice in parts[1::2])]
             if "prefetch" not in self.fixed:

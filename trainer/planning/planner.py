@@ -18,6 +18,7 @@ from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout, Space, divisors
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
+from zeromesh.zero.memory_model import MemoryBytes
 
 _SIMULATED = 48
 """Layouts whose schedules are simulated; of the others the order is that of lower bounds."""
@@ -28,39 +29,36 @@ _ROOM_FOR = 12
 GIB = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """Bytes for each rank: in the memory where it computes, of its host beside that, of disk."""
-
-    device: int
-    host: int
-    disk: int
-
-    @classmethod
-    def of(cls, machine: Machine, ranks_on_host: int) -> Room:
-        """Return the room that a machine has for each of so many ranks of a host."""
-        each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
-        if machine.is_cpu:
-            return cls(device=each, host=0, disk=disk)
-        return cls(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=each, disk=disk)
-
-    def lacks(self, estimate: Estimate) -> str:
-        """Describe what there is too little of; returns an empty text where all fits."""
-        if estimate.device_bytes > self.device:
-            largest = max(estimate.device, key=lambda name: estimate.device[name])
-            return (
-                f"{human_bytes(estimate.device_bytes)} of {human_bytes(self.device)}, most of it {largest} "
-                f"({human_bytes(estimate.device[largest])})"
-            )
-        if self.host and estimate.host_bytes > self.host:
-            return f"{human_bytes(estimate.host_bytes)} of the host's memory for each rank, of {human_bytes(self.host)}"
-        if estimate.disk > self.disk:
-            return f"{human_bytes(estimate.disk)} of disk, of {human_bytes(self.disk)}"
-        return ""
-
-
 _DISK = 1 << 42
 """Bytes of disk for each rank where nobody has said how many there are."""
+
+
+def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:
+    """Return the room that a machine has for each of so many ranks of a host."""
+    each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
+    if machine.is_cpu:
+        return MemoryBytes(device=0, host=each, disk=disk)
+    return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=each, disk=disk)
+
+
+def lacks(estimate: Estimate, room: MemoryBytes) -> str:
+    """Describe what a layout has too little room for; returns an empty text where all fits."""
+    here, beside = estimate.device_bytes, estimate.host_bytes
+    needs = (
+        MemoryBytes(device=here, host=beside, disk=estimate.disk)
+        if room.device
+        else (MemoryBytes(device=0, host=here, disk=estimate.disk))
+    )
+    short = needs.beyond(room)
+    if short == ("device" if room.device else "host"):
+        largest = max(estimate.device, key=lambda name: estimate.device[name])
+        return (
+            f"{human_bytes(here)} of {human_bytes(room.critical)}, most of it {largest} "
+            f"({human_bytes(estimate.device[largest])})"
+        )
+    if short == "host":
+        return f"{human_bytes(beside)} of the host's memory for each rank, of {human_bytes(room.host)}"
+    return f"{human_bytes(needs.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +82,7 @@ class Plan:
     parameters: int
     machine: str
     ranks: int
-    room: Room
+    room: MemoryBytes
     rows: Sequence[PlanRow]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why layouts are not in the plan: reasons that a run gives, each with the first layout that it gives it for."""
@@ -124,7 +122,7 @@ class Planner:
             raise ConfigError(
                 f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"
             )
-        room = Room.of(self._machine, min(ranks, self._host))
+        room = room_of(self._machine, min(ranks, self._host))
         if self._machine.disk is None:
             reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"
             self._refused.setdefault(reason, "states on files")
@@ -169,7 +167,7 @@ class Planner:
             fixed=self._fixed,
         )
 
-    def _rows(self, layouts: Iterable[Layout], room: Room) -> Iterator[PlanRow]:
+    def _rows(self, layouts: Iterable[Layout], room: MemoryBytes) -> Iterator[PlanRow]:
         """The layouts that a run takes, with what they need."""
         for layout in layouts:
             refused = self._subject.refusal(layout)
@@ -180,9 +178,9 @@ class Planner:
             if estimate is None:
                 self._refused.setdefault(refused, str(layout))
             else:
-                yield PlanRow(estimate=estimate, lacks=room.lacks(estimate))
+                yield PlanRow(estimate=estimate, lacks=lacks(estimate, room))
 
-    def _shorter(self, space: Space, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
+    def _shorter(self, space: Space, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
         """Layouts with less on the device than those of `rows`: the fastest that fit, and those that need least.
 
         What leaves the device takes time, so layouts that fit need not be looked at, and one is no faster than the layout that it
@@ -216,7 +214,7 @@ class Planner:
 
             least = [made(_most(part, tier) for part in parts) for tier in tiers]
             found += [each for each in least if each is not None and lowest]
-            if not wanted or not any(each and each.estimate.device_bytes <= room.device for each in least):
+            if not wanted or not any(each and each.estimate.device_bytes <= room.critical for each in least):
                 continue
             priced = [[(added(change), change) for change in part] for part in parts]
             combinations = sorted(product(*priced), key=lambda chosen: sum(price for price, _ in chosen))
@@ -230,7 +228,7 @@ class Planner:
                     break
         return found
 
-    def _ranked(self, rows: Sequence[PlanRow], room: Room) -> list[PlanRow]:
+    def _ranked(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
         """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
         fitting = sorted((row for row in rows if row.fits), key=_place)
         first = [

@@ -22,7 +22,7 @@ from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace
-from zeromesh.trainer.planning.work import Work
+from zeromesh.trainer.planning.tracing.work import Work
 
 _AROUND = 400
 """How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
@@ -31,13 +31,12 @@ numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SegmentSeconds:
-    """Seconds of a segment: what it computes, of that the gradients of weights, and what tensor ranks exchange."""
+    """Seconds of a segment with what tensor ranks exchange; of backward, those of the gradients of weights."""
 
     forward: float
     backward: float
     weights: float
-    forward_exchanges: float
-    backward_exchanges: float
+    exchanges: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,17 +122,16 @@ class StageTimes:
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
             deferred += _inputs_and_gradients(segment.forward)
-        exchanges = sum(each.forward_exchanges + each.backward_exchanges for each in times)
         return Chunk(
             kept=base,
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             deferred=deferred,
             received=trace.segments[1].output if later else 0,
-            forward=around + prepares + sum(each.forward + each.forward_exchanges for each in times),
-            backward=around + sum(each.backward + each.backward_exchanges for each in times),
+            forward=around + prepares + sum(each.forward for each in times),
+            backward=around + sum(each.backward for each in times),
             weights=sum(each.weights for each in times),
-            exchanges=exchanges,
+            exchanges=sum(each.exchanges for each in times),
         )
 
     def _segment_seconds(self, segment: Segment, layout: Layout) -> _SegmentSeconds:
@@ -145,18 +143,16 @@ class StageTimes:
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor)
+                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
                     for each, count in work.exchanges
                 )
-                + self.waits(sum(count for _, count in work.exchanges), computing, layout)
-                for work, computing in ((forward, computes[0]), (backward, computes[1]))
+                for work in (forward, backward)
             ]
             self._seconds[key] = _SegmentSeconds(
-                forward=computes[0],
-                backward=computes[1],
+                forward=computes[0] + exchanges[0],
+                backward=computes[1] + exchanges[1],
                 weights=computes[2],
-                forward_exchanges=exchanges[0],
-                backward_exchanges=exchanges[1],
+                exchanges=sum(exchanges),
             )
         return self._seconds[key]
 
@@ -171,9 +167,10 @@ class StageTimes:
         hidden = max(each.received for each in pipeline.chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
-        transfer = self.collective_seconds(Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts)
-        mean = sum(each.forward + each.backward for each in pipeline.chunks) / (2 * len(pipeline.chunks))
-        return transfer + self.waits(1, mean, layout)
+        busy = min(self._host, layout.ranks)
+        return self.collective_seconds(
+            Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=busy
+        )
 
     def timeline(self, layout: Layout, pipeline: StageChunks) -> Timeline:
         """When each rank does what."""
@@ -197,11 +194,6 @@ class StageTimes:
         machine = self._machine
         launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
-
-    def waits(self, exchanges: int, computing: float, layout: Layout) -> float:
-        """Seconds in which ranks of a host wait for each other at so many exchanges in as many seconds of computing."""
-        each = self._machine.waiting_seconds(min(self._host, layout.ranks), computing / max(1, exchanges))
-        return exchanges * each
 
 
 def _inputs_and_gradients(work: Work) -> int:

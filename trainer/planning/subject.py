@@ -26,7 +26,7 @@ from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace, TraceOptions, Tracer
-from zeromesh.trainer.planning.work import Product, TensorExchange, Work
+from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
 from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
@@ -81,7 +81,7 @@ class Subject:
         self._disagreeing: dict[Layout, str] = {}
         self._batches = batches
         self._whole = model
-        self._not_cut, self._anatomy = _refused(lambda: examine(model))
+        self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         self._tracer = Tracer(model, loss, self.zero.precision.compute)
         self._exact: dict[tuple[TraceOptions, int], Trace] = {}
@@ -103,7 +103,7 @@ class Subject:
         built = build_model(config.model, config.run.seed, None if named is None else load_tokenizer(named))
         if config.model.lora is not None:
             built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-        loss = make_loss(built.model, mode=config.model.loss, smoothing=config.run.label_smoothing)
+        loss = make_loss(built.model, mode=config.model.loss_mode, smoothing=config.run.label_smoothing)
         return cls(built.model, loss, config, tokens_of(config), device=device)
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.offload.accelerator import (
     bind_near,
@@ -27,21 +26,22 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES
+from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, PICTURES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
+from zeromesh.trainer.data.pictures import load_pictures
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
-from zeromesh.trainer.data.text_sources import find_text, names_of_hub
+from zeromesh.trainer.data.text_sources import HUB, find_text
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
-from zeromesh.trainer.models.build import check_model, pin_sources, while_posting
+from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
@@ -86,7 +86,7 @@ def connect(config: TrainerConfig) -> Mesh:
     if config.profile.allocations:
         accelerator.record_allocations(device)
     mesh.recorder.enabled = config.profile.step_figures
-    mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
+    mesh.watch.disk_patience = config.checkpoint.timeout_seconds
     return mesh
 
 
@@ -239,7 +239,7 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
     if config.checkpoint.resume not in ("auto", "never"):
         values["checkpoint.resume"] = "a path"
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
-    require_same(mesh.world, values, ConfigError, advice=advice)
+    mesh.world.require_same(values, ConfigError, advice=advice)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -266,7 +266,7 @@ def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[st
 
 def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
     """The configuration whose model has the classes of labelled text, where it says nothing else."""
-    classes, given = data.loaded.classes if data.loaded is not None else (), config.model.config or {}
+    classes, given = data.classes, config.model.config or {}
     if not classes or "num_labels" in given or "id2label" in given:
         return config
     names: dict[str, Any] = {
@@ -320,6 +320,13 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
+    count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
+    if config.data.format == PICTURES:
+        made, mode = image_processor(config.model, inputs.model)
+        console.status("looking at the pictures")
+        return _limited(
+            while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode)), count
+        )
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
         raise ConfigError(
             f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "
@@ -334,15 +341,15 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         mesh.post(Activity.IDLE)
         console.status(text)
 
+    trained = {name: part.train for name, part in config.data.parts().items()}
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    elif names := names_of_hub([part.train for part in config.data.parts().values()] + [config.data.eval]):
+    elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
         while_posting(mesh, lambda: find_text(names, text_field="", where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
-    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), count)
+    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded, classes=loaded.classes), count)
 
 
 def _limited(data: RunData, count: int | None) -> RunData:

@@ -14,29 +14,15 @@ from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes,
 from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, free_bytes, mount_of, nearest_directory
 from zeromesh.optim.fused_optimizer import GroupRules
-from zeromesh.options import OffloadOptions, ZeroOptions
+from zeromesh.options import STAGES, OffloadOptions, Placement, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
-from zeromesh.zero.memory_model import MemoryModel, predict_memory
+from zeromesh.zero.memory_model import MemoryBytes, MemoryModel, predict_memory
 
 _STEP = 0.05
 """The distance between the fractions that are tried."""
 _LITTLE = 10
 """A run is warned where states leave less than this part of a device's free memory to activations and libraries."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Needs:
-    """Bytes: of the memory of one accelerator, of a host's memory and of a host's disks. On CPU ranks there is no accelerator."""
-
-    device: int
-    host: int
-    disk: int
-
-    @property
-    def critical(self) -> int:
-        """Bytes of the memory in which ranks compute, which is what runs short first."""
-        return self.device or self.host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,24 +40,23 @@ class _Host:
     device: torch.device
     local_ranks: int
     inputs: int
-    room: _Needs
+    room: MemoryBytes
 
     def least(self, options: ZeroOptions) -> MemoryModel:
         """Memory of one rank."""
         return predict_memory(self.plan, options, parts=self.parts, transport=self.transport, device=self.device)
 
-    def needs(self, options: ZeroOptions) -> _Needs:
+    def needs(self, options: ZeroOptions) -> MemoryBytes:
         """Bytes that all ranks of the host need, and each of its accelerators."""
         least, ranks = self.least(options), self.local_ranks
         disk = ranks * (least.on_disk + self.inputs)
         if is_accelerator(self.device):
-            return _Needs(device=least.total, host=ranks * sum(least.hosted.values()), disk=disk)
-        return _Needs(device=0, host=ranks * least.total, disk=disk)
+            return MemoryBytes(device=least.total, host=ranks * sum(least.hosted.values()), disk=disk)
+        return MemoryBytes(device=0, host=ranks * least.total, disk=disk)
 
     def fits(self, options: ZeroOptions) -> bool:
         """Return True if there is room for memory and files."""
-        needs, room = self.needs(options), self.room
-        return needs.device <= room.device and needs.host <= room.host and needs.disk <= room.disk
+        return not self.needs(options).beyond(self.room)
 
     def listed(self, terms: Mapping[Purpose, int], ranks: int, **others: int) -> str:
         """Terms of one rank, in bytes by purpose, as what so many ranks hold."""
@@ -82,7 +67,7 @@ class _Host:
     def advice(self, options: ZeroOptions) -> Iterator[str]:
         """Yield changes of the configuration that need less memory, the higher stage first."""
         now = self.needs(options).critical
-        higher = {stage: self.needs(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
+        higher = {stage: self.needs(replace(options, stage=stage)) for stage in STAGES if stage > options.stage}
         best = min(higher, key=lambda stage: (higher[stage].critical, stage), default=options.stage)
         if higher and higher[best].critical < now:
             yield f"set zero.stage to {best}, which needs {human_bytes(higher[best].critical)}"
@@ -95,7 +80,7 @@ class _Host:
                 others += [f"{human_bytes(needs.disk)} of disk"] if needs.disk else []
                 yield f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}, and {' and '.join(others)}"
                 break
-        yield "make the model smaller"
+        yield "make the model smaller (model.config)"
         more = "ranks" if is_accelerator(self.device) else "hosts"
         yield f"use more {more}" if options.stage else f"use more {more} with a zero.stage above 0"
 
@@ -105,7 +90,7 @@ class _Host:
         for away in (*tiers, TierChoice(tier="file")):
             optimizer = replace(options.offload, optimizer=away, gradients=None)
             yield "offload.optimizer", away.tier, optimizer
-            if stage == 3:
+            if STAGES[stage].parameters is Placement.SHARDED:
                 yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
 
 
@@ -153,7 +138,7 @@ def require_memory(
         device=mesh.device,
         local_ranks=local_ranks,
         inputs=inputs if options.offload.activations.tier == "file" else 0,
-        room=_Needs(
+        room=MemoryBytes(
             device=_free_on_device(mesh.device) + freed[True],
             host=free + swap_bytes() + local_ranks * freed[False],
             disk=_free_on_disks(directories),
@@ -165,7 +150,7 @@ def require_memory(
 
 def _kept(host: _Host, options: ZeroOptions) -> Iterator[str]:
     """Yield a line on the gathered parameters that stay between uses at stage 3, and what they cost."""
-    if options.stage == 3 and host.parts > 1:
+    if options.placements.parameters is Placement.SHARDED and host.parts > 1:
         least, none = host.least(options), host.least(replace(options, gathered_budget=0))
         kept, cost = human_bytes(least.kept), human_bytes(max(0, least.total - none.total))
         yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"

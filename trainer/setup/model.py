@@ -17,16 +17,14 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.mesh.process_set import require_same
-from zeromesh.offload import Tier, Tiers, settle_heap
-from zeromesh.options import ZeroOptions
+from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules, is_library, masking_collator
-from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -92,8 +90,8 @@ def build_trained_model(
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
-    if data.loaded is not None and data.loaded.classes:
-        _require_classes(model, data.loaded)
+    if data.classes:
+        _require_classes(model, data)
     if data.loaded is not None:
         console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
     changes = ExitStack()
@@ -115,7 +113,7 @@ def build_trained_model(
         console.status("trying the loss on a small copy")
         loss = make_loss(
             model,
-            mode=config.model.loss,
+            mode=config.model.loss_mode,
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
         )
@@ -178,7 +176,7 @@ def build_trained_model(
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
     )
-    if options.stage == 3 or mesh.tensor.size * mesh.pipeline.size > 1:
+    if options.placements.parameters is Placement.SHARDED or mesh.tensor.size * mesh.pipeline.size > 1:
         trained.replace_save_pretrained()
     if mesh.device.type == "cpu":
         settle_heap()
@@ -305,11 +303,11 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     }
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
     mesh.meet("comparison of models")
-    require_same(mesh.world, {"model": type(model).__name__, **plan}, LayoutError, advice=advice)
+    mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
     if mesh.world_size == 1:
         return []
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    digests = [xxhash.xxh3_64_intdigest(_bytes_of(tensor).numpy().data) >> 1 for tensor in held.values()]
+    digests = [xxhash.xxh3_64_intdigest(tensor_bytes(tensor).numpy().data) >> 1 for tensor in held.values()]
     rows = mesh.world.gather_integers(digests)
     differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
     for name in differing:
@@ -320,14 +318,9 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     return [f"initial weights differed on ranks {others} ({some(differing)}): every rank begins with those of rank 0"]
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor on the CPU, as uint8 `[bytes]`."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
     """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
-    content = _bytes_of(tensor).clone()
+    content = tensor_bytes(tensor).clone()
     if world.index:
         content.zero_()
     for start in range(0, len(content), _CHUNK):
@@ -435,22 +428,22 @@ def _check_settings(
             )
 
 
-def _require_classes(model: nn.Module, loaded: LoadedData) -> None:
-    """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of labelled text."""
-    inside = pretrained_of(model)
-    if inside is None or not type(inside).__name__.endswith("ForSequenceClassification"):
+def _require_classes(model: nn.Module, data: RunData) -> None:
+    """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of the data."""
+    inside, text = pretrained_of(model), data.tokenizer is not None
+    what, head = ("labels", "sequence") if text else ("pictures", "image")
+    if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
         raise ConfigError(
-            f"labels are for a model that has classes of texts, and {type(model).__name__} has none; set model.head: "
-            "sequence_classification",
+            f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: {head}_classification",
             where="data.format",
         )
-    if inside.config.num_labels < len(loaded.classes):
+    if inside.config.num_labels < len(data.classes):
         raise ConfigError(
-            f"num_labels is {inside.config.num_labels}, and the text has {len(loaded.classes)} classes",
+            f"num_labels is {inside.config.num_labels}, and the data has {len(data.classes)} classes",
             where="model.config",
         )
-    if getattr(inside.config, "pad_token_id", None) is None:
-        inside.config.pad_token_id = loaded.tokenizer.padding
+    if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
+        inside.config.pad_token_id = data.tokenizer.padding
 
 
 def _cut_to(config: TrainerConfig) -> int | None:

@@ -37,6 +37,10 @@ _NAMES = {
 """The names of a step's fields in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
 
 
+_OF_A_SET = re.compile(r"eval_(.+)_runtime")
+"""The value of an evaluation that each of several sets has, whatever else its values are called."""
+
+
 class Place(NamedTuple):
     """The place of a row among all rows: first that of a step, then that of the evaluation after it."""
 
@@ -53,6 +57,8 @@ class TrackedRow(NamedTuple):
 
     place: Place
     values: Mapping[str, float]
+    samples: tuple[tuple[str, str], ...] = ()
+    """Prompts and what the model has written to them, which trackers with tables or text show."""
 
 
 def step_row(record: Mapping[str, Any]) -> TrackedRow:
@@ -66,9 +72,14 @@ def step_row(record: Mapping[str, Any]) -> TrackedRow:
 
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
-    """The row of an evaluation after `step`; what is no number among its values is left out."""
-    numbers = {name.removeprefix("eval_"): value for name, value in values.items() if name != "time"}
-    named = {f"eval/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
+    """The row of an evaluation after `step`, those of several sets as `eval/NAME/...`; what is no number is left out."""
+    sets = sorted((match[1] for match in map(_OF_A_SET.fullmatch, values) if match), key=len, reverse=True)
+    named = {}
+    for name, value in values.items():
+        if name != "time" and isinstance(value, int | float):
+            short = name.removeprefix("eval_")
+            own = next((each for each in sets if short.startswith(f"{each}_")), None)
+            named["eval/" + (short if own is None else f"{own}/{short[len(own) + 1 :]}")] = value
     return TrackedRow(Place(step, evaluation=True), named)
 
 
@@ -266,7 +277,12 @@ class WandbTracker(Tracker):
         first, self._next = self._next, None
         step, evaluation = row.place
         where = {GLOBAL_STEP: step, **({_EVALUATED: step} if evaluation else {})}
-        self.tracker.log({**where, **row.values}, step=first, commit=True)
+        table: dict[str, Any] = {}
+        if row.samples:
+            import wandb
+
+            table["samples"] = wandb.Table(["step", "prompt", "completion"], [[step, *each] for each in row.samples])
+        self.tracker.log({**where, **row.values, **table}, step=first, commit=True)
 
     def give_up(self, error: BaseException) -> None:
         if not _services():
@@ -375,7 +391,11 @@ class TensorBoardTracker(NotedTracker):
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
 
     def log(self, row: TrackedRow) -> None:
-        self.tracker.log(row.values, step=row.place.step)
+        if row.values:
+            self.tracker.log(row.values, step=row.place.step)
+        for number, (prompt, completion) in enumerate(row.samples):
+            shown = f"**{prompt}**\n\n{completion}"
+            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
         self._note(row.place)
 
 
@@ -415,7 +435,8 @@ class OtherTracker(NotedTracker):
 
     def log(self, row: TrackedRow) -> None:
         self._note(row.place)  # Rather lost in a kill just now than there twice.
-        self.tracker.log(dict(row.values), step=row.place.step)
+        if row.values:
+            self.tracker.log(dict(row.values), step=row.place.step)
 
 
 KINDS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}

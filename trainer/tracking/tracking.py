@@ -35,6 +35,7 @@ from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 from zeromesh.trainer.tracking.backends import (
     KINDS,
     OtherTracker,
+    Place,
     TrackedRow,
     TrackedRun,
     Tracker,
@@ -206,6 +207,15 @@ class Tracking:
         """Send the figures of an evaluation after `step`; what is no number among them is left out."""
         if self._senders:
             self._put(evaluation_row(step, values))
+
+    def sampled(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Send what the model has written after `step`: lines of `prompt` and `completion`."""
+        if self._senders:
+            self._put(
+                TrackedRow(
+                    Place(step, evaluation=True), {}, tuple((line["prompt"], line["completion"]) for line in lines)
+                )
+            )
 
     def _put(self, row: TrackedRow) -> None:
         for sender in self._senders:

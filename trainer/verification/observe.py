@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Region
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import tensor_bytes
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.losses.trial import whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.units.unit import all_buckets
@@ -222,7 +223,7 @@ def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements."""
-    found: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    found: bytes = tensor_bytes(tensor).numpy().tobytes()
     return found
 
 

@@ -4,8 +4,9 @@ Sizes become small and keep what they divide by: tensor ranks, heads, key-value 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, summary
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.losses.trial import InFloat64, smaller
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.build import directory_of, pin_sources, read_configuration
+from zeromesh.trainer.models.small_copy import InFloat64, SmallCopy, first_copy
 from zeromesh.trainer.models.user_model import integer, text_part, unwrap
 from zeromesh.trainer.verification.samples import make_samples
-from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
+from zeromesh.weight_init.weight_sources import seeded_cpu
 
 STEPS = 5
 LARGEST = 2_000_000
@@ -209,30 +210,21 @@ def _first_that_runs(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The first small model that can be built and has a loss, and how it differs from the whole one."""
     layers = max(2, mesh.pipeline.size * config.parallel.chunks)
-    sizes, failures = _sizes(made, mesh.tensor.size), []
-    for chosen, depth in (
+    sizes = _sizes(made, mesh.tensor.size)
+    headless = {name: size for name, size in sizes.items() if name != "head_dim"}
+    reductions: Sequence[tuple[dict[str, int], int]] = (
         (sizes, layers),
-        ({**sizes, "head_dim": None}, layers),
+        (headless, layers),
         (sizes, max(layers, 8)),
         ({}, layers),
-    ):
-        wanted = {name: size for name, size in chosen.items() if size is not None}
-        try:
-            small = smaller(made, wanted, depth)
-            with torch.device("meta"):
-                count = sum(each.numel() for each in build(copy.deepcopy(small)).parameters())
-            if count > LARGEST:
-                failures.append(f"{count:,} parameters")
-                continue
-            with seeded_cpu(config.run.seed, "verification"):
-                model = build(small)
-            _require_loss(model, config)
-        except INITIALISER_ERRORS as error:
-            failures.append(summary(error))
-            continue
-        return model, (f"{type(model).__name__} of {count:,} parameters: {_described(made, small)}",)
+    )
+    check = partial(_require_loss, config=config)
+    found = first_copy(made, build, reductions, check, most=LARGEST, seed=config.run.seed)
+    if isinstance(found, SmallCopy):
+        shown = _described(made, found.config)
+        return found.model, (f"{type(found.model).__name__} of {found.parameters:,} parameters: {shown}",)
     raise ConfigError(
-        f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(failures))}. Give Trainer a small model of its "
+        f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(found))}. Give Trainer a small model of its "
         f"class, of at most {LARGEST:,} parameters, and call verify()",
         where="verify",
     )
@@ -258,7 +250,7 @@ def _described(made: Any, small: Any) -> str:
     return ", ".join(parts)
 
 
-def _sizes(made: Any, ranks: int) -> dict[str, int | None]:
+def _sizes(made: Any, ranks: int) -> dict[str, int]:
     """Small sizes that divide by `ranks` where the whole ones do, and do not where they do not."""
     text = text_part(made)
 
@@ -273,7 +265,7 @@ def _sizes(made: Any, ranks: int) -> dict[str, int | None]:
     many = few * ratio if groups else small("num_attention_heads", 4)
     width = many * 8
     inner = small("intermediate_size", 48)
-    names: Mapping[str, int | None] = {
+    return {
         **dict.fromkeys(("hidden_size", "d_model", "embedding_size", "word_embed_proj_dim"), width),
         **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff"), inner),
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), inner),
@@ -290,4 +282,3 @@ def _sizes(made: Any, ranks: int) -> dict[str, int | None]:
         "state_size": 8,
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16 + -16 % ranks),
     }
-    return dict(names)

@@ -5,11 +5,10 @@ The process of another engine listens, and takes tensors as they come; it needs 
     for name, tensor in zeromesh.receive_weights("/run/weights.sock"):
         ...
 
-All ranks of the trainer call `trainer.send_weights("/run/weights.sock")`; rank 0 connects. A frame is JSON behind its length (4
-bytes, big-endian), and the bytes of a tensor as they lie in memory:
+All ranks of the trainer call `trainer.send_weights("/run/weights.sock")`; rank 0 connects. The line is a connection of
+`multiprocessing`, with its challenge by HMAC, on which bytes alone travel: JSON, and pieces of a tensor as they lie in memory.
 
-    receiver    {"format", "nonce", "parts"}        what it wants of which tensors
-    sender      {"format", "proof", "step"}         the nonce under the token, by HMAC-SHA256
+    receiver    {"format", "parts"}                what it wants of which tensors, after the challenge
     sender      {"name", "dtype", "shape", "xxh3"} bytes    for each tensor
     sender      {"count"}
     receiver    {"received"}
@@ -18,18 +17,19 @@ bytes, big-endian), and the bytes of a tensor as they lie in memory:
 from __future__ import annotations
 
 import errno
-import hmac
-import ipaddress
 import json
 import os
-import secrets
 import socket
 import stat
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,15 @@ import torch
 import xxhash
 
 from zeromesh.errors import ConfigError, TransferError, printable
+from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import tensor_bytes
 
 Part = tuple[int, int, int]
 """Names the part `index` of `parts` of a tensor along `dim`, as `torch.tensor_split` cuts it: `(dim, index, parts)`."""
 PartOf = Callable[[str], Part | None]
 """The part of a tensor by its name; None: all of it."""
-_FORMAT = "zeromesh-weights-1"
+_FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _DTYPES = {
@@ -88,54 +90,72 @@ def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:
 class _WeightLine:
     """One end of a connection."""
 
-    connection: socket.socket
+    connection: Connection
     peer: str
     moved: Callable[[], object] = lambda: None
     """Called after each piece of a tensor that was sent."""
 
     def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
-        text = json.dumps(header).encode()
-        with self._named():
-            self.connection.sendall(len(text).to_bytes(4, "big") + text)
-            # The time that a socket waits is for all of a call, and one who takes a large tensor slowly is not silent.
+        with self.named():
+            self.connection.send_bytes(json.dumps(header).encode())
             for begin in range(0, len(content), _PIECE_BYTES):
-                self.connection.sendall(content[begin : begin + _PIECE_BYTES])
+                self.connection.send_bytes(content[begin : begin + _PIECE_BYTES])
                 self.moved()
 
     def header(self) -> dict[str, Any]:
-        size = int.from_bytes(self.fill(bytearray(4)), "big")
-        if size > _HEADER_BYTES:
-            raise TransferError(f"{self.peer} sends no weights: a header of {size} bytes")
+        with self.named():
+            text = self.connection.recv_bytes(_HEADER_BYTES)
         try:
-            found = json.loads(bytes(self.fill(bytearray(size))))
+            found = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise TransferError(f"{self.peer} sends no weights: {error}") from error
         if not isinstance(found, dict):
             raise TransferError(f"{self.peer} sends no weights: a header that is no object")
-        if "error" in found:
-            raise TransferError(f"{self.peer}: {printable(str(found['error']))}")
         return found
 
-    def fill(self, buffer: bytearray | memoryview) -> bytearray | memoryview:
+    def fill(self, buffer: memoryview) -> None:
         """Receive as many bytes as there is room for."""
-        view = memoryview(buffer)
-        while view:
-            with self._named():
-                count = self.connection.recv_into(view)
-            if not count:
-                raise TransferError(f"{self.peer} is gone before all weights were there")
-            view = view[count:]
-        return buffer
+        while buffer:
+            with self.named():
+                piece = self.connection.recv_bytes(min(_PIECE_BYTES, len(buffer)))
+            if not piece:
+                raise TransferError(f"{self.peer} sends no weights: a piece without bytes")
+            buffer[: len(piece)] = piece
+            buffer = buffer[len(piece) :]
+
+    def authenticate(self, challenge: Callable[[Connection, bytes], None], token: str | None) -> None:
+        """Have this end `challenge` the other one by the token, or answer it."""
+        try:
+            with self.named():
+                # A token from the environment that was no UTF-8 has bytes too.
+                challenge(self.connection, (token or "").encode(errors="surrogatepass"))
+        except (AuthenticationError, AssertionError) as error:
+            raise TransferError(f"{self.peer} has another token, or is no process of zeromesh") from error
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Have errors of the socket inside the block say whose end it is."""
+    def named(self) -> Iterator[None]:
+        """Have errors of the connection inside the block say whose end it is."""
         try:
             yield
-        except TimeoutError as error:
+        except BlockingIOError as error:
             raise TransferError(f"{self.peer} was silent for too long") from error
+        except EOFError as error:
+            raise TransferError(f"{self.peer} is gone before all weights were there") from error
         except OSError as error:
             raise TransferError(f"{self.peer} is gone: {error.strerror or error}") from error
+
+
+@contextmanager
+def _line_over(
+    connection: socket.socket, peer: str, timeout_seconds: float, moved: Callable[[], object] = lambda: None
+) -> Iterator[_WeightLine]:
+    """A line over a connected socket; each call to the system waits so many seconds at most."""
+    connection.setblocking(True)
+    limit = struct.pack("ll", *divmod(max(1, int(1e6 * timeout_seconds)), 1_000_000))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+    with Connection(connection.detach()) as made:
+        yield _WeightLine(made, peer, moved)
 
 
 def send_weights(
@@ -143,64 +163,56 @@ def send_weights(
     mesh: Mesh,
     addresses: Sequence[str],
     *,
-    step: int = 0,
     token: str | None = None,
     timeout_seconds: float = 30.0,
 ) -> int:
     """Send what `weights` yields to all receivers; all ranks call it, and rank 0 is connected. Returns the number of tensors.
 
     Raises:
-        ConfigError: for an address that is none.
-        TransferError: on all ranks, when a receiver is not there, refuses, is silent for so long, or is gone.
+        TransferError: on all ranks, when an address is none, a receiver is not there, refuses, is silent for so long, or is gone.
     """
-    problem, lines, sent = "", [], 0
+    receivers: list[tuple[_WeightLine, dict[str, Part]]] = []
+    sent = 0
     with ExitStack() as stack:
-        # The other ranks wait for rank 0, which waits for a receiver.
-        stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
-        if mesh.rank == 0:
-            try:
-                for address in addresses:
-                    lines.append(stack.enter_context(_connected(address, timeout_seconds, mesh.watch.beat)))
-                wanted = [_greet(line, step, token) for line in lines]
-            except (TransferError, ConfigError) as error:
-                problem = str(error)
-        _agree(mesh, problem)
-        for name, tensor in weights:
-            try:
-                for line, parts in zip(lines, wanted if lines else (), strict=True):
-                    part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
-                    _send_tensor(line, name, tensor if part is None else _cut(name, tensor, part))
-            except (TransferError, ConfigError) as error:
-                problem = str(error)
-            sent += 1
-            _agree(mesh, problem)
-        try:
-            for line in lines:
+
+        def greet() -> None:
+            for address in addresses:
+                line = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.beat))
+                receivers.append((line, _greet(line, token)))
+
+        def send(name: str, tensor: torch.Tensor) -> None:
+            for line, parts in receivers:
+                part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
+                _send_tensor(line, name, tensor if part is None else _cut(name, tensor, part))
+
+        def end() -> None:
+            for line, _ in receivers:
                 line.send({"count": sent})
                 if line.header().get("received") != sent:
                     raise TransferError(f"{line.peer} has not received all of {sent} tensors")
+
+        def by_first(work: Callable[[], None]) -> None:
+            mesh.world.all_or_raise("weights for other processes", work, TransferError, first=True)
+
+        # The other ranks wait for rank 0, which waits for a receiver.
+        stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
+        try:
+            by_first(greet)
+            for name, tensor in weights:
+                by_first(partial(send, name, tensor))
+                sent += 1
+            by_first(end)
         except TransferError as error:
-            problem = str(error)
-        _agree(mesh, problem)
+            raise TransferError(f"weights were not handed over: {error}") from error
     return sent
 
 
-def _agree(mesh: Mesh, problem: str) -> None:
-    """Raise on all ranks what has gone wrong on rank 0."""
-    found = mesh.world.gather_json(problem, "weights for other processes")[0]
-    if found:
-        raise TransferError(f"weights were not handed over: {found}")
-
-
-def _greet(line: _WeightLine, step: int, token: str | None) -> dict[str, Part]:
+def _greet(line: _WeightLine, token: str | None) -> dict[str, Part]:
     """Prove to a receiver that it is meant, and return the parts that it wants, by patterns of names."""
+    line.authenticate(answer_challenge, token)
     hello = line.header()
     if hello.get("format") != _FORMAT:
         raise TransferError(f"{line.peer} does not receive weights of this version")
-    line.send({"format": _FORMAT, "proof": _proof(token, str(hello.get("nonce"))), "step": step})
-    answer = line.header()
-    if answer.get("accepted") is not True:
-        raise TransferError(f"{line.peer} does not take the weights")
     try:
         return {name: (int(dim), int(index), int(parts)) for name, (dim, index, parts) in hello["parts"].items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -210,18 +222,9 @@ def _greet(line: _WeightLine, step: int, token: str | None) -> dict[str, Part]:
 
 
 def _send_tensor(line: _WeightLine, name: str, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor_bytes(tensor).numpy()
     header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat.data)}, flat.data)
-
-
-def _proof(token: str | None, nonce: str) -> str:
-    return hmac.new(_bytes_of(token or ""), _bytes_of(nonce), "sha256").hexdigest()
-
-
-def _bytes_of(text: str) -> bytes:
-    """UTF-8, in which a token from the environment that was none, and what strangers send, has bytes too."""
-    return text.encode(errors="surrogatepass")
 
 
 @contextmanager
@@ -238,8 +241,8 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
         raise TransferError(
             f"nobody receives weights at {address}: {getattr(error, 'strerror', '') or error}"
         ) from error
-    with connection:
-        yield _WeightLine(connection, f"the receiver at {address}", moved)
+    with connection, _line_over(connection, f"the receiver at {address}", timeout_seconds, moved) as line:
+        yield line
 
 
 def _host_of(address: str) -> tuple[str, int | None]:
@@ -271,10 +274,10 @@ def receive_weights(
 
     Raises:
         ConfigError: for an address that is none, and for one that others can reach without a token.
-        TransferError: when nobody sends in time, who sends does not know the token, is gone, or has sent damaged bytes.
+        TransferError: when nobody sends in time, who sends has another token or is gone, or has sent damaged bytes.
     """
     host, port = _host_of(address)
-    if port is not None and not token and not _is_loopback(host):
+    if port is not None and not token and not is_loopback(host):
         raise ConfigError(f"{address} can be reached by other hosts: give a token, the same to both ends")
     with _listening(address, host, port) as listener:
         listener.settimeout(timeout_seconds)
@@ -282,17 +285,9 @@ def receive_weights(
             connection, _ = listener.accept()
         except TimeoutError as error:
             raise TransferError(f"nobody sent weights to {address} within {timeout_seconds:g} seconds") from error
-    with connection:
-        connection.settimeout(timeout_seconds)
-        line = _WeightLine(connection, "the sender of weights")
-        nonce = secrets.token_hex(16)
-        line.send(
-            {"format": _FORMAT, "nonce": nonce, "parts": {name: list(part) for name, part in (parts or {}).items()}}
-        )
-        if not hmac.compare_digest(_bytes_of(str(line.header().get("proof"))), _proof(token, nonce).encode()):
-            line.send({"error": "the token is another one"})
-            raise TransferError("the sender of weights does not know the token")
-        line.send({"accepted": True})
+    with connection, _line_over(connection, "the sender of weights", timeout_seconds) as line:
+        line.authenticate(deliver_challenge, token)
+        line.send({"format": _FORMAT, "parts": {name: list(part) for name, part in (parts or {}).items()}})
         count = 0
         while "count" not in (header := line.header()):
             yield str(header.get("name")), _read_tensor(line, header)
@@ -317,12 +312,6 @@ def _read_tensor(line: _WeightLine, header: Mapping[str, Any]) -> torch.Tensor:
     if xxhash.xxh3_64_hexdigest(content.numpy().data) != header.get("xxh3"):
         raise TransferError(f"{printable(name)} was damaged on the way")
     return content.view(dtype).view(shape)
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 @contextmanager

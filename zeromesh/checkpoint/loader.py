@@ -1,6 +1,7 @@
 """Loading a checkpoint by all ranks together: one choice, verified by every rank, for any layout."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
-from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
@@ -23,12 +23,14 @@ _NAMED = 5
 class Loader:
     """Opens and reads checkpoints; all ranks call its methods alike, and get the same answers and errors."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, source: Path | None = None) -> None:
+        """`source` is where frozen weights that a checkpoint does not hold are, if they are not where they were."""
         self._mesh = mesh
+        self._source = source
 
     def candidates(self, store: CheckpointStore) -> list[int]:
         """Steps of the checkpoints that some rank sees, newest first: a host that has joined may see none."""
-        rows = together(self._mesh.world, f"looking into {store.root}", store.steps)
+        rows = self._mesh.world.all_or_raise(f"looking into {store.root}", store.steps, CheckpointError)
         return sorted(set().union(*rows), reverse=True)
 
     def open(self, directory: Path) -> OpenedCheckpoint:
@@ -43,9 +45,11 @@ class Loader:
         def look() -> str:
             nonlocal reader
             reader = CheckpointReader(directory, parts=True) if directory.is_dir() else None
+            if reader is not None and self._source is not None and not reader.source.is_dir():
+                reader.source = self._source
             return "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
 
-        identities = together(world, f"opening {directory}", look)
+        identities = world.all_or_raise(f"opening {directory}", look, CheckpointError, kept=LayoutError)
         holders: dict[str, list[int]] = {}
         for other, text in enumerate(identities):
             holders.setdefault(text, []).append(other)
@@ -72,7 +76,8 @@ class Loader:
     def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
         """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
         found: list[dict[str, Any]] = []
-        together(self._mesh.world, f"reading {opened.directory / path}", lambda: found.append(opened.document(path)))
+        what = f"reading {opened.directory / path}"
+        self._mesh.world.all_or_raise(what, lambda: found.append(opened.document(path)), CheckpointError)
         return found[0]
 
     def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
@@ -86,14 +91,12 @@ class Loader:
 
         def compare() -> None:
             _compare(reader, tensors)
-            targets.extend(_targets(reader, shards))
+            targets.extend(places_of(reader, shards))
 
-        together(self._mesh.world, "comparison with the checkpoint", compare)
-        together(
-            self._mesh.world,
-            f"reading {reader.directory}",
-            lambda: reader.read(targets, lambda: self._mesh.post(Activity.LOAD)),
-        )
+        world = self._mesh.world
+        world.all_or_raise("comparison with the checkpoint", compare, CheckpointError, kept=LayoutError)
+        read = partial(reader.read, targets, lambda: self._mesh.post(Activity.LOAD))
+        world.all_or_raise(f"reading {reader.directory}", read, CheckpointError, kept=LayoutError)
 
 
 def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
@@ -115,8 +118,8 @@ def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
-    """Yield the places that elements of shards come from: one target for columns of rows, and else one for each contiguous run."""
+def places_of(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
+    """Yield the places that elements of shards come from: one for columns of rows, and else one for each contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:

@@ -26,7 +26,7 @@ from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
 from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
-from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing, together
+from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, write_whole
@@ -51,6 +51,8 @@ class SaveContent:
     keep: Callable[[], set[int]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    frozen: Manifest = field(default_factory=lambda: Manifest(step=0, files={}))
+    """The weights that the checkpoint does not hold, which are in no `tensors` and `shards`, and the files of their source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +96,7 @@ class Saver:
         """
         nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
-        together(self._mesh.world, "look for room", require, StorageError)
+        self._mesh.world.all_or_raise("look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
         """Begin to write a checkpoint; none may be in flight.
@@ -187,13 +189,16 @@ class Saver:
                 lambda: [[piece.path, *piece.row()] for piece in (*pieces, *read_back())], "checksums of the checkpoint"
             )
             committing = True
+            away = content.frozen  # Of parts, the first one has the pieces of its files.
+            others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
-                files=_records(plan.files, [row for rank in sharing.ranks for row in rows[rank]]),
-                tensors=tuple(tensor for file in plan.files for tensor in file.tensors),
+                files={**_records(plan.files, [row for rank in sharing.ranks for row in rows[rank]]), **others},
+                tensors=(*(tensor for file in plan.files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=layout,
                 part=(sharing.place, len(sharing.places)),
+                source=away.source,
             )
             commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
             yield
@@ -297,8 +302,8 @@ class Saver:
         return "".join(f"rank {rank}: {text}" if self._mesh.world_size > 1 else text for rank, text in problems[:1])
 
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
-        """As `together`, with a `CheckpointError` for whatever fails."""
-        return together(self._mesh.world, what, work, CheckpointError)
+        """Raise `CheckpointError` on all ranks for whatever fails on one."""
+        return self._mesh.world.all_or_raise(what, work, CheckpointError)
 
 
 def _next(stages: _Stages) -> Saved | None:

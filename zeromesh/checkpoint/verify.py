@@ -33,7 +33,9 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
         bad, reasons = _bad_pieces(reader, record.pieces, on_progress)
         if path in problems:
             reasons = [problems.pop(path), *reasons]
-        elif not reasons and path.endswith(".safetensors") and reader.manifest.part[1] == 1:
+        elif reasons or reader.manifest.is_elsewhere(path):
+            pass  # The header of a source has names of its own.
+        elif path.endswith(".safetensors") and reader.manifest.part[1] == 1:
             reasons = _disagreement(reader.directory / path, members)
         if reasons:
             yield Damage(path=path, reasons=tuple(reasons), tensors=_named(members, bad))

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
-from zeromesh.errors import CollectiveError, LayoutError
+from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
@@ -205,49 +205,37 @@ class GroupExchange(Exchange):
     def _launch(
         self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
     ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
-        """The collectives, the tensors that go round, and what makes the result of them."""
-        group, tensor = self._group.data_group, tensor.detach()
-        if self._group.on_stream:
-            return self._launch_on_device(kind, tensor, dim, lengths)
-        if kind is ExchangeKind.SCATTERED_SUM:
-            pieces = torch.split(tensor, list(lengths), dim)
-            own = pieces[self.index]
-            sent = torch.cat([piece.reshape(-1) for piece in pieces])
-            received = sent.new_empty(self.size, own.numel())
-            sizes = [own.numel()] * self.size, [piece.numel() for piece in pieces]
-            work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
-            return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
-        parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
-        parts[self.index] = tensor.contiguous()
-        # gloo's all-gather copies.
-        works = self._broadcasts(parts)
-        return works, parts, lambda: self._combine(kind, parts, dim, lengths)
-
-    def _launch_on_device(
-        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
-    ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
-        """The same by collectives of the device itself. What they write is never the caller's tensor, which autograd may keep."""
-        group, size = self._group.data_group, self.size
-        if kind is ExchangeKind.GATHER and len(set(lengths)) == 1:
-            own = tensor.contiguous()
-            whole = own.new_empty(size, *own.shape)
-            work = all_gather_single(whole.view(-1), own.view(-1), group=group, async_op=True)
-            return [work], [whole], lambda: torch.cat(whole.unbind(), dim) if dim else whole.flatten(0, 1)
-        if kind is ExchangeKind.GATHER:
-            parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
-            parts[self.index].copy_(tensor)
-            return self._broadcasts(parts), parts, lambda: torch.cat(parts, dim)
-        if kind is ExchangeKind.SCATTERED_SUM and len(set(lengths)) == 1:
+        """The collectives, the tensors that go round, and what makes the result of them. What a device's collectives write is never
+        the caller's tensor, which autograd may keep."""
+        group, tensor, size = self._group.data_group, tensor.detach(), self.size
+        on_device, even = self._group.on_stream, len(set(lengths)) == 1
+        if kind is ExchangeKind.SCATTERED_SUM and on_device and even:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
             work = reduce_scatter_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
             return [work], [pieces], lambda: out
-        whole = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(whole, group=group, async_op=True)
-        if kind is ExchangeKind.SUM:
-            return [work], [whole], lambda: whole
-        start = sum(lengths[: self.index])
-        return [work], [whole], lambda: whole.narrow(dim, start, lengths[self.index]).contiguous()
+        if kind is ExchangeKind.SCATTERED_SUM and not on_device:
+            parts = list(torch.split(tensor, list(lengths), dim))
+            own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
+            received = sent.new_empty(size, own.numel())
+            sizes = [own.numel()] * size, [part.numel() for part in parts]
+            work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
+            return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
+        if kind is not ExchangeKind.GATHER and on_device:
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            work = dist.all_reduce(whole, group=group, async_op=True)
+            start = sum(lengths[: self.index])
+            cut = kind is ExchangeKind.SCATTERED_SUM
+            return [work], [whole], lambda: whole.narrow(dim, start, lengths[self.index]).contiguous() if cut else whole
+        if on_device and even:
+            own = tensor.contiguous()
+            whole = own.new_empty(size, *own.shape)
+            work = all_gather_single(whole.view(-1), own.view(-1), group=group, async_op=True)
+            return [work], [whole], lambda: torch.cat(whole.unbind(), dim) if dim else whole.flatten(0, 1)
+        parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
+        parts[self.index] = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
+        # gloo's all-gather copies.
+        return self._broadcasts(parts), parts, lambda: self._combine(kind, parts, dim, lengths)
 
     def _broadcasts(self, parts: Sequence[torch.Tensor]) -> list[AsyncWork]:
         """One collective for each part that is not empty, from its rank to all."""
@@ -358,7 +346,11 @@ class SharedExchange(Exchange):
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
                 self._published.wait(sequence + 1, what)
-                parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                try:
+                    parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                except StorageError:  # The memory of a rank that is gone cannot be mapped any more.
+                    self._group.watch.examine(self._group.ranks, what)
+                    raise
                 return self._combine(kind, parts, dim, lengths)
 
         pending = Pending(read, lambda: self._consume(sequence))

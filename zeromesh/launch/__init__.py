@@ -3,7 +3,7 @@
 rendezvous       runs a command as the ranks of this host until all have ended: how the launchers of several hosts meet,
                  number their ranks, and start again when hosts come or go
 rank_processes   the processes of one start on this host, and the signals that end them
-messages         checked messages, the authenticated connection between launchers, and the host's end of a line over ssh
-ssh              a run on the hosts of a hostfile that are reached over ssh, started again without the hosts that are lost
+messages         checked messages, and the authenticated connection between launchers
+ssh              the same launchers on the hosts of a hostfile, over ssh: the one that leads is here
 self_test        a trial launch on this host
 """

@@ -5,8 +5,7 @@ worker records its error for it, so that one message is shown, of the rank that 
 
 The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
 its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. A launcher alone leads
-itself, and listens nowhere. A launcher that `zeromesh launch` has started over ssh meets nobody: `run_ranks` starts the ranks that
-it was given.
+itself, and listens nowhere. `zeromesh launch` leads the launchers that it starts over ssh (see `ssh`).
 """
 
 import errno
@@ -50,7 +49,7 @@ _JOIN_SECONDS = 600.0
 _LAST_CALL_SECONDS = 1.0
 """How long they wait for further launchers then."""
 _TICK_SECONDS = 0.05
-_REST_SECONDS = 300.0
+_REST_SECONDS = 300
 """How long ranks may take to save and end when they are to start again."""
 _MOST_STRANGERS = 64
 
@@ -93,10 +92,12 @@ ALONE = Nodes()
 Result = WorkersFailed | int
 Stopped = Callable[[], bool]
 Notify = Callable[[str], None]
+Poll = Callable[[], int | None]
+"""Returns how many seconds ranks have to end when they are to; with 0 they are killed. None: they go on."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Member:
+class Member:
     """Another launcher as the leader sees it: a stranger, with no processes, until its first message has come."""
 
     line: LauncherConnection
@@ -114,15 +115,18 @@ class _Member:
 class Leader:
     """The launcher that the others find at the endpoint. Raises `ConfigError` when this host cannot listen there."""
 
-    def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> None:
+    rest_seconds = _REST_SECONDS
+
+    def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, *, listens: bool = True) -> None:
         self._nodes, self._processes = nodes, processes
         self._notify, self._stopped = notify, stopped
         self._secret = setting(SECRET) or ""
-        self._listener = None if nodes.alone else listen(*nodes.where)
+        self._listener = listen(*nodes.where) if listens and not nodes.alone else None
         if self._listener is not None:
             self._listener.setblocking(False)
-        self._members: list[_Member] = []
-        self._lost: list[str] = []
+        self._members: list[Member] = []
+        self._lost: list[WorkersFailed] = []
+        """Members that are gone since the latest start, as failures."""
         self._refused: set[str] = set()
         self._joining = self._stopping = False
         self._failures = self._starts = 0
@@ -146,15 +150,14 @@ class Leader:
             self._wait()
         return 0
 
-    def poll(self) -> bool:
-        """Serve the others while ranks run here; returns whether the ranks of all are to be ended."""
+    def poll(self) -> int | None:
+        """Serve the others while ranks run here; see `Poll`."""
         self._serve()
         numbered = [each for each in self._members if each.numbered]
         self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
-        failed = any(each.failure for each in self._members)
-        if self._lost or failed or self._joining:
+        if self._joining or self._failed():
             self._stop()
-        return self._stopping
+        return self.rest_seconds if self._stopping else None
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
         """The ranks here are over: wait for those elsewhere; returns the ranks of the next start, or how the run has ended."""
@@ -168,9 +171,7 @@ class Leader:
         cause, lost = self._cause(failure), self._lost
         if cause is None and not lost:
             return self._end(0)
-        if lost and self._nodes.rank is not None:
-            return self._end(WorkersFailed(message=f"host {', '.join(lost)} is gone", exit_code=1))
-        if cause is not None and cause.exit_code == USERS_MISTAKE:
+        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and self._too_few())):
             return self._end(cause)
         if not lost and not self._joining:
             self._failures += 1
@@ -185,16 +186,21 @@ class Leader:
         self._end(WorkersFailed(message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
 
     @property
-    def _known(self) -> list[_Member]:
+    def _known(self) -> list[Member]:
         return [each for each in self._members if each.processes]
+
+    def _failed(self) -> bool:
+        """Return True if a failure or a loss elsewhere is to end all ranks."""
+        return bool(self._lost) or any(each.failure for each in self._members)
+
+    def _too_few(self) -> bool:
+        """Return True if a loss ends the run."""
+        return self._nodes.rank is not None
 
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and tell each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        host = self._nodes.where[0]
-        # On one host nothing listens on this port unless the user's code does.
-        with listen(host, 0) as free:
-            port = free.getsockname()[1]
+        host, port = self._meeting_place(members)
         place = RankRange(
             first=0,
             processes=self._processes,
@@ -215,11 +221,21 @@ class Leader:
         self._lost, self._joining, self._stopping = [], False, False
         return place
 
+    def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
+        """The address and the port at which ranks find rank 0."""
+        host = self._nodes.where[0]
+        # On one host nothing listens on this port unless the user's code does.
+        with listen(host, 0) as free:
+            return host, free.getsockname()[1]
+
     def _stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            for each in self._members:
-                each.line.send({"stop": True})
+            self._send_all({"stop": self.rest_seconds})
+
+    def _send_all(self, message: Message) -> None:
+        for each in self._known:
+            each.line.send(message)
 
     def _end(self, result: Result) -> Result:
         """Tell the others how the run has ended, and hang up."""
@@ -240,12 +256,13 @@ class Leader:
             for each in self._members
             if each.failure
         ]
-        return min([*([own] if own else []), *elsewhere], key=lambda each: each.noticed, default=None)
+        found = [*([own] if own else []), *elsewhere, *self._lost]
+        return min(found, key=lambda each: each.noticed, default=None)
 
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
         again = f"all ranks start again from {self._nodes.begins_with}"
         if self._lost:
-            self._notify(f"host {', '.join(self._lost)} is gone; {again}")
+            self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._joining:
             self._notify(f"another host has come; {again}")
         else:
@@ -257,28 +274,31 @@ class Leader:
 
     def _serve(self) -> None:
         """Accept connections and take the messages that have come, without waiting."""
-        if self._listener is None:
-            return
         with suppress(OSError):
-            while True:
+            while self._listener is not None:
                 connection, (address, *_) = self._listener.accept()
                 if len(self._members) - len(self._known) >= _MOST_STRANGERS:
                     connection.close()
                 else:
                     line = LauncherConnection(connection, self._secret, serves=True)
-                    self._members.append(_Member(line=line, name=str(address)))
+                    self._members.append(Member(line=line, name=str(address)))
         for each in list(self._members):
             try:
                 for message in each.line.receive():
                     self._take(each, message)
                 continue
-            except MessageError as error:
-                self._refuse(each.name, str(error))
-                each.line.send({"over": {"code": 1, "text": str(error)}})
-            except ConnectionError:
-                self._lost += [each.name] if each.running else []
+            except (MessageError, ConnectionError) as error:
+                self._drop(each, error)
             each.line.connection.close()
             self._members.remove(each)
+
+    def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
+        """Let go of a member, which has sent what makes no sense, or is gone."""
+        if isinstance(error, MessageError):
+            self._refuse(each.name, str(error))
+            each.line.send({"over": {"code": 1, "text": str(error)}})
+        if each.running:
+            self._lost.append(WorkersFailed(message=f"host {each.name} is gone", exit_code=1))
 
     def _refuse(self, who: str, reason: str) -> None:
         """Notify once for each address, and for a few: what connects here need not belong to the run."""
@@ -286,7 +306,7 @@ class Leader:
             self._refused.add(who)
             self._notify(f"{who}, which came to {self._nodes.endpoint}, is refused: {reason}")
 
-    def _take(self, each: _Member, message: Message) -> None:
+    def _take(self, each: Member, message: Message) -> None:
         """Use a message: the first of a launcher introduces it, `rest` says that its ranks are over."""
         if not each.processes:
             self._introduce(each, message)
@@ -297,7 +317,7 @@ class Leader:
                     message=optional(message, "text", ""), exit_code=code, noticed=optional(message, "noticed", False)
                 )
 
-    def _introduce(self, each: _Member, message: Message) -> None:
+    def _introduce(self, each: Member, message: Message) -> None:
         processes = number(message, "processes", least=1, most=MAX_PROCESSES)
         if optional(message, "run_id", "") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
@@ -314,19 +334,23 @@ class Leader:
 class Follower:
     """A launcher that finds the leader at the endpoint."""
 
+    rest_seconds = _REST_SECONDS
+    """How long ranks here have to end when the run is over; when the leader is gone, they have no time at all."""
+
     def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
         self._nodes, self._processes, self._stopped = nodes, processes, stopped
         self._line: LauncherConnection | None = None
         self._result: Result | None = None
         self._place: RankRange | None = None
-        self._stop = False
+        self._stop: int | None = None
 
     def first_start(self) -> RankRange | Result:
         """Find the leader, and wait for its answer, as `Leader.first_start` returns it."""
         until = time.monotonic() + _REACH_SECONDS
         while self._line is None:
             try:
-                self._line = self._join(socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS))
+                connection = socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS)
+                self._line = self._join(LauncherConnection(connection, setting(SECRET) or "", serves=False))
             except OSError as error:
                 if time.monotonic() > until:
                     return self._unreached(error.strerror or str(error))
@@ -335,8 +359,8 @@ class Follower:
                 return 0
         return self._wait()
 
-    def poll(self) -> bool:
-        """Answer the leader while ranks run here; returns whether they are to be ended."""
+    def poll(self) -> int | None:
+        """Answer the leader while ranks run here; see `Poll`."""
         self._receive()
         return self._stop
 
@@ -357,12 +381,11 @@ class Follower:
             self._line.connection.close()
             self._line = None
 
-    def _join(self, connection: socket.socket) -> LauncherConnection:
+    def _join(self, line: LauncherConnection) -> LauncherConnection:
         """Introduce this launcher to the leader at the other end. Raises `OSError` where there is none."""
-        line = LauncherConnection(connection, setting(SECRET) or "", serves=False)
         try:
             while not line.receive():
-                select.select([connection], [], [], _TICK_SECONDS)
+                select.select([line.connection], [], [], _TICK_SECONDS)
         except MessageError as error:
             raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
         except ConnectionError:
@@ -378,7 +401,7 @@ class Follower:
             if self._result is not None:
                 return self._result
             if self._place is not None:
-                place, self._place, self._stop = self._place, None, False
+                place, self._place, self._stop = self._place, None, None
                 return place
             if self._line is not None:
                 select.select([self._line.connection], [], [], _TICK_SECONDS)
@@ -392,16 +415,16 @@ class Follower:
                 self._take(message)
         except (MessageError, ConnectionError) as error:
             if self._result is None:
-                self._result = self._unreached(str(error))
+                self._result, self._stop = self._unreached(str(error)), 0
         if self._result is not None:
-            self._stop = True
+            self._stop = self.rest_seconds if self._stop is None else self._stop
             self.close()
 
     def _take(self, message: Message) -> None:
         if "start" in message:
             self._place = rank_range(message)
         elif "stop" in message:
-            self._stop = True
+            self._stop = number(message, "stop")
         elif "over" in message:
             end = message["over"] if isinstance(message["over"], dict) else {}
             code = number(end, "code", most=MAX_EXIT_CODE)
@@ -459,24 +482,22 @@ def launch_workers(
     """
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
         others = meeting(nodes, processes, notify, lambda: bool(requests.first))
-        try:
-            found = others.first_start()
-            while isinstance(found, RankRange) and not requests.first:
-                found = others.next_start(_run(arguments, found, others.poll, requests, passes))
-        finally:
-            others.close()
-        return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
+        return run_starts(arguments, others, requests, passes)
 
 
-def run_ranks(arguments: Sequence[str], place: RankRange) -> Result:
-    """Run `python ARGUMENTS` as the ranks that `place` names, once, and return as `launch_workers` does."""
-    with noted_signals() as requests:
-        failure = _run(arguments, place, lambda: False, requests)
-        return requests.exit_code() or failure or 0
+def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: StopSignals, passes: int = 1) -> Result:
+    """Run the ranks of this host, again and again as `others` say, and leave these; returns as `launch_workers` does."""
+    try:
+        found = others.first_start()
+        while isinstance(found, RankRange) and not requests.first:
+            found = others.next_start(_run(arguments, found, others.poll, requests, passes))
+    finally:
+        others.close()
+    return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
 
 
 def _run(
-    arguments: Sequence[str], place: RankRange, poll: Stopped, requests: StopSignals, passes: int = 1
+    arguments: Sequence[str], place: RankRange, poll: Poll, requests: StopSignals, passes: int
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on to them until all have ended, and return the failure that caused the others."""
     ranks = RankProcesses(arguments, place)
@@ -488,8 +509,11 @@ def _run(
 
     try:
         while not ranks.over():
-            if poll():
-                ranks.stop(signal.SIGTERM, _REST_SECONDS)
+            seconds = poll()
+            if seconds == 0:
+                ranks.send(signal.SIGKILL)
+            elif seconds is not None:
+                ranks.stop(signal.SIGTERM, seconds)
             requests.tell(ranks.send)
             requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL), passes)
             time.sleep(_TICK_SECONDS)

@@ -1,5 +1,8 @@
-"""A run on several hosts over ssh: a command on each, watched from here until all of them have ended, and started again on the
-hosts that are left when some are lost.
+"""A run on several hosts over ssh: a launcher on each, led from here until all of them have ended, and started again on the hosts
+that are left when some are lost.
+
+The line to a host is the standard input and output of the remote command. Messages of the host begin with `BEGIN`, since they stand
+among what its processes print.
 
 A host counts as *lost* when it sends nothing for a while, or when its connection ends before it has reported how its
 processes ended. Whatever fails, the other hosts are ended too; no wait here is without a bound.
@@ -12,24 +15,27 @@ import os
 import queue
 import random
 import re
-import selectors
+import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import IO
 
+from zeromesh.environment import export
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.messages import BEGIN, MAX_EXIT_CODE, MAX_MESSAGE, Message, MessageError
-from zeromesh.launch.rank_processes import USERS_MISTAKE, RankRange, StopSignals, WorkersFailed, noted_signals
+from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, Message, MessageError
+from zeromesh.launch.rank_processes import RankRange, StopSignals, WorkersFailed, noted_signals
+from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
+BEGIN = b"\x1ezeromesh:"
 MAX_SLOTS = 1024
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 # A name never begins with `-`, which ssh would take for an option.
@@ -50,12 +56,13 @@ START_SECONDS = 120.0
 """How long a host may take until its first message: the connection, and Python's start from a slow disk."""
 _LINGER_SECONDS = 5.0  # between a host's last message, or the end of its connection, and the end of its pipes
 _MARGIN_SECONDS = 1.0
-_TICK_SECONDS = 0.1
 _PORTS = range(20000, 30000)
 """Below the ports that systems hand out to connections."""
 _LONGEST_LINE = 1 << 16
 _MOST_LINES = 100_000
 _LAST_SECONDS = 5.0
+_LAST_MESSAGE_SECONDS = 1.0
+_MOST_SIGNAL = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,18 +129,9 @@ class LaunchPlan:
         path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
         return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *self.command])}"]
 
-    def places(self) -> list[RankRange]:
-        """The ranks of each host in a start."""
-        slots = [host.slots for host in self.hosts]
-        first = RankRange(
-            first=0,
-            processes=slots[0],
-            world_size=sum(slots),
-            master_address=self.hosts[0].address,
-            master_port=self.port or random.choice(_PORTS),
-            run_id=uuid.uuid4().hex,
-        )
-        return [replace(first, first=sum(slots[:index]), processes=count) for index, count in enumerate(slots)]
+    def meeting_place(self, hosts: Sequence[Host]) -> tuple[str, int]:
+        """The address and the port at which ranks on these hosts find rank 0."""
+        return hosts[0].address, self.port or random.choice(_PORTS)
 
 
 def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed | int:
@@ -145,46 +143,111 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
     Raises:
         ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.
     """
-    failures = 0
+    plan.check(plan.hosts)
     with noted_signals() as requests:
-        while True:
-            plan.check(plan.hosts)
-            cause, lost, safe_at = _start(plan, requests)
-            code = requests.exit_code()
-            if cause is None or code:
-                return code
-            left = tuple(host for host in plan.hosts if host not in lost)
-            failures += not lost
-            if cause.exit_code == USERS_MISTAKE or failures > plan.max_restarts or len(left) < plan.least:
-                return cause
-            processes = sum(host.slots for host in left)
-            notify(str(cause))
-            notify(
-                f"going on from the newest checkpoint with {len(left)} host{'s' * (len(left) != 1)} "
-                f"({', '.join(host.name for host in left)}) and {processes} process{'es' * (processes != 1)}"
+        leader = _SshLeader(plan, notify, requests)
+        try:
+            found = leader.first_start()
+            while isinstance(found, RankRange):
+                found = leader.next_start(None)
+        finally:
+            leader.close()
+        return requests.exit_code() or found
+
+
+class _SshLeader(Leader):
+    """The launcher that starts the others over ssh; it has no ranks itself. Whatever one meets, all ranks are killed at once."""
+
+    rest_seconds = 0
+
+    def __init__(self, plan: LaunchPlan, notify: Callable[[str], None], requests: StopSignals) -> None:
+        nodes = Nodes(least=plan.least, most=1 + len(plan.hosts), max_restarts=plan.max_restarts)
+        super().__init__(nodes, 0, notify, self._interrupted, listens=False)
+        self._plan, self._requests = plan, requests
+        self._output = Output()
+        self._processes_of: dict[str, HostProcess] = {}
+        self._safe_at = 0.0
+        """The time from which on nothing of the run is alive on the hosts that are lost, in seconds of the monotonic clock."""
+        self._told = 0
+        """How many of the lost hosts were told of."""
+        self._failed_at: float | None = None
+
+    def first_start(self) -> RankRange | Result:
+        if not self._processes_of:
+            for rank, host in enumerate(self._plan.hosts):
+                process = self._processes_of[host.name] = HostProcess(host, self._plan, self._output)
+                self._members.append(Member(line=process.line, name=host.name, rank=rank))
+        while time.monotonic() < self._safe_at or len(self._known) < len(self._members):
+            self._serve()
+            if self._stopped():
+                return 0
+            self._wait()
+        if self._lost[self._told :]:
+            if self._too_few():
+                return self._end(self._lost[0])
+            self._explain_restart(self._lost[0])
+        self._plan.check(self._left)
+        self._told, self._failed_at = 0, None
+        return self._start()
+
+    def close(self) -> None:
+        super().close()
+        until = time.monotonic() + _LINGER_SECONDS
+        for process in self._processes_of.values():
+            process.close(until)
+        self._output.close()
+
+    @property
+    def _left(self) -> tuple[Host, ...]:
+        return tuple(self._processes_of[each.name].host for each in self._members)
+
+    def _failed(self) -> bool:
+        """A host that only noticed another's failure waits until the other one has reported it, or is lost."""
+        failures = [each.failure for each in self._members if each.failure]
+        now = time.monotonic()
+        self._failed_at = now if failures and self._failed_at is None else self._failed_at
+        late = self._failed_at is not None and now > self._failed_at + self._plan.silence_seconds + _MARGIN_SECONDS
+        known = bool(self._lost) or any(not each.noticed for each in failures)
+        return (known or late) and not self._requests.passed_on  # Ranks that were told to stop may save.
+
+    def _too_few(self) -> bool:
+        return len(self._members) < self._plan.least
+
+    def _interrupted(self) -> bool:
+        """Pass signals on; returns whether nothing is left to be waited for after one."""
+        self._requests.pass_on(lambda each: self._send_all({"signal": each}), lambda: self._send_all({"stop": 0}))
+        return bool(self._requests.first) and not any(each.running for each in self._members)
+
+    def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
+        return self._plan.meeting_place(self._left)
+
+    def _explain_restart(self, cause: WorkersFailed | None) -> None:
+        self._told = len(self._lost)
+        names, processes = [host.name for host in self._left], sum(host.slots for host in self._left)
+        self._notify(str(cause))
+        self._notify(
+            f"going on from the newest checkpoint with {len(names)} host{'s' * (len(names) != 1)} "
+            f"({', '.join(names)}) and {processes} process{'es' * (processes != 1)}"
+        )
+
+    def _introduce(self, each: Member, message: Message) -> None:
+        each.processes = self._processes_of[each.name].host.slots
+        each.line.send({"variables": dict(self._plan.variables)})
+
+    def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
+        process, now = self._processes_of[each.name], time.monotonic()
+        if each.numbered and not each.running:
+            return
+        if isinstance(error, MessageError):
+            reason = f"what it has sent makes no sense: {error}"
+        else:
+            reason = process.end() or f"nothing has been heard for {now - each.line.alive_at:.0f} s" + (
+                "; the host, its network or its connection is gone" if each.processes else " since it was to start"
             )
-            plan = replace(plan, hosts=left)
-            while time.monotonic() < safe_at and not requests.exit_code():
-                time.sleep(_TICK_SECONDS)
-            if code := requests.exit_code():
-                return code
-
-
-def _start(plan: LaunchPlan, requests: StopSignals) -> tuple[WorkersFailed | None, set[Host], float]:
-    """Start the launchers of all hosts, and `watch` them until all have ended."""
-    output = Output()
-    lines: list[HostLine] = []
-    try:
-        for host, place in zip(plan.hosts, plan.places(), strict=True):
-            try:
-                lines.append(HostLine(host, place, plan, output))
-            except OSError as error:
-                raise ConfigError(f"--ssh: {plan.ssh[0]!r} cannot be started ({error.strerror or error})") from error
-        return watch(lines, requests, plan.silence_seconds)
-    finally:
-        for line in lines:
-            line.close()
-        output.close()
+        self._lost.append(WorkersFailed(message=f"host {each.name}: {reason}", exit_code=1))
+        heard = each.line.alive_at if each.processes else now
+        self._safe_at = max(self._safe_at, heard + self._plan.silence_seconds + _MARGIN_SECONDS)
+        process.lost = True
 
 
 class Output:
@@ -229,9 +292,9 @@ class HostStream:
         self._prefix = f"[{host}] "
         self._partial = b""
 
-    def feed(self, data: bytes) -> list[Message]:
-        """Take a piece: print the lines that are complete, or too long to wait for their end; returns the complete messages."""
-        found: list[Message] = []
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take a piece: print the lines that are complete, or too long to wait for their end; returns those that are messages."""
+        found: list[bytes] = []
         *whole, rest = (self._partial + data).split(b"\n")
         printed = b""
         for line in whole:
@@ -240,7 +303,8 @@ class HostStream:
             printed += begin
             try:
                 if mark:
-                    found.append(messages.parsed(content))
+                    messages.parsed(content.partition(b" ")[2])
+                    found.append(content)
                     continue
             except MessageError:  # It only looks like a message.
                 printed += mark + content
@@ -263,182 +327,146 @@ class HostStream:
         self._output.put(self._number, self._prefix + text)
 
 
-class HostLine:
-    """This end of the connection to one host: the local process, the host's output, and whether the host is alive.
+class HostProcess:
+    """The local end of ssh to one host: it prints what the host prints, and messages among that come to `line`.
 
     Raises:
-        OSError: when the local command cannot be started.
+        ConfigError: when the local command cannot be started.
     """
 
-    def __init__(self, host: Host, place: RankRange, plan: LaunchPlan, output: Output) -> None:
+    def __init__(self, host: Host, plan: LaunchPlan, output: Output) -> None:
         self.host = host
-        self.failure: WorkersFailed | None = None
-        self.last_message = time.monotonic()
-        """When the host sent its last message; of a failure, when it began."""
         self.lost = False
-        self.over = False
-        """True if nothing more is to come."""
-        self.safe_at = 0.0
-        """The time from which on nothing of the run is alive on the host, if it was lost, in seconds of the monotonic clock."""
-        self._program = plan.ssh[0]
-        self._silence = plan.silence_seconds
-        self._beating = False
-        self._reported_at: float | None = None
-        self._ended_at: float | None = None
-        self._killed_at: float | None = None
-        self._streams = {number: HostStream(output, number, host.name) for number in (1, 2)}
-        # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
-        self._process = subprocess.Popen(
-            plan.arguments(host),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+        self._closed = False
+        """True if the command has closed its output, and is about to end."""
+        ours, self._theirs = socket.socketpair()
+        try:
+            # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
+            self._process = subprocess.Popen(
+                plan.arguments(host),
+                stdin=self._theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"--ssh: {plan.ssh[0]!r} cannot be started ({error.strerror or error})") from error
+        self.line = LauncherConnection(
+            ours, "", serves=True, hello_seconds=START_SECONDS, silence_seconds=plan.silence_seconds
         )
-        for pipe in self._pipes.values():
-            os.set_blocking(pipe.fileno(), False)
-        self.send({"variables": dict(plan.variables), "start": asdict(place)})
+        self._program = plan.ssh[0]
+        self._patience = plan.silence_seconds / BEATS
+        self._streams = {number: HostStream(output, number, host.name) for number in (1, 2)}
+        pipes = {1: self._process.stdout, 2: self._process.stderr}
+        self._threads = [
+            threading.Thread(target=self._forward, args=(number, pipe), name=f"output of {host.name}", daemon=True)
+            for number, pipe in pipes.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _forward(self, number: int, pipe: IO[bytes]) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                for line in self._streams[number].feed(data):
+                    select.select([], [self._theirs], [])  # ssh may have set its input, which this is, not to block.
+                    with suppress(OSError):  # Nobody listens any more.
+                        self._theirs.sendall(line + b"\n")
+        self._streams[number].flush()
+        if number == 1:
+            self._closed = True
+            with suppress(OSError):
+                self._theirs.shutdown(socket.SHUT_WR)
 
     @property
-    def _pipes(self) -> dict[int, IO[bytes]]:
-        pipes = enumerate((self._process.stdin, self._process.stdout, self._process.stderr))
-        return {number: pipe for number, pipe in pipes if pipe is not None}
+    def pid(self) -> int:
+        """The number of the local process."""
+        return self._process.pid
 
-    def send(self, message: Message) -> None:
-        """Send a message to the host. A full pipe loses it: then the host is silent, and will count as lost."""
-        with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._pipes[0].fileno(), messages.line(message))
-
-    def kill(self) -> None:
-        """Tell the host to end its processes at once."""
-        if not self.over and self._reported_at is None and self._killed_at is None:
-            self._killed_at = time.monotonic()
-            self.send({"kill": True})
-
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Have `selector` tell when there is something to read."""
-        for number in (1, 2):
-            selector.register(self._pipes[number], selectors.EVENT_READ, (self, number))
-
-    def read(self, number: int) -> bool:
-        """Read what has come on standard output (1) or standard error (2); False at its end."""
+    def end(self) -> str:
+        """Say how the local command has ended; empty while it goes on."""
         try:
-            data = os.read(self._pipes[number].fileno(), 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            self._streams[number].flush()
-            return False
+            code = self._process.wait(self._patience if self._closed else 0.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        self._threads[1].join(self._patience)
+        last_line = f": {self._streams[2].last}" if self._streams[2].last else ""
+        return f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
+
+    def close(self, until: float) -> None:
+        """End the local command, once it has handed over what the host has printed, or at `until`, in monotonic time.
+
+        Of a host that is lost nothing more comes. A host ends its processes by itself when the line is cut.
+        """
+        self.line.connection.close()
+        for thread in self._threads:  # A process that somebody left behind may keep the pipes for ever.
+            thread.join(0.0 if self.lost else max(0.0, until - time.monotonic()))
+        for harder in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, harder)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=2.0)
+        self._theirs.close()
+
+
+class AttachedFollower(Follower):
+    """The launcher on a host, whose leader is at the other ends of its standard input and output. It ends all at once when that is
+    silent for `silence_seconds`, or has closed the line."""
+
+    rest_seconds = 0
+
+    def __init__(self, silence_seconds: float, stopped: Callable[[], bool]) -> None:
+        super().__init__(ALONE, 1, stopped)
+        self._silence = silence_seconds
+
+    def first_start(self) -> RankRange | Result:
+        ours, self._theirs = socket.socketpair()
+        source = os.dup(0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        threading.Thread(target=self._hear, args=(source,), name="input", daemon=True).start()
+        self._speaking = threading.Thread(target=self._speak, name="messages", daemon=True)
+        self._speaking.start()
+        line = LauncherConnection(ours, "", serves=False, hello_seconds=START_SECONDS, silence_seconds=self._silence)
         try:
-            for message in self._streams[number].feed(data):
-                self._take(message)
-        except MessageError as error:
-            self.kill()
-            self._lose(f"what it has sent makes no sense: {error}")
-        return True
-
-    def _take(self, message: Message) -> None:
-        if self.over or self._reported_at is not None:
-            return
-        self.last_message = time.monotonic()
-        if "beat" in message:
-            self._beating = True
-            self.send({"echo": messages.number(message, "beat")})
-        elif "end" in message:
-            code = messages.number(message, "end", most=MAX_EXIT_CODE)
-            text = messages.optional(message, "text", "") or f"ended with exit code {code}"
-            noticed = messages.optional(message, "noticed", False)
-            self._reported_at = self.last_message
-            if code and self._killed_at is None:
-                self._fail(text, code, noticed=noticed)
-        else:
-            raise MessageError(f"a message has neither 'beat' nor 'end': {', '.join(map(repr, message)) or 'nothing'}")
-
-    def check(self, reading: bool) -> None:
-        """Find out whether the host has ended or is lost. `reading`: its pipes are still open."""
-        if self.over:
-            return
-        now = time.monotonic()
-        if self._ended_at is None and self._process.poll() is not None:
-            self._ended_at = now
-        # A process that somebody left behind may keep the pipes for ever.
-        closed = self._ended_at is not None and (not reading or now - self._ended_at > _LINGER_SECONDS)
-        quiet = now - max(self.last_message, self._killed_at or 0.0)
-        if self._reported_at is not None:
-            self.over = closed or now - self._reported_at > _LINGER_SECONDS
-        elif closed:
-            last_line = f": {self._streams[2].last}" if self._streams[2].last else ""
-            code = self._process.returncode
-            self._lose(
-                f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
-            )
-        elif quiet > (self._silence if self._beating or self._killed_at is not None else START_SECONDS):
-            gone = "; the host, its network or its connection is gone" if self._beating else " since it was to start"
-            self._lose(f"nothing has been heard for {now - self.last_message:.0f} s{gone}")
-
-    def _lose(self, text: str) -> None:
-        known = self.last_message if self._beating else time.monotonic()
-        self.safe_at = known + self._silence + _MARGIN_SECONDS
-        self.over = self.lost = True
-        self._fail(text, 1)
-
-    def _fail(self, text: str, exit_code: int, *, noticed: bool = False) -> None:
-        self.failure = WorkersFailed(message=f"host {self.host.name}: {text}", exit_code=exit_code, noticed=noticed)
+            self._line = self._join(line)
+        except (ConfigError, OSError) as error:
+            return self._unreached(str(error))
+        return self._wait()
 
     def close(self) -> None:
-        """End the local process of the connection; the host ends its own when the connection is gone."""
-        with suppress(BrokenPipeError):
-            self._pipes[0].close()
-        for harder in (signal.SIGTERM, signal.SIGKILL):
-            if self._process.poll() is not None:
-                break
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, harder)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=2.0)
-        for number in (1, 2):
-            self._pipes[number].close()
+        super().close()
+        self._speaking.join(_LAST_MESSAGE_SECONDS)
+
+    def _hear(self, source: int) -> None:
+        with suppress(OSError):
+            while data := os.read(source, 1 << 16):
+                self._theirs.sendall(data)
+            self._theirs.shutdown(socket.SHUT_WR)
+
+    def _speak(self) -> None:
+        with suppress(OSError), self._theirs.makefile("rb") as lines:
+            for line in lines:
+                # One piece of at most PIPE_BUF bytes, as a beat is, lets nothing of the ranks come in between.
+                data = memoryview(BEGIN + line)
+                while data:
+                    data = data[os.write(1, data) :]
+        with suppress(OSError):
+            self._theirs.shutdown(socket.SHUT_WR)
+
+    def _take(self, message: Message) -> None:
+        if "variables" in message:
+            export(messages.variables(message))
+        elif "signal" in message:
+            os.kill(os.getpid(), messages.number(message, "signal", least=1, most=_MOST_SIGNAL))
+        else:
+            super()._take(message)
 
 
-def watch(
-    lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float
-) -> tuple[WorkersFailed | None, set[Host], float]:
-    """Print what hosts print and pass signals on until all have ended; when one fails, end all.
-
-    Returns the failure that caused the others, the lost hosts, and the time from which on nothing is alive on them.
-    """
-
-    def signal_all(number: int) -> None:
-        for each in lines:
-            each.send({"signal": number})
-
-    def kill_all() -> None:
-        for each in lines:
-            each.kill()
-
-    failed_at: float | None = None
-    with selectors.DefaultSelector() as selector:
-        for each in lines:
-            each.register(selector)
-        while not all(each.over for each in lines):
-            if not selector.get_map():
-                time.sleep(_TICK_SECONDS)
-            for key, _ in selector.select(_TICK_SECONDS) if selector.get_map() else ():
-                host_line, number = key.data
-                if not host_line.read(number):
-                    selector.unregister(key.fileobj)
-            reading = {id(key.data[0]) for key in selector.get_map().values()}
-            for each in lines:
-                each.check(id(each) in reading)
-            requests.pass_on(signal_all, kill_all)
-            failures = [each.failure for each in lines if each.failure]
-            now = time.monotonic()
-            failed_at = now if failures and failed_at is None else failed_at
-            # A host that only noticed another's failure waits until the other one has reported it, or is lost.
-            known = any(not failure.noticed for failure in failures)
-            late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
-            if (known or late) and not requests.passed_on:
-                kill_all()
-    found = [(each.failure.noticed, each.last_message, index) for index, each in enumerate(lines) if each.failure]
-    cause = lines[min(found)[2]].failure if found else None
-    return cause, {each.host for each in lines if each.lost}, max(each.safe_at for each in lines)
+def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
+    """Run `python ARGUMENTS` as the ranks that a `zeromesh launch` at the other end of standard input and output asks for."""
+    with noted_signals() as requests:
+        follower = AttachedFollower(silence_seconds, lambda: bool(requests.first))
+        return run_starts(arguments, follower, requests)

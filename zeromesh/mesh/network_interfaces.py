@@ -4,7 +4,9 @@ Left alone, gloo takes the address that the host's own name resolves to, which i
 interface that the other hosts cannot reach.
 """
 
+import ipaddress
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -35,7 +37,7 @@ def own_address(name: str) -> str:
         ConfigError: when `name` leads to no address of this host but the loopback, and the host has several others.
     """
     found = addresses_of(name)
-    if is_loopback(name) or name == "localhost":
+    if is_loopback(name):
         return found[0] if found else LOOPBACK
     own = by_address()
     for address in found:
@@ -83,9 +85,11 @@ def address_towards(host: str) -> str | None:
     return None
 
 
-def is_loopback(address: str) -> bool:
-    """Return True if an address reaches only its own host."""
-    return address.startswith("127.") or address == "::1"
+def is_loopback(host: str) -> bool:
+    """Return True if an address, or the name localhost, reaches only its own host."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 def interface_of(address: str) -> str | None:

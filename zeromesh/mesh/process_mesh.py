@@ -125,7 +125,7 @@ class ProcessMesh:
         """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
         self.coordinate: Coordinate = shape.coordinate(self.rank)
         """The coordinate of this rank; `shape.coordinate` gives that of any rank."""
-        self.watch.compare_with(self.data.ranks)
+        self.watch.alike = frozenset(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
         self.data_index = shape.data_index(self.rank)
 

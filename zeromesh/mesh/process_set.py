@@ -97,6 +97,70 @@ class ProcessSet:
         """Every rank's `value`, which JSON can express, in the order of the set; tuples become lists."""
         return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode(), what)]
 
+    def require_same(self, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
+        """Compare named values, as text, on all ranks of the set.
+
+        Raises:
+            error: on every rank, with the names that differ, what each rank has, and `advice`.
+        """
+        content = json.dumps({name: str(value) for name, value in values.items()}).encode()
+        digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+        if len({row[0] for row in self.gather_integers([digest])}) == 1:
+            return
+        rows = [json.loads(row) for row in self.gather_bytes(content, "values that differ between ranks")]
+        raise error(f"ranks were given different things: {'; '.join(differences(rows, self.ranks))}. {advice}")
+
+    def all_or_raise(
+        self,
+        what: str,
+        work: Callable[[], Any],
+        error: type[ZeromeshError],
+        *,
+        kept: type[ZeromeshError] | None = None,
+        first: bool = False,
+    ) -> list[Any]:
+        """Return what `work` returns on each rank, which JSON can express; with `first` only the first rank works.
+
+        No rank goes on alone: where the work of one fails, all raise what it met.
+
+        Raises:
+            kept: where the work of some rank raises it.
+            error: for whatever else it raises.
+        """
+
+        def encoded() -> bytes:
+            return json.dumps(None if first and self.index else work()).encode()
+
+        answers = self.all_bytes_or_raise(what, encoded, error, kept=kept, first=first)
+        return [json.loads(answer) for answer in answers]
+
+    def all_bytes_or_raise(
+        self,
+        what: str,
+        work: Callable[[], bytes],
+        error: type[ZeromeshError],
+        *,
+        kept: type[ZeromeshError] | None = None,
+        first: bool = False,
+    ) -> list[bytes]:
+        """As `all_or_raise`, of work that returns bytes."""
+        failure: Exception | None = None
+        try:
+            answer = b"+" + work()
+        except Exception as met:  # noqa: BLE001 - other people's code among it; all ranks have to know
+            failure = met
+            mark = b"?" if kept is not None and isinstance(met, kept) else b"-"
+            answer = mark + _reason(met, what).encode(errors="backslashreplace")
+        answers = self.gather_bytes(answer, what)
+        failed = {rank: text[1:].decode() for rank, text in enumerate(answers) if text[:1] != b"+"}
+        if not failed:
+            return [text[1:] for text in answers]
+        rank = next((each for each in failed if answers[each][:1] == b"?"), min(failed))
+        raised = kept if kept is not None and answers[rank][:1] == b"?" else error
+        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        same = len(failed) == len(answers) and len(set(failed.values())) == 1
+        raise raised(failed[rank] if same or first else f"rank {rank}: {failed[rank]}{more}") from failure
+
     def sum_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
@@ -223,18 +287,12 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def require_same(group: ProcessSet, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
-    """Compare named values, as text, with the other ranks of `group`; all of them call this.
-
-    Raises:
-        error: on every rank, with the names that differ, what each rank has, and `advice`.
-    """
-    content = json.dumps({name: str(value) for name, value in values.items()}).encode()
-    digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
-    if len({row[0] for row in group.gather_integers([digest])}) == 1:
-        return
-    rows = [json.loads(row) for row in group.gather_bytes(content, "values that differ between ranks")]
-    raise error(f"ranks were given different things: {'; '.join(differences(rows, group.ranks))}. {advice}")
+def _reason(error: Exception, what: str) -> str:
+    if isinstance(error, ZeromeshError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or what}: {error.strerror or error}"
+    return f"{what}: {type(error).__name__}: {error}"
 
 
 def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
@@ -343,7 +401,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         if self._agreement is None:
             self._agreement = self._apart(_AGREEMENT, self._world.ranks)
         advice = "No process set was changed: every rank of the world makes the same calls in the same order, also outside of a set"
-        require_same(self._agreement, {"the call": call}, CollectiveError, advice=advice)
+        self._agreement.require_same({"the call": call}, CollectiveError, advice=advice)
         return self._agreement
 
     def _check(self, name: str, ranks: Sequence[int]) -> None:

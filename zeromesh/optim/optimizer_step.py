@@ -13,7 +13,8 @@ A step calls, in this order:
 [Note: Updates inside backward]
 A bucket is updated when it is reduced and this rank does not read its parameters any more. The update then waits until the other
 ranks have read them too. This cannot be circular: all ranks leave units in one order, and a rank waits only for units that it has
-left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it.
+left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it. One that
+lacks a gradient on this rank is updated when the step ends, and ranks have told whether another had one.
 """
 
 import math
@@ -234,7 +235,7 @@ class OptimizerStep:
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
         """The hyperparameters that each group of parameters is updated with."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
-        """The buckets that backward has updated, and the norms of their gradients."""
+        """The buckets that backward has reduced for an update, and the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
         """The norms of the step's gradients, once they are read."""
         self.sharing = ReplicaGroups(mesh, self._all)
@@ -424,14 +425,15 @@ class OptimizerStep:
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
-        """Multiply gradients by `factor` and update with them, unless backward has done so; release their memory. `skip`: release
-        it alone."""
+        """Update with gradients times `factor`, unless backward has done so, and release their memory; `skip`: that alone."""
         self._retire(units)
-        if not skip and not self._options.optimizer_in_backward:
+        late = [bucket for bucket, _ in self._updated if bucket not in self.last_order]
+        due = late if self._options.optimizer_in_backward else self._buckets
+        if not skip:
             if not is_accelerator(self._stream.device):
                 self.shards.arrive()
-            for number, bucket in enumerate(self._buckets):
-                self._update(bucket, factor, self._buckets[number + 1 :])
+            for number, bucket in enumerate(due):
+                self._update(bucket, factor, due[number + 1 :])
         self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.
         self.drop_gradients()
         if not skip:
@@ -519,8 +521,9 @@ class OptimizerStep:
                 raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
             self._updated.append((bucket, norm))
             done = {id(bucket), *map(id, self.last_order)}
-            self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
-            self.shards.drop(bucket)
+            if not bucket.missing:
+                self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
+                self.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
         """Update a bucket's shard. `following` are the buckets whose turn comes next, as far as that is known."""

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import torch
 
@@ -145,7 +144,10 @@ class Executor:
             if self.group.on_stream:
                 self._orders[schedule] = MessageOrder.of(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
-        self._require_agreement(schedule, signatures)
+        # Shapes that one rank remembers and another does not would end in an abort.
+        passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
+        advice = "Every rank of a pipeline must be given the same data"
+        self.group.require_same(passed, CollectiveError, advice=advice)
         order = self._orders.get(schedule)
         run = _Run(schedule, rank, self._incoming[schedule], order, runner, signatures, self._channels)
         marks = [_now(self._channels.device)]
@@ -153,17 +155,6 @@ class Executor:
             marks += run.do(action)
         self._channels.settle()
         return Measured(schedule=schedule, marks=tuple(marks))
-
-    def _require_agreement(self, schedule: PipelineSchedule, shapes: Sequence[Hashable]) -> None:
-        """Raise where ranks differ: shapes that one rank remembers and another does not would end in an abort."""
-        own = [schedule.microbatches, crc32(repr((schedule.name, schedule.chunks, shapes)).encode())]
-        everyone = self.group.gather_integers(own)
-        if any(each != own for each in everyone):
-            counts = ", ".join(str(each[0]) for each in everyone)
-            raise CollectiveError(
-                f"ranks {', '.join(map(str, self.group.ranks))} of the pipeline do not run the same microbatches: they have "
-                f"{counts} of them, or of other shapes; here {shapes}. Every rank of a pipeline must be given the same data"
-            )
 
     def bubble(self, measured: Measured) -> Bubble:
         """Collect how long all ranks have waited; all ranks call this together, which waits until a device has computed all."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from zeromesh.files import write_whole
 from zeromesh.telemetry.event_ring import REQUEST, Activity
-from zeromesh.telemetry.status_board import TOTALS
+from zeromesh.telemetry.status_board import ASKED, TOTALS, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
 _WINDOW = 10
@@ -70,14 +70,14 @@ class StateMonitor:
                 {"rank": rank, "pid": row.pid, "step": row.step, "microbatch": row.microbatch}
                 | {"activity": Activity(row.activity).name.lower(), "doing": doing, "seconds": round(row.seconds, 2)}
                 | {"seconds_without_progress": round(now - since, 1), "failure": self._clean(row.failure)}
-                | {"disk": self._clean(watch.disk_of(rank)), "recent": self._recent(rank)}
+                | {"disk": self._clean(watch.board.read(rank, RankNote.DISK)[1]), "recent": self._recent(rank)}
                 | {"waits": waits and {"for": waits[1], "ranks": waits[0], "seconds": round(waits[2], 2)}}
             )
         return found
 
     def _recent(self, rank: int) -> dict[str, Any] | None:
         """Return the mean seconds of a rank's recent steps, from its totals now and some steps ago; None before a step is over."""
-        now, earlier = self._watch.totals(rank), self._totals[rank]
+        now, earlier = self._watch.board.totals(rank), self._totals[rank]
         if now[0] and (not earlier or now[0] != earlier[-1][0]):
             earlier.append(now)
         early = next(
@@ -101,7 +101,7 @@ class StateMonitor:
         while True:
             if (asked := self._request()) != self._asked:
                 self._asked = asked
-                self._watch.request_traces(asked)
+                self._watch.board.own[ASKED] = asked
             content = json.dumps({"time": time.time(), "ranks": self.states()})
             with suppress(OSError):  # A full disk is reported by what matters.
                 write_whole(self._path, content.encode(), sync=False)

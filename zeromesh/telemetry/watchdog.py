@@ -17,7 +17,6 @@ from zeromesh.files import longest
 from zeromesh.telemetry import event_ring
 from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity, EventRing, phrase_of
 from zeromesh.telemetry.status_board import (
-    ASKED,
     HISTORY,
     MICROBATCH,
     PROGRESS,
@@ -77,13 +76,16 @@ class Watchdog:
     ) -> None:
         """`compare_events`: all events, since looking is free. `one_order`: gathers and reductions have one order, as devices need,
         which run them as they were launched. On CPUs reductions start as gradients come, on each rank between other gathers."""
-        self._board = board
+        self.board = board
+        """Where all ranks say what they do."""
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
         self._reductions = _GATHERS if one_order else _REDUCTIONS
-        self._names: Mapping[int, Sequence[str]] = {}
-        self._alike: frozenset[int] | None = None
+        self.unit_names: dict[int, Sequence[str]] = {}
+        """The names that unit numbers stand for in messages, by rank."""
+        self.alike: frozenset[int] | None = None
+        """The ranks that go through the same events as this one; None: all do."""
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
@@ -109,14 +111,11 @@ class Watchdog:
         self.ring = EventRing()
         """The latest events of this rank."""
         self._step_ended = 0.0
-        self._disk_patience = 600.0
+        self.disk_patience = 600.0
+        """For so many seconds this rank waits for a single call to a disk before the others count that as no progress."""
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
         self._heartbeat.start()
-
-    def be_patient_with_disks(self, seconds: float) -> None:
-        """Let this rank wait so long for a single call to a disk before the others count that as no progress."""
-        self._disk_patience = seconds
 
     def _beat(self) -> None:
         """Look after what is in flight, and move this rank's progress counter while it waits for a disk, for the patience at most.
@@ -124,20 +123,20 @@ class Watchdog:
         The thread stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits for stays on the
         board for as long as the call goes on, so that the error after the patience can name it.
         """
-        period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self._board.asked()
+        period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self.board.asked()
         while not self.closed.wait(period):
             self.on_beat()
-            if (asked := self._board.asked()) != answered:
+            if (asked := self.board.asked()) != answered:
                 answered = asked
                 self.on_request()
             call = longest()
             if call is None or call.in_all < period:
-                self._board.write(RankNote.DISK, 0)
+                self.board.write(RankNote.DISK, 0)
                 continue
             number += 1
-            late = call.seconds >= self._disk_patience
-            limit = f", longer than checkpoint.timeout_seconds ({self._disk_patience:g})" if late else ""
-            self._board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
+            late = call.seconds >= self.disk_patience
+            limit = f", longer than checkpoint.timeout_seconds ({self.disk_patience:g})" if late else ""
+            self.board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
             if not late:
                 self.beat()
 
@@ -151,17 +150,9 @@ class Watchdog:
         finally:
             self.timeout_seconds = usual
 
-    def name_units(self, names: Mapping[int, Sequence[str]]) -> None:
-        """Names that unit numbers stand for in messages, by rank."""
-        self._names = names
-
-    def compare_with(self, ranks: Iterable[int]) -> None:
-        """Compare events with these ranks alone, which go through the same ones as this rank. Before this call all ranks do."""
-        self._alike = frozenset(ranks)
-
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say what this rank does now; `step` counts from 0."""
-        own = self._board.own
+        own = self.board.own
         if step is not None:
             self._step, own[MICROBATCH] = step + 1, 0
         self.refuse()
@@ -175,7 +166,7 @@ class Watchdog:
 
     def begin_microbatch(self, number: int) -> None:
         """Say that this rank begins with a microbatch of the step, counted from 0."""
-        self._board.own[MICROBATCH] = number + 1
+        self.board.own[MICROBATCH] = number + 1
         self.ring.add(event_ring.MICROBATCH | (number + 1))
 
     def count_step(self, seconds: Mapping[str, float]) -> None:
@@ -187,11 +178,11 @@ class Watchdog:
         found[4] = max(0.0, now - self._step_ended - sum(found)) if self._step_ended else 0.0
         self._step_ended = now
         if seconds:
-            self._board.count_step([int(1e9 * value) for value in found])
+            self.board.count_step([int(1e9 * value) for value in found])
 
     def beat(self) -> None:
         """Say that this rank makes progress."""
-        self._board.beat()
+        self.board.beat()
 
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
@@ -215,14 +206,14 @@ class Watchdog:
         digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
         word = (digest << _CODE_BITS) | code
         now, state = time.monotonic_ns(), (self._step << STEP_SHIFT) | state
-        number = self._board.event(stream, word, state, now)
+        number = self.board.event(stream, word, state, now)
         self.ring.add(state, now)
         self._events[stream] = (number, word)
         if self._compare_events:
             # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
             self._compare(peers, stream)
         elif not settled:
-            self._board.publish()
+            self.board.publish()
             what = f"agreement on {self._phrase(word)}"
             behind = partial(self._behind, peers, stream, number)
             self.wait(lambda: not behind(), peers, what, behind=behind)
@@ -246,21 +237,21 @@ class Watchdog:
             self.refuse()
         except BaseException as error:
             cause = self.cause_of(error)
-            self._board.write(RankNote.LEFT, number, f"{type(cause).__name__}: {cause}".removesuffix(": "))
+            self.board.write(RankNote.LEFT, number, f"{type(cause).__name__}: {cause}".removesuffix(": "))
             if cause is not error:
                 raise cause from error
             raise
         finally:
             self._calls.remove(entry)
-            self._board.write(RankNote.CALL, *(self._calls[-1] if self._calls else (0, "")))
+            self.board.write(RankNote.CALL, *(self._calls[-1] if self._calls else (0, "")))
 
     def _agree_on(self, name: str, peers: Sequence[int]) -> int:
         """Wait until all peers have made the call; returns its number, counted from 1."""
         before = self._doing
-        self._board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
+        self.board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
         self.event(Activity.CALL, -1, (), call=name)
         number, _ = self._events[_CALLS]
-        self._board.publish()
+        self.board.publish()
 
         def not_called() -> CollectiveError:
             missing = behind()
@@ -281,7 +272,7 @@ class Watchdog:
 
     def _other_call(self, peer: int) -> CollectiveError:
         """The error for a peer that has made another call in the place of this rank's latest."""
-        calls = [(rank, self._board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
+        calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
         both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
         return CollectiveError(
             f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
@@ -291,8 +282,8 @@ class Watchdog:
     def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
         made = self._events.get(_CALLS, (-1, 0))[0] + 1
-        waiting = [peer for peer in self._others(peers) if self._board.row(peer).activity == Activity.CALL]
-        calls = {peer: self._board.read(peer, RankNote.CALL) for peer in waiting}
+        waiting = [peer for peer in self._others(peers) if self.board.row(peer).activity == Activity.CALL]
+        calls = {peer: self.board.read(peer, RankNote.CALL) for peer in waiting}
         ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
         if not ahead:
             return None
@@ -307,14 +298,14 @@ class Watchdog:
         """Which peer has left a call that this rank is in, and why; empty where none has."""
         inside = dict(self._calls)
         for peer in self._others(peers) if inside else ():
-            number, why = self._board.read(peer, RankNote.LEFT)
+            number, why = self.board.read(peer, RankNote.LEFT)
             if number in inside:
                 return f"rank {peer} has left {inside[number]} with {why}"
         return ""
 
     def _behind(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
         """The peers that have not gone through event `number`."""
-        return [peer for peer in peers if not self._board.reached(peer, stream, number)]
+        return [peer for peer in peers if not self.board.reached(peer, stream, number)]
 
     def _missing(self, peers: Sequence[int], what: str) -> list[int]:
         """The peers that have not come to a collective, as far as the board tells: they neither wait for the same thing nor, where
@@ -324,8 +315,8 @@ class Watchdog:
         return [
             peer
             for peer in self._others(peers)
-            if self._board.read(peer, RankNote.WAIT)[1].partition("|")[2] != what
-            and not (early and all(self._board.reached(peer, *each) for each in early))
+            if self.board.read(peer, RankNote.WAIT)[1].partition("|")[2] != what
+            and not (early and all(self.board.reached(peer, *each) for each in early))
         ]
 
     def wait(
@@ -406,7 +397,7 @@ class Watchdog:
                     say_at = now + 0.5
                     found = self._missing(peers, what) if behind is None else behind()
                     missing = found or missing
-                    self._board.write(RankNote.WAIT, since, f"{' '.join(map(str, found[:32]))}|{what}")
+                    self.board.write(RankNote.WAIT, since, f"{' '.join(map(str, found[:32]))}|{what}")
         except BaseException:
             self.in_doubt = True
             self.told.set()
@@ -415,7 +406,7 @@ class Watchdog:
             self.waited += time.perf_counter() - began
             self.ring.add(event_ring.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
-                self._board.write(RankNote.WAIT, 0)
+                self.board.write(RankNote.WAIT, 0)
 
     def patience_with(
         self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
@@ -426,7 +417,7 @@ class Watchdog:
 
     def progress(self, ranks: Iterable[int]) -> int:
         """A number that grows whenever one of these ranks makes progress."""
-        return sum(map(self._board.progress, ranks))
+        return sum(map(self.board.progress, ranks))
 
     def break_with(self, error: CollectiveError) -> None:
         """Have whatever waits for others, now or next, raise `error`, and tell the other ranks."""
@@ -446,45 +437,29 @@ class Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """Tell peers that this rank stops, so that they name the cause and not its consequence."""
-        self._board.fail(f"{type(error).__name__}: {error}")
+        self.board.fail(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Stop publishing and give the board's memory back."""
         self.closed.set()
         self._heartbeat.join()
-        self._board.close()
+        self.board.close()
 
     def state(self, rank: int) -> tuple[RankStatus, str]:
         """Return the last status of a rank, and its activity in words."""
-        row = self._board.row(rank)
-        return row, phrase_of(Activity(row.activity), row.unit, self.unit_names(rank))
-
-    def totals(self, rank: int) -> tuple[int, ...]:
-        """See `StatusBoard.totals`."""
-        return self._board.totals(rank)
+        row = self.board.row(rank)
+        return row, phrase_of(Activity(row.activity), row.unit, self.unit_names.get(rank, ()))
 
     def waits_for(self, rank: int) -> tuple[list[int], str, float] | None:
         """The ranks that have not come to what a rank waits for, that, and for how many seconds; None where it does not wait."""
-        since, text = self._board.read(rank, RankNote.WAIT)
+        since, text = self.board.read(rank, RankNote.WAIT)
         ranks, _, what = text.partition("|")
-        return ([int(each) for each in ranks.split()], what, self._board.seconds_since(rank, since)) if since else None
-
-    def disk_of(self, rank: int) -> str:
-        """The disk operation that a rank waits for, if any."""
-        return self._board.read(rank, RankNote.DISK)[1]
-
-    def unit_names(self, rank: int) -> Sequence[str]:
-        """Names of a rank's units, in their order."""
-        return self._names.get(rank, ())
-
-    def request_traces(self, number: int) -> None:
-        """Have all ranks call `on_request`; rank 0 alone may. `number`: another than that of the last request."""
-        self._board.own[ASKED] = number
+        return ([int(each) for each in ranks.split()], what, self.board.seconds_since(rank, since)) if since else None
 
     def describe(self, rank: int) -> str:
         """The same as a line."""
         row, doing = self.state(rank)
-        call, disk = (self._board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
+        call, disk = (self.board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
         return f"rank {rank} (pid {row.pid}) was {doing} {_when(row.step)}{more}"
 
@@ -504,7 +479,7 @@ class Watchdog:
             except CollectiveError as found:
                 return found
             time.sleep(0.02)
-        silent = [peer for peer in self._others(peers) if self._board.silent_seconds(peer) > 0.75 * seconds]
+        silent = [peer for peer in self._others(peers) if self.board.silent_seconds(peer) > 0.75 * seconds]
         lines = "; ".join(f"rank {peer} has not been heard of since; before, {self.describe(peer)}" for peer in silent)
         return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
 
@@ -515,9 +490,9 @@ class Watchdog:
             CollectiveError: naming it.
         """
         for peer in self._others(peers):
-            if failure := self._board.read(peer, RankNote.FAILURE)[1]:
+            if failure := self.board.read(peer, RankNote.FAILURE)[1]:
                 why = f"failed with {failure}"
-            elif not self._board.alive(peer):
+            elif not self.board.alive(peer):
                 why = f"is gone (killed or exited); before, {self.describe(peer)}"
             else:
                 continue
@@ -530,9 +505,9 @@ class Watchdog:
         for stream in streams or list(self._events):
             number, word = self._events[stream]
             for peer in peers:
-                if peer == self._rank or (stream != _CALLS and self._alike is not None and peer not in self._alike):
+                if peer == self._rank or (stream != _CALLS and self.alike is not None and peer not in self.alike):
                     continue
-                other = self._board.event_of(peer, stream, number)
+                other = self.board.event_of(peer, stream, number)
                 if other is not None and other != word:
                     self.in_doubt = True
                     if stream == _CALLS:
@@ -542,7 +517,7 @@ class Watchdog:
     def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
         """The error for events of one number that differ. It names the first that do, as far back as both rows go."""
         for earlier in range(number - 1, -1, -1):
-            earlier_own, earlier_other = (self._board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
+            earlier_own, earlier_other = (self.board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
             if earlier_own is None or earlier_other is None or earlier_own == earlier_other:
                 break
             own, other = earlier_own, earlier_other
@@ -560,7 +535,7 @@ class Watchdog:
 
     def _phrase(self, word: int) -> str:
         activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
-        return phrase_of(Activity(activity), unit - 1, self.unit_names(self._rank))
+        return phrase_of(Activity(activity), unit - 1, self.unit_names.get(self._rank, ()))
 
     def _late(self, peers: Sequence[int], what: str) -> CollectiveError:
         """The error for peers that showed no progress for the whole timeout."""

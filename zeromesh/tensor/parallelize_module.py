@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, some
 from zeromesh.intervals import Interval
 from zeromesh.overrides import override
 from zeromesh.tensor import autograd_collectives
@@ -33,6 +33,7 @@ from zeromesh.tensor.layers import (
 )
 from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, inside, parts_of
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
+from zeromesh.units.plan import block_modules
 
 _HIDDEN = "hidden_states"
 
@@ -185,11 +186,11 @@ class Parallelized:
                 self._set(module, holder, config)
             else:
                 self._set(module, attribute, patch.values[index])
-        for name, division in self.plan.attentions.items():
-            module = self._model.get_submodule(name)
-            if "alibi" in inspect.signature(module.forward).parameters:
-                own = division.shares[index].queries
-                self._set(module, "forward", partial(_with_biases, module.forward, own, division.queries))
+        for attention, division in self.plan.attentions.items():
+            module = self._model.get_submodule(attention)
+            own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
+            for name in {"alibi", "position_bias"} & taken.keys():
+                self._set(module, "forward", partial(_with_biases, module.forward, name, own, division.queries))
 
     def _share_sequence(self, shares: SequenceShares) -> None:
         """Set the forwards of blocks, of attentions and of blocks of experts.
@@ -221,15 +222,16 @@ class Parallelized:
                 self._set(module, "forward", partial(_route, module.forward, shares))
 
 
-def _with_biases(forward: Callable[..., Any], own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
-    """Run an attention whose arguments have position biases of all heads, and maybe a mask with them, on this rank's heads.
+def _with_biases(forward: Callable[..., Any], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
+    """Run an attention whose argument `name` has position biases of all heads, and maybe a mask with them, on this rank's heads.
 
-    `alibi` is [batch x heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them [batch, heads, sequence, sequence].
+    Biases are [batch x heads, 1, sequence], [heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them
+    [batch, heads, sequence, sequence]. Those that an attention of this rank has made are of its heads alone already.
     """
-    alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
-    if alibi is not None:
-        apart = alibi.view(-1, heads, *alibi.shape[-2:])[:, own.start : own.end]
-        kwargs["alibi"] = apart if alibi.dim() == 4 else apart.flatten(0, 1)
+    biases, mask = kwargs.get(name), kwargs.get("attention_mask")
+    if biases is not None and biases.shape[-3] % heads == 0:
+        apart = biases.view(-1, heads, *biases.shape[-2:])[:, own.start : own.end]
+        kwargs[name] = apart if biases.dim() == 4 else apart.flatten(0, 1)
         if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
             kwargs["attention_mask"] = mask[:, own.start : own.end]
     return forward(*args, **kwargs)
@@ -254,10 +256,9 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
     """
     off = "set parallel.sequence: false"
     if not plan.stacks:
-        raise LayoutError(
-            f"{type(model).__name__} has no repeated blocks with a layer that its plan divides among ranks, in which a "
-            f"sequence could be shared out; {off}"
-        )
+        kinds = dict.fromkeys(type(block).__name__ for block in block_modules(model))
+        blocks = f"the plan divides no layer of its blocks ({some(kinds)})" if kinds else "it has no repeated blocks"
+        raise LayoutError(f"{type(model).__name__}: {blocks}, so that the sequence cannot be shared out; {off}")
     known = (*plan.readers(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
     for block in (name for stack in plan.stacks for name in stack):
         if not any(inside(reader, (block,)) for reader in plan.readers()):

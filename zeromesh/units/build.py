@@ -13,7 +13,6 @@ from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import (
     FileSettings,
     Ledger,
@@ -51,7 +50,7 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
     advice = (
         "All ranks must build one model, with the same shapes, dtypes and frozen parameters, under the same options"
     )
-    require_same(group, values, LayoutError, advice=advice)
+    group.require_same(values, LayoutError, advice=advice)
 
 
 _CPU = torch.device("cpu")

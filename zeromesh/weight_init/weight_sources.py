@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeromesh.errors import LayoutError, some, summary
+from zeromesh.errors import ConfigError, LayoutError, some, summary
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.rng import number_of
@@ -477,6 +477,8 @@ def build_deferred(
     try:
         with log, torch.device("meta"):
             model = build()
+    except ConfigError:
+        raise
     except INITIALISER_ERRORS as error:
         return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
     hooked = hooked_parameters(model)

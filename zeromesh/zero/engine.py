@@ -98,7 +98,7 @@ class ZeroEngine:
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Stages of a pipeline have units of their own.
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
-        mesh.watch.name_units({rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks})
+        mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
         self._states: dict[bool, FullState] = {}
@@ -304,7 +304,7 @@ class ZeroEngine:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
 
         One that no rank has a gradient of keeps its value and its moments, as in torch; `lacking` says whether some rank
-        `lacks_gradients`, and may be one of them. Updates inside backward take such a gradient for zeros, as they come too early.
+        `lacks_gradients`, and may be one of them.
         `squares` is the sum over the world of what `read_step` has returned; None: that is done here. A norm that is not finite
         skips the update on all ranks, or ends the run where options say so. Then the outcome, or the error, names units, and ranks
         with `loss_finite` False: whose own loss was not finite.
@@ -315,7 +315,7 @@ class ZeroEngine:
         with self._updating():
             if squares is None:
                 squares = self._sum_squares()
-            if lacking and not self.options.optimizer_in_backward:
+            if lacking:
                 self._passes.find_missing()
             return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 

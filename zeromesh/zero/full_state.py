@@ -69,6 +69,11 @@ class CheckpointState:
         rows = self._mesh.pipeline.gather_json(aliases, "names of tied parameters")
         return {alias: name for row in rows for alias, name in row.items()}
 
+    def frozen(self) -> set[str]:
+        """Names of the parameters of all stages that were never trained."""
+        names = [s.spec.name for bucket in self._buckets for s in bucket.layout.slots if not bucket.learned(s.spec.fqn)]
+        return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
+
     def written(self) -> list[TensorShard]:
         """The parts that this rank writes: of what several ranks hold alike a share each, so that every element is written once.
 

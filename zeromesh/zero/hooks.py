@@ -6,6 +6,7 @@ back when its gradient is complete, and before it is used while it is at rest. W
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -136,6 +138,16 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
             handle.remove()
 
     return end
+
+
+@contextmanager
+def parameters_made(call: Callable[[nn.Parameter | None], None]) -> Iterator[None]:
+    """Inside the block `call` gets each parameter that any module takes."""
+    handle = register_module_parameter_registration_hook(lambda _module, _name, parameter: call(parameter))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -39,6 +39,26 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBytes:
+    """Bytes that are needed, or that there is room for: of an accelerator's memory, of the host's and of disks. Without an
+    accelerator `device` is 0."""
+
+    device: int
+    host: int
+    disk: int
+
+    @property
+    def critical(self) -> int:
+        """Bytes of the memory in which ranks compute, which is what runs short first."""
+        return self.device or self.host
+
+    def beyond(self, room: "MemoryBytes") -> str:
+        """The first of `device`, `host` and `disk` for which there is too little room; empty where all fits."""
+        names = ("device", "host", "disk")
+        return next((name for name in names if getattr(self, name) > getattr(room, name)), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
     """Bytes of one rank once every bucket has been updated: in the memory where it computes, in the host's memory beside an
     accelerator (`hosted`), and on disk (`files`)."""

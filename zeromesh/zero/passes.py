@@ -331,7 +331,8 @@ class Passes:
         if self._sharded and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. {self.reading.format(name)}"
+                f"{self._mesh.shard.size} ranks. {self.reading.format(name)}. Load values by the whole model's load_state_dict, "
+                "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
             unit.gather()  # This rank has all of it.
@@ -489,6 +490,8 @@ class Passes:
 
     def on_reduced(self, bucket: Bucket) -> None:
         """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
+        # As far as this rank knows: `find_missing` asks the others.
+        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         self._updater.take(bucket)
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:

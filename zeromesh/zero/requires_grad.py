@@ -79,16 +79,9 @@ class RequiresGradFlags:
                 raise LayoutError(
                     f"requires_grad of {spec.name} was changed, which several stages of the pipeline share; set it before training"
                 )
-            flags[spec.name] = bucket.parameters[index].requires_grad
+            flags[f"requires_grad of {spec.name}, changed"] = bucket.parameters[index].requires_grad
         for group in (self._mesh.data, self._mesh.tensor):
-            rows = group.gather_json(flags, "parameters whose requires_grad was changed")
-            for rank, row in zip(group.ranks, rows, strict=True):
-                for name, _ in flags.items() ^ row.items():
-                    first, second = (self._mesh.rank, rank) if name in flags else (rank, self._mesh.rank)
-                    raise LayoutError(
-                        f"requires_grad of {name} was changed on rank {first}, and not so on rank {second}; change it on all ranks "
-                        "alike"
-                    )
+            group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")
 
     def _needed_bytes(self) -> int:
         trained = [bucket.layout for _, bucket in self._buckets if bucket.trainable]

@@ -17,6 +17,7 @@ from zeromesh.errors import WeightsDifferError, ranks_text
 from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import tensor_bytes
 from zeromesh.units.unit import Bucket, all_buckets
 from zeromesh.zero.engine import ZeroEngine
 
@@ -96,4 +97,4 @@ def _part(region: Region, interval: Interval) -> str:
 
 
 def _digest(values: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(values.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(values).numpy().data)

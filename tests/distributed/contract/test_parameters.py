@@ -58,8 +58,8 @@ def test_weights_trained_later_get_master_weights(workers: Workers, tmp_path: Pa
 
 def test_flags_that_differ_between_ranks_are_refused(workers: Workers) -> None:
     found = workers.run(2, "parameter_cases:flags_that_differ")
-    message = "LayoutError: requires_grad of head.bias was changed on rank 1, and not so on rank 0; change it on all ranks alike"
-    assert message in found
+    message = "given different things: requires_grad of head.bias, changed is (absent) on rank 0, False on rank 1"
+    assert any(message in each for each in found), found
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "replicate"])

@@ -12,8 +12,8 @@ from workers import Workers
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.models.small_copy import InFloat64
 
 
 def made(task: Task) -> Any:

@@ -179,7 +179,7 @@ def test_on_a_device_gathers_and_reductions_have_one_order() -> None:
             Watchdog(StatusBoard(rows, rank), rank, 0.3, compare_events=True, one_order=one_order) for rank in range(2)
         ]
         for watch in watches:
-            watch.name_units({rank: ["root", "a", "b"] for rank in range(2)})
+            watch.unit_names = {rank: ["root", "a", "b"] for rank in range(2)}
         watches[0].event(Activity.GATHER, 1, [0, 1])
         watches[0].event(Activity.REDUCE, 2, [0, 1])
         watches[1].event(Activity.REDUCE, 2, [0, 1]) if not one_order else None

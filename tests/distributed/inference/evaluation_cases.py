@@ -1,6 +1,8 @@
 """Cases on evaluations that generate, against transformers' own `generate` in one process."""
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,3 +171,31 @@ def lacks_a_prompt(mesh: Mesh, folder: str) -> str:
         except (DataError, CollectiveError) as error:
             return str(error)
     return ""
+
+
+def samples_prompts(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """Losses and weights of runs with and without `run.prompts`, with dropout, and what the model wrote in the first."""
+    text = Path(folder) / "text.txt"
+    if not mesh.rank:
+        text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    mesh.meet("text")
+    sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
+    how = {"prompts": ["2 times", "7 "], "prompts_every": 2, "generation": {"do_sample": True, "max_new_tokens": 4}}
+    found: dict[str, Any] = {"weights": [], "losses": [], "states": []}
+    for name, run in {"with": how, "without": {}}.items():
+        config = settings(
+            folder,
+            model={"config": {**sizes, "eos_token_id": 255, "bos_token_id": None}},
+            data={"train": str(text), "tokenizer": "bytes", "sequence_length": 16, "cache": folder},
+            **{**sections, "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})}},
+            run={"name": name, "eval_every": 2, **run},
+        )
+        torch.manual_seed(3)
+        with Trainer(config=config) as trainer:
+            report = trainer.fit()
+            found["states"].append(torch.get_rng_state().tolist())
+            found["losses"].append(report.losses)
+            found["weights"].append({name: each.tolist() for name, each in trainer.state_dict()})
+    lines = (Path(folder) / "with" / "samples.jsonl").read_text().splitlines()
+    alike = {name: one == other for name, (one, other) in found.items()}
+    return {"alike": alike, "lines": [json.loads(line) for line in lines]}

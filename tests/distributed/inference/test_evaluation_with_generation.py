@@ -67,3 +67,18 @@ def test_fewer_samples_than_ranks(workers: Workers, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"folder": str(tmp_path), "model": "llama", "sections": LAYOUTS["sharded"][1]}
     for found in workers.run(4, "evaluation_cases:agrees", timeout=120.0, count=9, **arguments):
         assert not found["wrong"]
+
+
+@pytest.mark.parametrize(
+    "sections", [{"zero": {"stage": 3}}, {"parallel": {"pipeline": 2}}, {"parallel": {"tensor": 2}}]
+)
+def test_prompts_are_continued_while_training_stays_bit_for_bit_the_same(
+    workers: Workers, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    found = workers.run(2, "evaluation_cases:samples_prompts", timeout=120.0, folder=str(tmp_path), sections=sections)
+    for each in found:
+        assert each["alike"] == {"weights": True, "losses": True, "states": True}
+        assert [(line["step"], line["prompt"]) for line in each["lines"]] == [
+            (n, p) for n in (2, 4) for p in ("2 times", "7 ")
+        ]
+        assert all(line["completion"] for line in each["lines"])

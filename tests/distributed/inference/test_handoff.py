@@ -1,9 +1,11 @@
 """Weights in other processes are those of the trainer, bit for bit, and nothing waits for ever for a process that is gone."""
 
-import hmac
 import json
+import os
 import socket
 import threading
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from workers import Workers
 
 from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
-from zeromesh.trainer.weights.handoff import _greet, _WeightLine
+from zeromesh.trainer.weights.handoff import _greet, _line_over, _WeightLine
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,9 @@ def test_receivers_that_fail_end_nothing(workers: Workers, tmp_path: Path) -> No
     for said in workers.run(2, "handoff_cases:fails", folder=str(tmp_path)):
         assert "nobody receives weights at" in said["nobody"]
         assert "weights were not handed over" in said["leaves"]
-        assert "the token is another one" in said["token"]
+        assert "has another token" in said["token"]
         assert said["steps"] == 3
-        assert said.get("token, receiver", "does not know the token").endswith("does not know the token")
+        assert "has another token" in said.get("token, receiver", "has another token")
 
 
 @pytest.mark.full
@@ -94,21 +96,22 @@ def _sent(address: Path, *frames: bytes) -> TransferError:
     thread.start()
     while not address.exists():
         threading.Event().wait(0.005)
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(str(address))
-        size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
-        hello = json.loads(line.recv(size, socket.MSG_WAITALL))
-        proof = {"proof": hmac.new(b"", hello["nonce"].encode(), "sha256").hexdigest()}
-        for frame in (_frame(proof), *frames):
-            line.sendall(frame)
-        line.shutdown(socket.SHUT_WR)
+    with Client(str(address), family="AF_UNIX") as line:
+        answer_challenge(line, b"")
+        assert json.loads(line.recv_bytes())["format"] == "zeromesh-weights-2"
+        os.write(line.fileno(), b"".join(frames))
+        with socket.socket(fileno=os.dup(line.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
         thread.join(10)
     return caught[0]
 
 
 def _frame(header: Any) -> bytes:
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(4, "big") + text
+    return _piece(json.dumps(header).encode())
+
+
+def _piece(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + content
 
 
 def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
@@ -116,7 +119,8 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
     values = torch.ones(2)
     good = {"name": "w", "dtype": "float32", "shape": [2], "xxh3": "0"}
     for frames, message in (
-        ((b"\xff\xff\xff\xff",), "a header of 4294967295 bytes"),
+        ((b"\x7f\xff\xff\xff",), "is gone: bad message length"),
+        ((_piece(b"\x80\x04pickled"),), "sends no weights"),
         ((b"\0\0\0\2{x",), "sends no weights"),
         (((9999).to_bytes(4, "big") + b"[" * 9999,), "sends no weights: maximum recursion depth exceeded"),
         ((_frame([1]),), "a header that is no object"),
@@ -125,51 +129,72 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
         ((_frame({**good, "shape": [1 << 60]}),), "does not fit into memory"),
         ((_frame({**good, "shape": [1 << 62, 4]}),), "does not fit into memory"),
         ((_frame({**good, "shape": [1 << 70, 0]}),), "sends no weights"),
-        ((_frame(good), values.numpy().tobytes()), "w was damaged on the way"),
-        ((_frame(good), b"\0"), "is gone before all weights were there"),
+        ((_frame(good), _piece(values.numpy().tobytes())), "w was damaged on the way"),
+        ((_frame(good), _piece(b"")), "a piece without bytes"),
+        ((_frame(good), _piece(bytes(9))), "is gone: bad message length"),
+        ((_frame(good),), "is gone before all weights were there"),
+        ((_frame(good), b"\0"), "is gone: got end of file during message"),
         ((_frame({"count": 3}),), "0 of 3 tensors were received"),
     ):
         assert message in str(_sent(address, *frames))
         assert not address.exists()
 
 
-def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
+def _pair(seconds: float = 2.0) -> tuple[AbstractContextManager[_WeightLine], Connection]:
+    """A line to a receiver, and the receiver's end."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(0.5)
-        content, found = memoryview(bytes(8 << 20)), 0
+    return _line_over(ours, "the receiver", seconds), Connection(theirs.detach())
 
-        def receive() -> None:
-            nonlocal found
-            while part := theirs.recv(1 << 20):
-                found += len(part)
-                threading.Event().wait(0.02)
 
-        thread = threading.Thread(target=receive)
+def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
+    line, theirs = _pair(0.5)
+    content, found = memoryview(bytes(8 << 20)), 0
+
+    def receive() -> None:
+        nonlocal found
+        theirs.recv_bytes()
+        while found < len(content):
+            threading.Event().wait(0.1)
+            found += len(theirs.recv_bytes())
+
+    thread = threading.Thread(target=receive)
+    with theirs, line as sender:
         thread.start()
-        _WeightLine(ours, "the receiver").send({}, content)
-        ours.shutdown(socket.SHUT_WR)
+        sender.send({}, content)
         thread.join(20)
-        assert found == len(content) + len(_frame({}))
+    assert found == len(content)
 
 
 @pytest.mark.parametrize("parts", [None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}, {"*": [0, 0, float("inf")]}])
 def test_parts_that_are_none_are_refused(parts: Any) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        hello = {"format": "zeromesh-weights-1", "nonce": "\ud800", "parts": parts}
-        theirs.sendall(_frame(hello) + _frame({"accepted": True}))
+    line, theirs = _pair()
+
+    def receive() -> None:
+        deliver_challenge(theirs, b"")
+        theirs.send_bytes(json.dumps({"format": "zeromesh-weights-2", "parts": parts}).encode())
+
+    thread = threading.Thread(target=receive)
+    with theirs, line as sender:
+        thread.start()
         with pytest.raises(TransferError, match=r"the receiver asks for parts that are not \(dim, index, parts\)"):
-            _greet(_WeightLine(ours, "the receiver"), 0, None)
+            _greet(sender, None)
+        thread.join(20)
 
 
 def test_a_token_that_is_no_utf8_and_a_receiver_that_is_silent() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(0.2)
-        theirs.sendall(_frame({"format": "zeromesh-weights-1", "nonce": "n", "parts": {}}))
+    line, theirs = _pair(0.2)
+    with theirs, line as sender:
+        theirs.send_bytes(b"#CHALLENGE#" + bytes(20))
         with pytest.raises(TransferError, match="the receiver was silent for too long"):
-            _greet(_WeightLine(ours, "the receiver"), 0, "\udcff")
+            _greet(sender, "\udcff")
+
+
+def test_who_challenges_in_other_words_is_no_receiver() -> None:
+    line, theirs = _pair()
+    with theirs, line as sender:
+        theirs.send_bytes(b"220 mail.example.org")
+        with pytest.raises(TransferError, match="the receiver has another token"):
+            _greet(sender, None)
 
 
 def test_an_address_at_which_another_one_listens(tmp_path: Path) -> None:

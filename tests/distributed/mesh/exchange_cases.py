@@ -129,9 +129,12 @@ def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
     """The last rank ends, is late, or exchanges something else."""
     exchange = open_exchange(mesh.world, mesh.device, kind)
     tensor = torch.ones(4, 6)
-    exchange.sum(tensor).wait()
+    if fault != "gone before it was read":
+        exchange.sum(tensor).wait()
     if mesh.rank == mesh.world_size - 1:
-        if fault == "killed":
+        if fault == "gone before it was read":
+            exchange.sum(tensor)
+        if fault in ("killed", "gone before it was read"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "late":
             time.sleep(4)
@@ -143,6 +146,8 @@ def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
             return float(exchange.scatter_sum(tensor, 0, sizes=[3, 1]).wait().sum())
     if fault == "other shares":
         return float(exchange.scatter_sum(tensor, 0).wait().sum())
+    if fault == "gone before it was read":
+        time.sleep(0.5)
     return float(exchange.sum(tensor).wait().sum())
 
 

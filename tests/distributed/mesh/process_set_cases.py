@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.errors import LayoutError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 
@@ -74,6 +75,38 @@ def disagreements(mesh: Mesh) -> dict[str, Any]:
     found["after"] = some.gather_integers([mesh.rank]) if some.member else [[0], [1]]
     sets.remove(some)
     return found
+
+
+def agreements(mesh: Mesh) -> dict[str, Any]:
+    """What all ranks get of work that each does, and what they raise where it fails on some."""
+
+    def fails(*errors: Exception | None) -> Callable[[], int]:
+        def work() -> int:
+            if error := errors[mesh.rank]:
+                raise error
+            return mesh.rank
+
+        return work
+
+    def ends(*errors: Exception | None, **how: Any) -> str:
+        return said(lambda: mesh.world.all_or_raise("look", fails(*errors), StorageError, **how))
+
+    full, wrong, odd = StorageError("the disk is full"), LayoutError("another model"), KeyError("x")
+    return {
+        "all": mesh.world.all_or_raise("look", fails(None, None, None), StorageError),
+        "first": mesh.world.all_or_raise("look", fails(None, full, full), StorageError, first=True),
+        "one": ends(None, full, None),
+        "several": ends(None, full, odd),
+        "same": ends(full, full, full),
+        "of the system": ends(None, None, OSError(28, "No space left on device", "/disk")),
+        "of others": ends(odd, None, None),
+        "kept": ends(full, wrong, None, kept=LayoutError),
+        "not kept": ends(full, wrong, None),
+        "of the first": ends(full, None, None, first=True),
+        "other things": said(
+            lambda: mesh.world.require_same({"a": 1, "b": mesh.rank == 2}, LayoutError, advice="Agree")
+        ),
+    }
 
 
 def overlapping(mesh: Mesh, rounds: int) -> list[bool]:

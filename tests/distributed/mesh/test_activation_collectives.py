@@ -67,9 +67,11 @@ def spoiled(workers: Workers, kind: str, fault: str) -> list[Outcome]:
         return pool.outcomes("exchange_cases:goes_wrong", timeout=30, kind=kind, fault=fault)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str) -> None:
-    survivor, victim = spoiled(workers, kind, "killed")
+@pytest.mark.parametrize(
+    ("kind", "fault"), [*((kind, "killed") for kind in KINDS), ("shared", "gone before it was read")]
+)
+def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str, fault: str) -> None:
+    survivor, victim = spoiled(workers, kind, fault)
     assert victim.error == "died"
     assert survivor.error == "CollectiveError"
     assert "sum of activations over axis world cannot end: rank 1 is gone (killed or exited)" in survivor.message

@@ -50,7 +50,7 @@ def boards() -> Boards:
 
 def watch_of(board: StatusBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watchdog:
     watch = Watchdog(board, rank, timeout, compare_events=compare)
-    watch.name_units({each: ["unit root", "unit a", "unit b"] for each in range(8)})
+    watch.unit_names = {each: ["unit root", "unit a", "unit b"] for each in range(8)}
     return watch
 
 

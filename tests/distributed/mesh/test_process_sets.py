@@ -53,6 +53,23 @@ def test_ranks_that_declare_differently_are_named(workers: Workers) -> None:
         assert found["after"] == [[0], [1]]
 
 
+def test_what_fails_on_one_rank_is_raised_by_all(workers: Workers) -> None:
+    for found in workers.run(3, "process_set_cases:agreements"):
+        assert found == {
+            "all": [0, 1, 2],
+            "first": [0, None, None],
+            "one": "StorageError: rank 1: the disk is full",
+            "several": "StorageError: rank 1: the disk is full (and 1 more ranks)",
+            "same": "StorageError: the disk is full",
+            "of the system": "StorageError: rank 2: /disk: No space left on device",
+            "of others": "StorageError: rank 0: look: KeyError: 'x'",
+            "kept": "LayoutError: rank 1: another model (and 1 more ranks)",
+            "not kept": "StorageError: rank 0: the disk is full (and 1 more ranks)",
+            "of the first": "StorageError: the disk is full",
+            "other things": "LayoutError: ranks were given different things: b is False on ranks 0, 1, True on rank 2. Agree",
+        }
+
+
 def test_overlapping_sets_do_not_wait_for_each_other(workers: Workers) -> None:
     for equal in workers.run(3, "process_set_cases:overlapping", rounds=10):
         assert len(equal) == 4 * (1 + 2 * 10)

@@ -45,6 +45,12 @@ def test_what_is_nearly_as_fast_or_not_worth_it_is_not(busy: list[float]) -> Non
     assert looks(busy, 39) == [None] * 39
 
 
+def test_what_is_slow_by_less_than_a_twentieth_of_a_second_is_not_named() -> None:
+    """However many times as long it takes."""
+    assert looks([0.01, 0.059], 10)[-1] is None
+    assert looks([0.01, 0.061], 10)[-1] is not None
+
+
 def test_a_rank_is_never_at_work_for_less_than_no_time() -> None:
     looker = Stragglers()
     for _ in range(3):

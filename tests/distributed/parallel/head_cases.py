@@ -13,7 +13,7 @@ from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor import autograd_collectives
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.models.small_copy import InFloat64
 
 _MODERN = {
     **cases._without("head_dim", "num_key_value_heads"), "pad_token_id": 0, "global_attn_every_n_layers": 2,

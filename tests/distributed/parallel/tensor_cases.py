@@ -14,8 +14,8 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
-from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
+from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.units.plan import block_modules
 
 _SMALL = {
@@ -36,6 +36,7 @@ _GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 67,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+_BIGCODE = {**_GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {
     "d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4, "vocab_size": 67,
     "decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": None,
@@ -95,6 +96,22 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert": lambda: tf.BertForMaskedLM(
         tf.BertConfig(
             **{**_SMALL, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, is_decoder=False
+        )
+    ),
+    "openai-gpt": lambda: tf.OpenAIGPTLMHeadModel(
+        tf.OpenAIGPTConfig(**_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ),
+    "bigcode": lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**_BIGCODE, multi_query=True)),
+    "bigcode-heads": lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**_BIGCODE, multi_query=False)),
+    "mpt": lambda: tf.MptForCausalLM(tf.MptConfig(d_model=32, n_heads=4, n_layers=2, expansion_ratio=2, vocab_size=67)),
+    "gpt_neox_japanese": lambda: tf.GPTNeoXJapaneseForCausalLM(
+        tf.GPTNeoXJapaneseConfig(
+            **_without("intermediate_size"), intermediate_multiple_size=2, hidden_dropout=0.0, attention_dropout=0.0
+        )
+    ),
+    "distilbert": lambda: tf.DistilBertForMaskedLM(
+        tf.DistilBertConfig(
+            dim=32, hidden_dim=44, n_heads=4, n_layers=2, vocab_size=67, dropout=0.0, attention_dropout=0.0, pad_token_id=0
         )
     ),
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5, dropout_rate=0.0, feed_forward_proj="gated-gelu")),

@@ -4,13 +4,9 @@ from pathlib import Path
 
 import pytest
 from devices import DEVICE
-from model_zoo.columns import ABSENT, COLUMNS, EQUAL, LORA, REFUSED
+from model_zoo.columns import ABSENT, COLUMNS, EQUAL, REFUSED
 from workers import Workers
 
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "sim",
-    reason="rank 0 has no list of launches there after a case of the zoo, which is not understood yet",
-)
 QUICK = [
     ("llava", ["pipeline"]),  # a tower of pictures runs before the blocks of its decoder
     ("convnext", ["pipeline"]),  # blocks change the shape of what they pass on
@@ -37,6 +33,8 @@ FAMILIES += ("llava", "gemma3", "qwen3_next", "gpt_oss", "deepseek_v3", "distilb
 
 @pytest.mark.parametrize(("kind", "columns"), QUICK, ids=[kind for kind, _ in QUICK])
 def test_a_type_trains_as_plain_pytorch_does(workers: Workers, tmp_path: Path, kind: str, columns: list[str]) -> None:
+    if kind == "llama4_text" and DEVICE.type == "sim":
+        pytest.skip("the simulated device has no gradients of complex numbers, of which its rotary positions are made")
     found, _ = workers.run(2, "model_type_cases:trained", folder=str(tmp_path), kind=kind, columns=columns)
     assert {column: outcome["outcome"] for column, outcome in found.items()} == dict.fromkeys(columns, EQUAL), found
 
@@ -45,7 +43,5 @@ def test_a_type_trains_as_plain_pytorch_does(workers: Workers, tmp_path: Path, k
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_is_equal_or_refused_in_every_layout(workers: Workers, tmp_path: Path, kind: str) -> None:
     for column in COLUMNS:
-        if column == LORA and kind in ("mixtral", "deepseek_v3"):
-            continue  # Experts with adapters are tried in tests/distributed/trainer.
         found, _ = workers.run(2, "model_type_cases:trained", folder=str(tmp_path), kind=kind, columns=[column])
         assert found[column]["outcome"] in (EQUAL, REFUSED, ABSENT), found

@@ -290,6 +290,29 @@ def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str],
     assert message in str(raised.value)
 
 
+def test_a_model_without_divided_layers_says_so_when_its_sequence_is_to_be_shared_out() -> None:
+    model = _llama()
+    plan = plan_tensor(model, 2, {"*.self_attn.*": "replicate", "*.mlp.*": "replicate"})
+    with pytest.raises(LayoutError, match=r"the plan divides no layer of its blocks \(LlamaDecoderLayer\)"):
+        check_blocks(model, plan)
+
+
+def test_an_attention_that_is_given_values_of_all_heads_is_refused() -> None:
+    model = _llama()
+    model.model.layers[0].self_attn.forward = lambda hidden_states, value_embeds=None, **others: hidden_states
+    with pytest.raises(
+        LayoutError, match=r"layers\.0\.self_attn: its argument value_embeds is of all heads; set parallel"
+    ):
+        plan_tensor(model, 2)
+
+
+def test_a_model_without_a_plan_is_refused_by_what_its_blocks_hold() -> None:
+    with torch.device("meta"):
+        model = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4))
+    with pytest.raises(LayoutError, match=r"whose blocks hold backbone\.layers\.\*\.mixer \(MambaMixer\); give rules"):
+        plan_tensor(model, 2)
+
+
 def test_a_plain_module_by_a_users_rules() -> None:
     model = nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})
     plan = plan_tensor(model, 2, {"up": "colwise", "down": "rowwise"})

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -346,8 +347,30 @@ class Towered(nn.Module):
         return {"loss": ((self.head(hidden) - labels) ** 2).mean()}
 
 
-def towered(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
+TOWER_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}, {"betas": [0.9, 0.95]}),
+    "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}, {"betas": [0.9, 0.95]}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"eps": 1e-8}, {}),
+}
+"""By name torch's class, and the values of both."""
+
+
+def towers(mesh: Mesh, folder: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several of `towered`, one after the other."""
+    return [towered(mesh, f"{folder}/{number}", **case) for number, case in enumerate(cases)]
+
+
+def towered(
+    mesh: Mesh,
+    folder: str,
+    stage: int,
+    optimizer: str = "adamw",
+    update: Mapping[str, Any] = MappingProxyType({}),
+    **sections: Any,
+) -> dict[str, Any]:
     """Train with decay a model whose tower gets a gradient in two steps, by one rank's microbatch alone, and so does torch."""
+    cls, theirs, ours = TOWER_OPTIMIZERS[optimizer]
     generator = torch.Generator().manual_seed(1)
     samples = [
         {
@@ -359,12 +382,12 @@ def towered(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
     ]
     model = seeded(Towered).double()
     plain, passed_over = copy.deepcopy(model), []
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    reference = cls(plain.parameters(), lr=1e-2, weight_decay=0.1, **theirs)
     for step in range(6):
-        optimizer.zero_grad()
+        reference.zero_grad()
         for number in range(4 * step, 4 * step + 4):
             (plain(**{name: value[None] for name, value in samples[number].items()})["loss"] / 4).backward()
-        optimizer.step()
+        reference.step()
 
     class Watch(Callback):
         def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
@@ -375,11 +398,11 @@ def towered(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
     config = settings(
         folder,
         zero={"stage": stage},
-        batch={"global_size": 4, "micro_size": 1},
         data={"shuffle": False},
-        optimizer={"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+        optimizer={"name": optimizer, "lr": 1e-2, "weight_decay": 0.1, **ours, **update},
         schedule={"name": "constant", "warmup_steps": 0},
-        run={"max_steps": 6, "clip_norm": 0.0},
+        run={"max_steps": 6, "clip_norm": 0.0, "on_nonfinite": "stop"},
+        **{"batch": {"global_size": 4, "micro_size": 1}, **sections},
     )
     with Trainer(model, config, train_dataset=samples, callbacks=[Watch()]) as trainer:
         trainer.fit()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 
 from zeromesh import Callback, Trainer
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
 TARGETS = ["q_proj", "down_proj"]
@@ -224,6 +224,91 @@ def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
             found[f"{name} dtype"] = str(merged.dtype)
             found[name] = _apart(merged.double().eval()(input_ids=ids).logits, wanted)
     return found
+
+
+def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
+    """Adapters that learn prompts: by kind whether what is saved is what plain PEFT saves of the model that is whole again."""
+    sizes = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    kinds = {
+        "prompt": peft.PromptTuningConfig(**sizes),
+        "prefix": peft.PrefixTuningConfig(**sizes),
+        "projected prefix": peft.PrefixTuningConfig(**sizes, prefix_projection=True, encoder_hidden_size=16),
+        "p-tuning": peft.PromptEncoderConfig(**sizes, encoder_hidden_size=16),
+    }
+
+    def loss(model: Any, inputs: Any, **_: Any) -> tuple[torch.Tensor, int]:
+        return model(**inputs).loss, 1
+
+    found = {}
+    for number, (kind, config) in enumerate(kinds.items()):
+        model = peft.get_peft_model(seeded(llama), config)
+        start = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+        made = settings(folder, zero={"stage": stage}, run={"name": str(number), "max_steps": 2})
+        made["checkpoint"] = {"every_steps": 1}
+        with Trainer(model, made, sentences(), compute_loss=loss) as trainer:
+            trainer.fit()
+            trainer.save(Path(folder) / f"{number}-saved")
+        saved = load_file(Path(folder) / f"{number}-saved/adapter_model.safetensors")
+        own = peft.get_peft_model_state_dict(model)
+        moved = not all(torch.equal(dict(model.named_parameters())[name], each) for name, each in start.items())
+        found[kind] = moved and saved.keys() == own.keys() and all(torch.equal(own[n], saved[n]) for n in own)
+    return found
+
+
+def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dict[str, Any]:
+    """A run with adapters over a directory of bfloat16 weights, computed in float32: its first two steps, or on from them."""
+    root, stage = Path(folder), 3 if mesh.world_size > 1 else 1
+    if mesh.rank == 0 and not (root / "base").exists():
+        seeded(llama).bfloat16().save_pretrained(root / "base", max_shard_size="40KB")
+    mesh.world.barrier("base")
+    run = {"name": checkpoint.get("frozen", "auto"), "max_steps": steps}
+    config = settings(
+        folder,
+        model={"source": str(root / "base"), "lora": {"rank": 2}},
+        run=run,
+        checkpoint={"every_steps": 2, "resume": "auto", **checkpoint},
+        zero={"stage": stage},
+        precision={"compute": "float32", "master": "float32", "reduce": "float32"},
+    )
+    said: list[str] = []
+    try:
+        with Trainer(None, config, sentences()) as trainer:
+            if steps > 2:
+                trainer.load_weights(root / run["name"] / "checkpoints/step-00000002")
+            else:
+                said = [str(loss) for loss in trainer.fit().losses]
+            found = digest(dict(trainer.state_dict()))
+        if steps > 2:
+            with Trainer(None, config, sentences()) as trainer:
+                said = [str(loss) for loss in trainer.fit().losses]
+    except ZeromeshError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"digest": found, "losses": said}
+
+
+def edited(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """A frozen weight that the user has changed after the model was loaded, and one that changes while it is trained."""
+    root = Path(folder)
+    if mesh.rank == 0 and not (root / "base").exists():
+        seeded(llama).save_pretrained(root / "base")
+    mesh.world.barrier("base")
+    model = tf.AutoModelForCausalLM.from_pretrained(root / "base")
+    model.get_parameter("model.norm.weight").data.mul_(2)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=TARGETS))
+
+    class Change(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            if step == 2:
+                engine = trainer.run.model.require_engine()
+                with engine.loading(averaged_updates=0):
+                    engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})
+
+    config = settings(folder, run={"max_steps": 2}, checkpoint={"every_steps": 1}, zero={"stage": 3})
+    with Trainer(model, config, sentences(), callbacks=[Change()]) as trainer:
+        trainer.fit()
+    manifests = [json.loads(path.read_text()) for path in sorted((root / "run/checkpoints").glob("*/manifest.json"))]
+    written = [{name for name, row in m["tensors"]["model"].items() if "source/" not in row[0]} for m in manifests]
+    return {"written": [sorted(name for name in names if "lora_" not in name) for names in written]}
 
 
 def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:

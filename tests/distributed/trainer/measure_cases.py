@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.planning.measuring.clock import TINY_SIZES
-from zeromesh.trainer.planning.measuring.measure import MachineMeter
+from zeromesh.trainer.planning.measuring.device_meter import TINY_SIZES
+from zeromesh.trainer.planning.measuring.machine_meter import measure_machine
 
 
 def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
     told: list[str] = []
-    meter = MachineMeter(mesh, TINY_SIZES, Path(folder), told.append)
-    machine = meter.machine()
+    machine = measure_machine(mesh, TINY_SIZES, Path(folder), told.append)
     return {
         "machine": machine.to_yaml(),
         "told": told,

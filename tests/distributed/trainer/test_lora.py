@@ -1,5 +1,6 @@
 """Adapters of PEFT: trained alone over frozen weights that are shared out, saved alone, and loaded by PEFT."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ import torch
 import transformers as tf
 from lora_cases import TARGETS, adapted
 from torch import nn
-from trainer_cases import LLAMA, llama, sentences
+from trainer_cases import LLAMA, llama, sentences, settings
 from workers import Workers
 
-from zeromesh.errors import ConfigError
+from zeromesh import Trainer
+from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.trial import InFloat64
-from zeromesh.trainer.models.adapters import adapter_names, add_lora, is_adapted, pretrained_of
+from zeromesh.trainer.models.adapters import _no_targets, adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.models.small_copy import InFloat64
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
 
 RANK = 3
@@ -133,6 +138,75 @@ def test_a_checkpoint_and_its_exports_are_loaded_by_peft_and_transformers(worker
     assert [found["merged dtype"], found["small dtype"]] == ["torch.float64", "torch.float32"]
 
 
+def test_learnt_prompts_are_saved_as_peft_saves_them(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:prompted", folder=str(tmp_path), stage=3)[0]
+    assert found == dict.fromkeys(found, True)
+
+
+def test_checkpoints_name_frozen_weights_in_their_source(workers: Workers, tmp_path: Path) -> None:
+    """Two ranks at stage 3 write a checkpoint without the frozen weights; one rank at stage 1, and three, go on from it."""
+
+    def run(ranks: int, **how: Any) -> dict[str, Any]:
+        return workers.run(ranks, "lora_cases:referring", folder=str(tmp_path), **how)[0]
+
+    first, whole = run(2), run(2, frozen="whole")
+    assert first == whole
+    sizes = {
+        name: sum(path.stat().st_size for path in (tmp_path / name / "checkpoints").rglob("model-*.safetensors"))
+        for name in ("auto", "whole")
+    }
+    assert sizes["auto"] < 10_000 < 40_000 < sizes["whole"]  # bytes: of 20,096 parameters 448 are trained
+    on = [run(ranks, steps=4, **how) for ranks, how in ((1, {}), (1, {"frozen": "whole"}), (3, {}))]
+    assert [each["digest"] for each in on] == [first["digest"]] * 3
+    assert on[0]["losses"] == on[1]["losses"]
+    for words, code in ((["verify"], 0), (["export", str(tmp_path / "merged"), "--merge"], 0)):
+        words.insert(1, str(tmp_path / "auto"))
+        assert main(["checkpoint", *words]) == code
+
+    # A source that has changed, at the same size, and one that is gone.
+    file = sorted((tmp_path / "base").glob("*.safetensors"))[0]
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    said = run(1, steps=6)["error"]
+    assert said.startswith("CheckpointError")
+    assert f"{file}: bytes [0, " in said
+    assert "put the file back as it was" in said
+    assert main(["checkpoint", "verify", str(tmp_path / "auto")]) == 1
+    file.unlink()
+    checkpoint = tmp_path / "auto/checkpoints/step-00000004"
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read.*put the file back"):
+        export_checkpoint(checkpoint, tmp_path / "none", "keep", Console(), merge=True)
+
+
+def test_frozen_weights_that_are_not_those_of_the_source_are_written(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:edited", folder=str(tmp_path))[0]
+    norm, head = "base_model.model.model.norm.weight", "base_model.model.lm_head.weight"
+    assert found["written"] == [[norm], [head, norm]]
+
+
+@pytest.mark.parametrize(("frozen", "away"), [("auto", False), ("reference", True)])
+def test_weights_that_requires_grad_freezes_are_named_where_that_is_asked_for(
+    tmp_path: Path, frozen: str, away: bool
+) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.model.layers[0].requires_grad_(False)
+    checkpoint = {"every_steps": 1, "frozen": frozen}
+    with Trainer(model, settings(str(tmp_path), checkpoint=checkpoint, run={"max_steps": 1}), sentences()) as trainer:
+        trainer.fit()
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000001/manifest.json").read_text())
+    named = {name for name, row in manifest["tensors"]["model"].items() if row[0].startswith("source/")}
+    assert named == ({name for name, _ in model.named_parameters() if ".layers.0." in name} if away else set())
+    assert manifest["schema"] == (2 if away else 1)
+    if away:
+        config = settings(str(tmp_path), checkpoint=checkpoint, run={"name": "other"})
+        with (
+            pytest.raises(ConfigError, match=r"checkpoint\.frozen: reference needs a model that came from a directory"),
+            Trainer(adapted(), config, sentences()) as trainer,
+        ):
+            trainer.fit()
+
+
 @pytest.mark.parametrize("kind", ["sequence", "image"])
 def test_the_head_of_a_classifier_is_trained_too(workers: Workers, tmp_path: Path, kind: str) -> None:
     found = workers.run(2, "lora_cases:classified", folder=str(tmp_path), kind=kind)[0]
@@ -180,6 +254,35 @@ def test_adapters_over_weights_that_are_nowhere_yet() -> None:
         assert torch.equal(made.source.read(name, 0, parameter.numel()), parameter.detach().reshape(-1))
         assert bool(parameter.eq(0).all()) == ("lora_B" in name)
     assert adapter_names(made.model) == set(trained)
+
+
+class Router(nn.Linear):
+    """It returns more than a product."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+def test_adapters_are_on_what_multiplies_alone() -> None:
+    """A router that is a linear layer, and blocks with a number for a name as linear layers of a sequence have one."""
+    model = llama()
+    model.model.layers[0].mlp.up_proj = Router(32, 48)
+    model.model.extra = nn.Sequential(nn.Linear(32, 32))
+    left_out = _no_targets(model)
+    assert left_out == ["model.layers.0", "model.layers.0.mlp.up_proj"]
+    made = add_lora(wrap_passed_model(model, 3), LoraSection(rank=2, targets="all-linear"), "causal_lm", 3)
+    adapted_layers = {name.partition(".lora_")[0] for name in adapter_names(made.model)}
+    assert "base_model.model.model.extra.0" in adapted_layers
+    assert "base_model.model.model.layers.0.mlp.up_proj" not in adapted_layers
+    assert "base_model.model.model.layers.1.mlp.up_proj" in adapted_layers
+    assert "no adapters on model.layers.0.mlp.up_proj" in made.notes
+    model = llama()
+    model.model.layers[0].mlp.up_proj = Router(32, 48)
+    section = LoraSection(rank=2, targets=("up_proj",))
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.0\.mlp\.up_proj cannot have adapters, as a Router does more"
+    ):
+        add_lora(wrap_passed_model(model, 3), section, "causal_lm", 3)
 
 
 def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:

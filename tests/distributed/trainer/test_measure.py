@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from workers import PoolOptions, Workers
 
-from zeromesh.trainer.planning.machine import find_machine, read_machine
-from zeromesh.trainer.planning.measuring.clock import TINY_SIZES
-
-KINDS = {"all-gather", "reduce-scatter", "all-reduce", "agreement", "point to point"}
+from zeromesh.trainer.planning.machine_files import find_machine, read_machine
+from zeromesh.trainer.planning.measuring.device_meter import TINY_SIZES
 
 
 def measured(workers: Workers, tmp_path: Path, hosts: int) -> list[dict[str, object]]:
@@ -29,14 +27,11 @@ def test_the_ranks_of_a_host_are_measured(workers: Workers, tmp_path: Path) -> N
     machine = find_machine(str(tmp_path / "m.yaml"))
     assert machine.is_cpu
     assert machine.host.devices == 3
-    assert [row[0] for row in machine.host.crowding or ()] == [1, 2, 3]
     assert machine.links.between.gloo is None
     for link in (machine.links.inside.shared, machine.links.inside.gloo):
         assert link is not None
-        assert {row[0] for row in link.measured or ()} == KINDS
-        assert {row[1] for row in link.measured or () if row[0] == "all-gather"} == {2, 3}
-    rates = machine.device.products["float32"]
-    assert {row[1:4] for row in rates.measured} >= set(TINY_SIZES.products)
+        assert 0 < link.latency_seconds < 1
+    assert set(machine.device.products) == set(TINY_SIZES.dtypes)
     assert 0 < machine.device.launch_seconds < 1e-2
     assert machine.update.device is not None
     assert machine.library.host > 1 << 20
@@ -49,5 +44,4 @@ def test_a_link_between_hosts_is_measured(workers: Workers, tmp_path: Path) -> N
     machine = read_machine(tmp_path / "m.yaml")
     between = machine.links.between.gloo
     assert between is not None
-    assert {row[0] for row in between.measured or ()} == KINDS
     assert machine.collective_seconds("all-gather", 1 << 14, ranks=3, hosts=2) > 0

@@ -336,6 +336,13 @@ def test_variables_of_the_environment(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "needs quotes" in str(problems_of(write(tmp_path, "run: {output_dir: ${OUT}}")))
 
 
+def test_a_section_that_is_null_leaves_what_lies_below_it() -> None:
+    """All its keys may be commented out: what another trainer's settings or the defaults for tuning say still holds."""
+    settings = {"train_micro_batch_size_per_gpu": 3, "zeromesh": {"batch": None}}
+    assert load_config(settings, ranks=1).batch.micro_size == 3
+    assert load_config({"optimizer": None}, tunes="whole").optimizer.lr == 2e-5
+
+
 def test_max_steps_and_epochs() -> None:
     by_epochs = load_config(None, ["run.epochs=3"])
     assert by_epochs.run.most_steps is None

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.config.deepspeed import LaunchFacts, is_deepspeed, read_deepspeed
+from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.messages import known_paths
-from zeromesh.trainer.config.migration.deepspeed import LaunchFacts, is_deepspeed, read_deepspeed
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 
 PLACE = LaunchFacts(ranks=4)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.config.deepspeed_table import TABLE
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 
@@ -73,7 +73,11 @@ def test_a_slip_in_a_file_is_named_with_what_to_write(tmp_path: Path, name: str,
     ("override", "words"),
     [
         ("max_steps=3", "the override 'max_steps=3': did you mean run.max_steps=3?"),
-        ("learning_rate=3", "the override 'learning_rate=3': did you mean optimizer.lr=3?"),
+        ("learning_rate=3", "the override 'learning_rate=3': did you mean optimizer.lr?"),
+        (
+            "gradient_accumulation_steps=2",
+            "did you mean batch.global_size (accumulation is derived from it)?",
+        ),
         ("run=3", "the override 'run=3': run is a section; write run.KEY=VALUE"),
         ("run.max_steps", "the override 'run.max_steps': it has no value; write run.max_steps=VALUE"),
         ("nothing=3", "the override 'nothing=3': write section.key=value"),
@@ -102,6 +106,22 @@ def test_an_override_with_dashes_gets_a_hint(tmp_path: Path, capsys: pytest.Capt
         main(["config", write(tmp_path, "a.yaml", "run: {seed: 1}"), "--run.max_steps=5"])
     assert ended.value.code == 2
     assert "keys of the configuration have no dashes: run.max_steps=5" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", write(tmp_path, "a.yaml", "run: {seed: 1}"), "--learning-rate", "1e-4"])
+    assert "unknown arguments: --learning-rate; learning_rate is here the key optimizer.lr" in capsys.readouterr().err
+
+
+def test_a_slip_in_the_number_of_ranks_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "a.yaml", "run: {seed: 1}")
+    assert main(["train", path, "--nproc", "100000"]) == 2
+    assert "--nproc 100000: this host has" in capsys.readouterr().err
+
+
+def test_a_configuration_that_is_there_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, mine = write(tmp_path, "a.yaml", "run: {seed: 1}"), write(tmp_path, "mine.yaml", "run: {seed: 2}")
+    assert main(["train", path, "--save-config", mine]) == 2
+    assert f"--save-config {mine}: another file is there" in capsys.readouterr().err
+    assert Path(mine).read_text() == "run: {seed: 2}"
 
 
 def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

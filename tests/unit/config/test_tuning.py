@@ -1,6 +1,7 @@
 """Starts without a configuration, and the defaults of a model that has weights."""
 
 import argparse
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,45 @@ def test_a_model_and_a_file_make_a_configuration(tmp_path: Path, row: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("rows.json", json.dumps([{"instruction": "a", "output": "b"}], indent=1), "alpaca"),
+        ("rows.csv", "\ufeffprompt;completion\r\na;b\r\n", "pairs"),
+        ("rows.jsonl.gz", json.dumps({"conversations": []}), "sharegpt"),
+        ("rows.txt", '{"messages": []}', "text"),
+        ("broken.jsonl", '{"messages": ', "text"),
+    ],
+)
+def test_rows_are_recognised_in_files_of_all_kinds(tmp_path: Path, name: str, text: str, kind: str) -> None:
+    data = tmp_path / name
+    data.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    options = parsed("--model", str(directory(tmp_path)), "--data", str(data))
+    assert load_config(None, options.overrides).data.format == kind
+
+
+@pytest.mark.parametrize(
+    ("architecture", "columns", "head", "kind"),
+    [
+        ("BertForSequenceClassification", "text,label", "sequence_classification", "labels"),
+        ("BertForMaskedLM", "text,label", "sequence_classification", "labels"),
+        ("BertForMaskedLM", "text,id", "masked_lm", "text"),
+        ("GPT2LMHeadModel", "text,label", "causal_lm", "text"),
+        (None, "text", "causal_lm", "text"),
+    ],
+)
+def test_a_directory_says_what_its_model_is_for(
+    tmp_path: Path, architecture: str | None, columns: str, head: str, kind: str
+) -> None:
+    """A classifier on rows with labels is tuned as one, and not as a model of the next token with a new head."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text(json.dumps({"architectures": architecture and [architecture]}))
+    (tmp_path / "rows.csv").write_text(f"{columns}\na,b\n")
+    options = parsed("--model", str(tmp_path / "m"), "--data", str(tmp_path / "rows.csv"))
+    config = load_config(None, options.overrides)
+    assert (config.model.head, config.data.format) == (head, kind)
+
+
+@pytest.mark.parametrize(
     "words", [(), ("--model", "m"), ("--data", "f"), ("x.yaml", "--model", "m", "--data", "f"), ("--lora",)]
 )
 def test_half_a_start_is_refused(words: tuple[str, ...]) -> None:
@@ -74,3 +114,19 @@ def test_a_model_with_weights_has_the_defaults_of_tuning(tmp_path: Path) -> None
     assert Trainer(loaded).config.optimizer.lr == 2e-5
     fresh = tf.LlamaForCausalLM(loaded.config.__class__(**SIZES, num_key_value_heads=2))
     assert Trainer(fresh).config.optimizer.lr == 3e-4
+
+
+def test_pictures_and_labels_are_recognised_and_sets_have_names(tmp_path: Path) -> None:
+    (tmp_path / "all" / "cat").mkdir(parents=True)
+    (tmp_path / "all" / "cat" / "1.JPG").touch()
+    (tmp_path / "rows.csv").write_text("text,label\ngood,1\n")
+    model, table = str(directory(tmp_path)), str(tmp_path / "rows.csv")
+    config = load_config(None, parsed("--model", model, "--data", str(tmp_path / "all")).overrides)
+    assert (config.data.format, config.model.head) == ("pictures", "image_classification")
+    sets = ("--eval", table, "--eval", f"other={tmp_path / 'all'}")
+    config = load_config(None, parsed("--model", model, "--data", table, *sets).overrides)
+    assert (config.data.format, config.model.head) == ("labels", "sequence_classification")
+    assert config.data.eval == {"rows": table, "other": str(tmp_path / "all")}
+    assert load_config(None, parsed("--model", model, "--data", table, "--eval", table).overrides).data.eval == table
+    with pytest.raises(ConfigError, match=r"--eval: two of .* have one name; give NAME=FILE"):
+        parsed("--model", model, "--data", table, "--eval", table, "--eval", table)

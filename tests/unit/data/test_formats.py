@@ -106,11 +106,16 @@ def test_labels_that_cannot_be_learnt_are_refused(tmp_path: Path, words: str) ->
     with pytest.raises(ConfigError, match=r"data\.format: labels are for a model that has classes"):
         trained(tmp_path, model={"config": LLAMA}, data=data)
     few = {"config": {**BERT, "num_labels": 1}, "head": "sequence_classification"}
-    with pytest.raises(ConfigError, match="num_labels is 1, and the text has 2 classes"):
+    with pytest.raises(ConfigError, match="num_labels is 1, and the data has 2 classes"):
         trained(tmp_path, model=few, data=data)
     (tmp_path / "eval.jsonl").write_text('{"text": "w1", "label": "c"}\n')
     with pytest.raises(DataError, match=r"data\.eval .* classes that the training text does not have: c"):
         load_datasets(DataSection(**data, eval=str(tmp_path / "eval.jsonl")))
+    (tmp_path / "none.csv").write_text("text,label\n")
+    with pytest.raises(DataError, match=r"none\.csv' has no rows"):
+        load_datasets(DataSection(**{**data, "train": str(tmp_path / "none.csv")}))
+    with pytest.raises(DataError, match="has no class but 'c'; labels need two"):
+        load_datasets(DataSection(**{**data, "train": str(tmp_path / "eval.jsonl")}))
     (tmp_path / "bad.jsonl").write_text('{"text": "w1", "label": 0.5}\n')
     with pytest.raises(DataError, match="row 0: 'text' is str and 'label' float"):
         load_datasets(DataSection(**{**data, "train": str(tmp_path / "bad.jsonl")}))

@@ -189,6 +189,13 @@ def test_an_iterator_is_read_on() -> None:
     assert values(second, range(12, 20)) == list(range(12, 20))
 
 
+def test_a_generator_that_has_ended_is_no_empty_dataset() -> None:
+    stream = StreamedDataset(iter(Numbers(6)), block=4)
+    assert values(stream, range(4)) == list(range(4))
+    with pytest.raises(DataError, match="or is a generator, which is read but once"):
+        stream[8]
+
+
 def test_another_stream_is_refused() -> None:
     state = StreamedDataset(Numbers(10), block=4).state(8)
     with pytest.raises(DataError, match="samples before sample 8 of the stream are not what they were"):

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zeromesh.errors import DataError
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import is_held_out, load_datasets
 from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy
@@ -146,8 +147,8 @@ def test_a_directory_is_read_in_order_of_names_without_hidden_and_binary_files(t
 def test_text_in_another_encoding_is_refused_until_it_is_named(tmp_path: Path) -> None:
     """With the file, the byte and the key, for text and for rows; also behind the first piece of a file, and in the last one."""
     text = "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440"
-    for name, before in (("a.txt", ""), ("b.txt", "x" * 1_500_000), ("c.csv", "text\n"), ("d.jsonl", '{"text": "')):
-        behind = '"}\n' if name == "d.jsonl" else ""
+    for name, before in (("a.txt", ""), ("b.txt", "x" * 1_500_000), ("c.csv", 'text\n"'), ("d.jsonl", '{"text": "')):
+        behind = {"c.csv": '"', "d.jsonl": '"}\n'}.get(name, "")
         (tmp_path / name).write_bytes(f"{before}{text}{behind}".encode("koi8-r"))
         section = text_section(train=tmp_path / name)
         with pytest.raises(DataError, match=rf"{name}' is not utf-8: byte {len(before):,} .*; set data\.encoding"):
@@ -482,3 +483,16 @@ def test_separate_documents_are_as_if_alone(length: int) -> None:
             assert torch.allclose(packed[start:end], alone, rtol=1e-9, atol=1e-12)
             assert sample["labels"][start] == -100
             assert torch.equal(sample["labels"][start + 1 : end], sample["input_ids"][start + 1 : end])
+
+
+def test_several_evaluation_sets_by_name(tmp_path: Path) -> None:
+    for name, count in {"train": 90, "a": 30, "b": 60}.items():
+        (tmp_path / f"{name}.txt").write_text("once upon a time " * count)
+    sets = {"a": str(tmp_path / "a.txt"), "b_c": [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]}
+    section = load_config({"data": {"train": str(tmp_path / "train.txt"), "eval": sets, "sequence_length": 32}}).data
+    found = load_datasets(section)
+    assert isinstance(found.eval, dict)
+    assert {name: len(each) for name, each in found.eval.items()} == {"a": 511 // 32, "b_c": (511 + 1021) // 32}
+    assert any("data.eval.b_c" in note for note in found.notes)
+    with pytest.raises(ConfigError, match=r"data.eval: '.*none.txt' does not exist"):
+        load_config({"data": {"eval": {"a": str(tmp_path / "none.txt")}}})

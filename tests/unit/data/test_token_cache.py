@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from workers import Workers
@@ -181,6 +182,24 @@ def test_rows_of_csv_are_documents(tmp_path: Path, ending: str, separator: str) 
     assert bytes(train.tokens.tolist()) == wanted[: len(wanted) // 4 * 4]
     with pytest.raises(DataError, match=r"row 0 has no field 'body', only 'id', 'text'; set data\.text_field"):
         load_datasets(section.model_copy(update={"text_field": "body"}))
+
+
+def test_csv_of_other_countries_and_csv_without_quotes(tmp_path: Path) -> None:
+    """Semicolons are what spreadsheets write there. A comma inside of a text that has no quotes would cut it without a word."""
+    (tmp_path / "a.csv").write_bytes("\ufefftext;label\r\nhello, you;1\r\n".encode())
+    (tmp_path / "b.csv").write_text("text,label\nhello,1\nhello, you,1\n")
+    section = DataSection(train=str(tmp_path / "a.csv"), sequence_length=4, eval_fraction=0.0)
+    assert bytes(load_datasets(section).train.tokens.tolist()) == b"hello, y"
+    with pytest.raises(
+        DataError, match=r"b\.csv' line 3 has more fields than the first one has names; quote a text .* ','"
+    ):
+        load_datasets(section.model_copy(update={"train": str(tmp_path / "b.csv")}))
+
+
+def test_a_table_without_rows(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": [""]}).select([]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="holds 0 tokens in 0 documents"):
+        load_datasets(DataSection(train=str(tmp_path / "a.parquet")))
 
 
 def test_one_rank_tokenizes_and_the_others_wait(workers: Workers, tmp_path: Path) -> None:

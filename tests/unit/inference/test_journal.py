@@ -26,7 +26,27 @@ def test_results_are_in_order_and_the_journal_is_gone(tmp_path: Path) -> None:
     assert not journal.missing()
     journal.finish()
     assert [json.loads(line) for line in out.read_text().splitlines()] == [_row(0), _row(1), _row(2)]
-    assert list(tmp_path.iterdir()) == [out]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".results.jsonl.done", "results.jsonl"]
+
+
+def test_finished_results_are_not_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    journal = ResultJournal(out, "abc", 2)
+    journal.add(_row(0))
+    journal.add(_row(1))
+    journal.finish()
+    content = out.read_bytes()
+    again = ResultJournal(out, "abc", 2)
+    assert again.finished
+    assert not again.missing()
+    again.finish()
+    again.close()
+    assert out.read_bytes() == content
+    with pytest.raises(ConfigError, match="has content already"):
+        ResultJournal(out, "of other prompts", 2)
+    out.write_bytes(content + b"{}\n")
+    with pytest.raises(ConfigError, match="has content already"):
+        ResultJournal(out, "abc", 2)
 
 
 def test_a_journal_that_is_cut_anywhere_goes_on(tmp_path: Path) -> None:
@@ -124,7 +144,6 @@ def test_finished_results_are_not_replaced(tmp_path: Path) -> None:
     journal = ResultJournal(out, "these", 1)
     journal.add({"number": 0})
     journal.finish()
-    for content in ("these", "others"):
-        with pytest.raises(ConfigError, match="has content already, which is kept"):
-            ResultJournal(out, content, 1)
+    with pytest.raises(ConfigError, match="has content already, which is kept"):
+        ResultJournal(out, "others", 1)
     assert out.read_text() == '{"number": 0}\n'

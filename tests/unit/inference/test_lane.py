@@ -176,3 +176,25 @@ def test_what_cannot_join_a_running_batch_is_named() -> None:
     assert known.why_unbatched(drawn) == ""
     model.model.layers[0].self_attn.is_causal = False
     assert "later tokens" in ModelSettings(model, None).why_unbatched(drawn)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cache_tokens", "rows"),
+    [
+        ([10, 20, 5], 1 << 30, 3),
+        ([10, 21, 4], 1 << 30, 1),
+        ([10, 21, 20, 4, 5], 1 << 30, 3),
+        ([10, 10, 10], 3 * 16, 3),
+        ([10, 10, 10], 3 * 16 - 1, 2),
+        ([10], 1, 1),
+    ],
+)
+def test_prompts_of_up_to_twice_a_length_join_together_within_the_cache(
+    lengths: list[int], cache_tokens: int, rows: int
+) -> None:
+    lane = _lane(_model("full"), LaneLimits(rows=8, prefill_tokens=1000, cache_tokens=cache_tokens))
+    for number, length in enumerate(lengths):
+        fields = {"max_new_tokens": 6, "eos_token_id": -1}
+        lane.add(Request(number=number, tokens=[9] * length, fields=fields))
+    assert lane.plan(eager=True) is Turn.PREFILL
+    assert lane.shape()[0] == rows

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.launch.messages import BEGIN, frame
-from zeromesh.launch.ssh import Host, HostStream, Output, read_hosts
+from zeromesh.launch.messages import line
+from zeromesh.launch.ssh import BEGIN, Host, HostStream, Output, read_hosts
 from zeromesh.mesh import network_interfaces, process_groups
 from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
@@ -87,7 +87,7 @@ class Printed(Output):
 @given(st.lists(st.one_of(PIECES, st.integers(0, 99)), max_size=8), st.lists(st.integers(1, 9), max_size=40))
 def test_messages_are_found_however_the_output_is_cut(parts: list[bytes | int], cuts: list[int]) -> None:
     """What printed bytes look like matters only where they hold an open beginning of a message, which takes what follows."""
-    data = b"".join(frame({"beat": part}) if isinstance(part, int) else part for part in parts)
+    data = b"".join(BEGIN + b"0 " + line({"beat": part}) if isinstance(part, int) else part for part in parts)
     outputs = Printed(), Printed()
     whole, pieces = (HostStream(output, 1, "a") for output in outputs)
     expected, messages, at = whole.feed(data), [], 0
@@ -98,7 +98,7 @@ def test_messages_are_found_however_the_output_is_cut(parts: list[bytes | int], 
     pieces.flush()
     assert (outputs[1].lines, messages) == (outputs[0].lines, expected)
     if not any(isinstance(part, bytes) and b"\x1e" in part for part in parts):
-        assert messages == [{"beat": part} for part in parts if isinstance(part, int)]
+        assert messages == [b"0 " + line({"beat": part})[:-1] for part in parts if isinstance(part, int)]
         printed = b"".join(part for part in parts if isinstance(part, bytes)).decode(errors="replace")
         lines = printed.removesuffix("\n").split("\n") if printed else []
         assert [text for _, text in outputs[0].lines] == ["[a] " + each.rstrip("\r") for each in lines]

@@ -18,10 +18,10 @@ from test_hostfile import Printed
 from zeromesh.environment import SECRET
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.messages import LauncherConnection, Lifeline, MessageError, frame
-from zeromesh.launch.rank_processes import RankRange, StopSignals
-from zeromesh.launch.rendezvous import Follower, Leader, Nodes, WorkersFailed, launch_workers
-from zeromesh.launch.ssh import HostLine, HostStream, LaunchPlan, Output, watch
+from zeromesh.launch.messages import LauncherConnection, MessageError
+from zeromesh.launch.rank_processes import RankRange
+from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, WorkersFailed, launch_workers
+from zeromesh.launch.ssh import BEGIN, AttachedFollower, Host, HostStream, LaunchPlan, supervise
 
 VALUES = st.recursive(
     st.none()
@@ -52,21 +52,21 @@ def refusal(read: Callable[[], object]) -> str:
 def test_bytes_are_a_message_or_refused(data: bytes) -> None:
     assert refusal(lambda: messages.parsed(data)).isprintable()
     stream = HostStream(Printed(), 1, "a")
-    found = stream.feed(b"\x1ezeromesh:" + data + b"\nand more\n")
+    found = stream.feed(BEGIN + b"0 " + data + b"\nand more\n")
     assert found or stream.last == "and more"
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 5000, b"null", b""], ids=["deep", "long", "null", "empty"])
 def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
     assert refusal(lambda: messages.parsed(data)).startswith("a message is no ")
-    assert HostStream(Printed(), 1, "a").feed(b"\x1ezeromesh:" + data + b"\n") == []
+    assert HostStream(Printed(), 1, "a").feed(BEGIN + b"0 " + data + b"\n") == []
 
 
 @settings(max_examples=300, deadline=None)
 @given(MESSAGES)
 def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
     readers = [
-        lambda: messages.number(message, "end", most=255),
+        lambda: messages.number(message, "rest", most=255),
         lambda: messages.optional(message, "text", ""),
         lambda: messages.optional(message, "noticed", False),
         lambda: os.environ.copy() | messages.variables(message),
@@ -81,23 +81,35 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"end": "0"}, "'end' is '0'; allowed is an integer from 0 to 255"),
-        ({"end": 10**400}, "'end' is 1000000"),
-        ({"end": 1e400}, "'end' is inf"),
-        ({"end": True}, "'end' is True"),
-        ({"end": 1, "text": ["x"]}, "'text' is ['x']; allowed is a text"),
-        ({"end": 1, "noticed": 2}, "'noticed' is 2; allowed is true or false"),
-        ({"beat": None}, "'beat' is None"),
-        ({"hello": 1}, "neither 'beat' nor 'end': 'hello'"),
-        ({}, "neither 'beat' nor 'end': nothing"),
+        ({"rest": "0"}, "'rest' is '0'; allowed is an integer from 0 to 255"),
+        ({"rest": 10**400}, "'rest' is 1000000"),
+        ({"rest": 1e400}, "'rest' is inf"),
+        ({"rest": True}, "'rest' is True"),
+        ({"rest": 1, "text": ["x"]}, "'text' is ['x']; allowed is a text"),
+        ({"rest": 1, "noticed": 2}, "'noticed' is 2; allowed is true or false"),
     ],
 )
-def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any], named: str) -> None:
-    from zeromesh.launch.ssh import Host as Named
+def test_a_host_that_sends_nonsense_is_refused(said: dict[str, Any], named: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        member = Member(line=LauncherConnection(ours, "", serves=True), name="b", processes=1, running=True)
+        assert named in refusal(lambda: Leader(ALONE, 1, print, bool)._take(member, said))
 
-    (tmp_path / "said").write_bytes(frame(said))
+
+def test_a_beat_that_is_no_number_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        leads = LauncherConnection(ours, "", serves=True)
+        follows = LauncherConnection(theirs, "", serves=False)
+        follows.receive()
+        follows.send({"beat": None, "drawn": follows.drawn})
+        assert refusal(leads.receive).startswith("'beat' is None")
+
+
+def test_a_host_whose_lines_are_not_its_own_is_named(tmp_path: Path) -> None:
+    (tmp_path / "said").write_bytes(BEGIN + b"0 {}\n")
     plan = LaunchPlan(
-        hosts=(Named(name="b", slots=1, address="b"),),
+        hosts=(Host(name="b", slots=1, address="b"),),
         command=("cat", str(tmp_path / "said")),
         ssh=("sh", "-c", "eval $1"),
         directory="/",
@@ -109,42 +121,22 @@ def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any
         max_restarts=0,
         check=lambda hosts: None,
     )
-    output = Output()
-    line = HostLine(plan.hosts[0], plan.places()[0], plan, output)
-    failure, lost, _ = watch([line], StopSignals(), 2.0)
-    line.close()
-    output.close()
-    assert lost == set(plan.hosts)
-    assert str(failure).startswith("host b: what it has sent makes no sense: ")
-    assert named in str(failure)
+    failure = supervise(plan, lambda line: None)
+    assert str(failure).startswith("host b: what it has sent makes no sense: a message has not the digest")
 
 
 @pytest.mark.parametrize(
-    ("sent", "named"),
+    ("said", "named"),
     [
-        (b"hello\n", "a message is no JSON"),
-        (b'{"echo": "x"}\n', "'echo' is 'x'"),
-        (b'{"signal": 1e9}\n', "'signal' is 1000000000.0"),
-        (b'{"signal": 70}\n', "'signal' is 70; allowed is an integer from 1 to 64"),
+        ({"signal": 1e9}, "'signal' is 1000000000.0"),
+        ({"signal": 70}, "'signal' is 70; allowed is an integer from 1 to 64"),
+        ({"stop": "now"}, "'stop' is 'now'"),
+        ({"variables": {"A=B": ""}}, "'variables' has 'A=B', which cannot be set; its value is not shown"),
+        ({"start": {"world_size": 0}}, "'world_size' is 0"),
     ],
 )
-def test_a_host_names_nonsense_of_the_launching_side(sent: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-
-    def refuse(self: object, error: MessageError) -> None:
-        ended.append(str(error))
-        raise SystemExit
-
-    monkeypatch.setattr(Lifeline, "_refuse", refuse)
-    reader, writer = os.pipe()
-    line = object.__new__(Lifeline)
-    line._input, line._partial, line._silence, line._answered_at = reader, b"", 5.0, time.monotonic()
-    os.write(writer, sent)
-    with pytest.raises(SystemExit):
-        line._listen()
-    os.close(reader)
-    os.close(writer)
-    assert named in ended[0]
+def test_a_host_refuses_nonsense_of_the_launching_side(said: dict[str, Any], named: str) -> None:
+    assert named in refusal(lambda: AttachedFollower(2.0, bool)._take(said))
 
 
 def joined(port: int, secret: str, hello: dict[str, Any] | bytes) -> list[bytes]:
@@ -211,6 +203,22 @@ def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.Mon
     assert told[0].startswith(f"127.0.0.1, which came to 127.0.0.1:{port}, is refused: ")
 
 
+def test_no_line_of_a_connection_can_be_sent_again() -> None:
+    """Neither at once, nor after another one: the digest covers the line's number."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        leads = LauncherConnection(ours, "secret", serves=True)
+        follows = LauncherConnection(theirs, "secret", serves=False)
+        assert follows.receive() == [{"zeromesh": 1, "drawn": leads.drawn}]
+        follows.send({"drawn": follows.drawn})
+        follows.send({"rest": 0})
+        first, second = leads.read() or ()
+        assert [leads.opened(line) for line in (first, second)] == [{"drawn": follows.drawn}, {"rest": 0}]
+        for line in (second, first):
+            with pytest.raises(MessageError, match="has not the digest"):
+                leads.opened(line)
+
+
 def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}", rank=0)
@@ -269,11 +277,42 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
     follower = Follower(nodes, 1, lambda: False)
     assert isinstance(follower.first_start(), RankRange)
     waiting.join()
+    assert follower.poll() is None
     leader.close()
+    assert follower.poll() == follower.rest_seconds
     noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, noticed=True)
     found = follower.next_start(noticed)
     assert isinstance(found, WorkersFailed)
     assert str(found) == f"the launcher at {nodes.endpoint} has ended"
+
+
+def test_who_has_not_introduced_itself_is_told_nothing() -> None:
+    """What it has drawn is not known yet, so it would take a message for one of somebody else."""
+    nodes = Nodes(least=1, most=3, endpoint=f"127.0.0.1:{free_port()}")
+    leader = Leader(nodes, 1, lambda line: None, bool)
+    assert isinstance(leader.first_start(), RankRange)
+    with socket.create_connection(nodes.where) as stranger:
+        joining = threading.Thread(target=Follower(nodes, 1, bool).first_start)
+        joining.start()
+        while leader.poll() is None:
+            time.sleep(0.01)
+        assert stranger.recv(1 << 16).count(b"\n") == 1
+        leader.close()
+        joining.join()
+
+
+def test_ranks_are_killed_where_the_leader_is_gone_without_a_word() -> None:
+    """It counts this host as lost, and starts the others again, no earlier than that."""
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
+    leader = Leader(nodes, 1, lambda line: None, bool)
+    waiting = threading.Thread(target=leader.first_start)
+    waiting.start()
+    follower = Follower(nodes, 1, bool)
+    assert isinstance(follower.first_start(), RankRange)
+    waiting.join()
+    leader._members[0].line.connection.close()
+    assert follower.poll() == 0
+    leader.close()
 
 
 @pytest.mark.parametrize("rank", [None, 1])

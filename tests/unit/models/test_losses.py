@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.trial import InFloat64, examine
+from zeromesh.trainer.losses.trial import examine
+from zeromesh.trainer.models.small_copy import InFloat64
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 KV = {"num_key_value_heads": 2, "vocab_size": 90}

@@ -85,6 +85,41 @@ def test_mistakes_are_named(config: dict[str, Any] | None, message: str) -> None
         build(config)
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+TEXT = {"model_type": "llama", **SMALL}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {**TEXT, "hidden_size": 10**9},
+            r"[\d,]{20,} parameters and more, and this machine has .* hidden_size 1000000000",
+        ),
+        ({**TEXT, "vocab_size": 10**15}, r"parameters and more, and this machine has .* vocab_size 1000000000000000"),
+        (
+            {"model_type": "gpt2", "n_embd": 10**9, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+            r"more than 2\*\*63 bytes; .* n_embd 1000000000",
+        ),
+        ({**TEXT, "intermediate_size": 10**30}, "intermediate_size is 1000000000000000000000000000000; at most"),
+        ({**TEXT, "num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; at most 10000 are built"),
+        (
+            {"model_type": "gemma3", "text_config": {**SMALL, "head_dim": 8, "vocab_size": 10**16}},
+            r"parameters and more, .* text_config\.vocab_size 10000000000000000",
+        ),
+    ],
+)
+def test_a_model_that_no_memory_holds_is_refused_by_its_largest_numbers(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.config: .*{message}"):
+        build(config, "image_text_to_text" if "text_config" in config else "causal_lm")
+
+
+def test_parts_that_take_long_to_describe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeromesh.trainer.models.build._MOST_SECONDS", 0.01)
+    with pytest.raises(ConfigError, match=r"take more than 0\.01 s to describe; .* num_hidden_layers 5000"):
+        build({**TEXT, "num_hidden_layers": 5000, "max_position_embeddings": 16})
+
+
 def test_what_the_models_code_reads_can_be_given() -> None:
     sizes = {"num_hidden_layers": 1, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
     model = build({**LLAMA, **sizes, "model_type": "qwen3_moe", "head_dim": 12, "num_labels": 3e0}).model

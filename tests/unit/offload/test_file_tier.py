@@ -296,6 +296,21 @@ def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path) -> None:
             slot.read(BLOCK, out).wait()
 
 
+def test_a_stored_file_is_not_overwritten_with_its_time_set_back(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(3 * BLOCK))
+    with closing(FileTier([tmp_path], "test")) as tier:
+        slot, out = tier.stored(path), torch.empty(2 * BLOCK, dtype=torch.uint8)
+        slot.read(5, out).wait()
+        before = path.stat()
+        with path.open("r+b") as file:
+            file.write(b"x")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_mtime_ns == before.st_mtime_ns
+        with pytest.raises(StorageError, match=f"{path}' has changed since it was opened"):
+            slot.read(BLOCK, out).wait()
+
+
 def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_block_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

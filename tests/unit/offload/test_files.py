@@ -86,8 +86,9 @@ def test_a_file_is_written_whole_whatever_its_name_and_what_was_there(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="Input/output error") as failed:
         write_whole(path, b"new")
+    assert failed.value.filename == str(path)  # and not that of a file that nobody knows
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 3
 

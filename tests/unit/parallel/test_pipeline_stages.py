@@ -177,6 +177,52 @@ def test_what_an_earlier_block_returns_is_not_taken_by_the_head_unseen() -> None
         examine(Halving(early=True))
 
 
+class Embeddings(nn.Module):
+    """Words, and their norm, which others take apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(VOCABULARY, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class TakenApart(nn.Module):
+    """It runs a list of layers before its blocks, and the words of its embeddings without these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = Embeddings()
+        self.early = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embeddings(self.embeddings.words(input_ids))
+        for block in (*self.early, *self.blocks):
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_modules_whose_parts_run_without_them_are_taken_apart() -> None:
+    torch.manual_seed(0)
+    model = TakenApart()
+    whole, anatomy = copy.deepcopy(model), examine(model)
+    assert set(anatomy.before) == {"early.0", "early.1", "embeddings.words", "embeddings.norm"}
+    stages = Stages(model, anatomy, (1, 2), [1])
+    ids = torch.arange(4)[None]
+    x = whole.embeddings(whole.embeddings.words(ids))
+    with torch.no_grad(), stages.chunk(0, [whole.blocks[0](whole.early[1](whole.early[0](x)))]):
+        assert torch.equal(model(ids), whole(ids))
+    model = TakenApart()
+    model.embeddings.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    with pytest.raises(
+        LayoutError, match=r"embeddings\.scale is a parameter of a module of which parts run without it"
+    ):
+        examine(model)
+
+
 def test_the_towers_of_a_model_run_before_the_blocks_of_its_decoder() -> None:
     small = small_model("llava", ("image_text_to_text",))
     batch = {name: torch.stack([row[name] for row in small.samples[:2]]) for name in small.samples[0]}
@@ -308,7 +354,9 @@ def test_only_the_names_that_a_body_takes_are_given_to_it() -> None:
     model = build("llama", 1)
     batch = {"input_ids": 1, "labels": 2, "logits_to_keep": 3, "cu_seq_lens_q": 4}
     assert body_inputs(model, model.model, batch) == {"input_ids": 1, "cu_seq_lens_q": 4}
-    assert body_inputs(model, model, batch) == batch
+    assert body_inputs(model, model, batch) == {name: value for name, value in batch.items() if name != "labels"}
+    halving = Halving()
+    assert body_inputs(halving, halving, {"input_ids": 1}) == {"input_ids": 1}
 
 
 class Twice(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning import estimate, stage_times
-from zeromesh.trainer.planning.machine import find_machine
+from zeromesh.trainer.planning.machine_files import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.stage_times import StageTimes
 from zeromesh.trainer.planning.subject import Subject

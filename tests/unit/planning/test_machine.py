@@ -1,6 +1,5 @@
 """What a machine file says is what is predicted from it, and nonsense in one is an error that names it."""
 
-import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.planning.machine import Machine, find_machine, named_in, read_machine, shipped, write_machine
-from zeromesh.trainer.planning.work import Product, Work
+from zeromesh.trainer.planning.machine import LinkSet, Machine
+from zeromesh.trainer.planning.machine_files import find_machine, named_in, read_machine, shipped, write_machine
+from zeromesh.trainer.planning.tracing.work import Product, Work
 
 SMALL = {
     "name": "two",
@@ -20,29 +20,16 @@ SMALL = {
         "memory_bytes": 1 << 34,
         "memory_bandwidth": 1e10,
         "launch_seconds": 1e-5,
-        "products": {"float32": {"peak": 1e11, "measured": [[1, 64, 64, 64, 2e10], [1, 512, 512, 512, 8e10]]}},
-        "elementwise": {"float32": [[4096, 4e10], [1 << 24, 5e9]]},
+        "products": {"float32": 8e10},
     },
     "host": {
         "devices": 2,
         "cores": 2,
         "memory_bytes": 1 << 34,
         "memory_bandwidth": 1.5e10,
-        "crowding": [[1, 1.0], [2, 1.5]],
-        "waiting": [[2, 1e-3, 1e-4], [2, 1e-2, 4e-3]],
     },
     "links": {
-        "inside": {
-            "shared": {
-                "latency_seconds": 1e-5,
-                "bandwidth": 4e9,
-                "measured": [
-                    ["all-gather", 2, 1 << 10, 3e-5],
-                    ["all-gather", 2, 1 << 20, 2e-4],
-                    ["all-gather", 4, 1 << 20, 9e-4],
-                ],
-            }
-        },
+        "inside": {"shared": {"latency_seconds": 1e-5, "bandwidth": 4e9}},
         "between": {"gloo": {"latency_seconds": 5e-5, "bandwidth": 1e9}},
     },
     "disk": {"read": 1e9, "written": 5e8, "latency_seconds": 1e-4},
@@ -51,17 +38,9 @@ MACHINE = Machine.model_validate(SMALL)
 EVERY = [MACHINE, *map(find_machine, ("a100", "b200", "h100", "h200", "l4", "laptop", "t4"))]
 
 
-def test_a_measured_point_is_its_own_prediction() -> None:
-    for machine in EVERY:
-        for dtype, rates in machine.device.products.items():
-            for *shape, rate in rates.measured:
-                product = Product(dtype, *shape)
-                assert machine.product_seconds(product) == pytest.approx(product.flops / rate)
-        for hosts, links in ((1, machine.links.inside), (2, machine.links.between)):
-            for name in type(links).model_fields:
-                for kind, ranks, nbytes, seconds in getattr(getattr(links, name), "measured", None) or ():
-                    found = machine.collective_seconds(kind, nbytes, ranks=ranks, hosts=hosts, transport=name)
-                    assert found == pytest.approx(seconds)
+def test_a_product_takes_as_long_as_its_operations_or_its_bytes() -> None:
+    assert MACHINE.product_seconds(Product("float32", 2, 512, 512, 512)) == pytest.approx(2 * 2 * 512**3 / 8e10)
+    assert MACHINE.product_seconds(Product("float32", 1, 1, 4096, 4096)) == pytest.approx(4 * (4096**2 + 8192) / 1e10)
 
 
 @pytest.mark.parametrize("machine", EVERY, ids=lambda machine: machine.name)
@@ -74,9 +53,8 @@ def test_more_takes_longer(machine: Machine, data: st.DataObject) -> None:
     ]
     place = data.draw(st.integers(0, 3))
     larger = [4 * size if number == place else size for number, size in enumerate(shape)]
-    # Where a launch is all that counts, neighbours that differ by little may decide.
     less, more = (machine.product_seconds(Product(dtype, *each)) for each in (shape, larger))
-    assert more > 0.9 * less
+    assert more > less
     kind = data.draw(st.sampled_from(["all-gather", "reduce-scatter", "all-reduce", "point to point"]))
     ranks, hosts = data.draw(st.sampled_from([(2, 1), (4, 1), (8, 1), (8, 2), (64, 8), (512, 64)]))
     seconds = [
@@ -85,8 +63,6 @@ def test_more_takes_longer(machine: Machine, data: st.DataObject) -> None:
         if hosts == 1 or not machine.is_cpu or kind == "point to point" or ranks == hosts
     ]
     assert all(less < more for less, more in pairwise(seconds))
-    moved = [machine.moved_seconds(1 << n, dtype=dtype) for n in range(10, 31)]
-    assert all(less < more for less, more in pairwise(moved))
 
 
 def test_a_ring_sends_its_bytes_once_or_twice() -> None:
@@ -103,10 +79,13 @@ def test_a_ring_sends_its_bytes_once_or_twice() -> None:
 def test_work_on_a_cpu_follows_and_on_an_accelerator_overlaps_its_launches() -> None:
     product = Product("float32", 1, 512, 512, 512)
     work = Work(products=((product, 2),), moved=1 << 24, operations=3)
-    parts = 2 * MACHINE.product_seconds(product), MACHINE.moved_seconds(1 << 24), 3e-5
-    assert MACHINE.work_seconds(work) == pytest.approx(sum(parts))
-    assert MACHINE.work_seconds(work, ranks_on_host=2) == pytest.approx(1.5 * sum(parts))
+    computes, moves = 2 * MACHINE.product_seconds(product) + 3e-5, (1 << 24) / 1e10
+    assert MACHINE.work_seconds(work) == pytest.approx(computes + moves)
+    # Two ranks have a core each and share the host's memory; four share the cores too, and wait at exchanges for one without.
+    assert MACHINE.work_seconds(work, ranks_on_host=2) == pytest.approx(computes + (1 << 24) / 0.75e10)
     assert MACHINE.work_seconds(work, ranks_on_host=4) == pytest.approx(2 * MACHINE.work_seconds(work, ranks_on_host=2))
+    alone, crowded = (MACHINE.collective_seconds("all-reduce", 1e6, ranks=2, ranks_on_host=n) for n in (2, 4))
+    assert crowded > 3 * alone
     gpu = find_machine("a100")
     many = Work(products=((product, 1),), operations=1000)
     assert gpu.work_seconds(many, ranks_on_host=8) == pytest.approx(1000 * gpu.device.launch_seconds)
@@ -118,7 +97,7 @@ def test_updates_copies_and_disks_move_their_bytes() -> None:
     assert MACHINE.update_seconds(1e6, moments=0, on="host") == pytest.approx(12e6 / (1.5e10 / 2))
     measured = Machine.model_validate({**SMALL, "update": {"device": 1e-9}})
     assert measured.update_seconds(1e6, ranks_on_host=1) == pytest.approx(1e-3)
-    assert measured.update_seconds(1e6, moments=1, ranks_on_host=2) == pytest.approx(1.5e-3 * 20 / 28)
+    assert measured.update_seconds(1e6, moments=1, ranks_on_host=4) == pytest.approx(2e-3 * 20 / 28)
     assert MACHINE.disk_seconds(1e9, 0.0) == pytest.approx(1.0001)
     assert MACHINE.disk_seconds(1e9, 5e8, ranks_on_host=2) == pytest.approx(4.0002)
     assert MACHINE.copy_seconds(5e9) == pytest.approx(1.0)
@@ -147,17 +126,7 @@ def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
             "links.inside.shared.bandwidth: got 'fast'; allowed is a number > 0",
         ),
         ("memory_bytes: 17179869184", "memory_bytes: .nan", "memory_bytes: got nan; allowed is a number of bytes"),
-        ("peak: 100000000000.0", "peek: 1.0", "device.products.float32.peek: unknown key; allowed are peak, measured"),
-        (
-            "all-gather, 4,",
-            "al-gather, 4,",
-            "links.inside.shared.measured.2.0: got 'al-gather'; allowed is at least one row [kind,",
-        ),
-        (
-            "[1, 64, 64, 64, 20000000000.0]",
-            "[1, 64, 64]",
-            "measured.0: got [1, 64, 64]; allowed is at least one row [batch, rows,",
-        ),
+        ("float32: 80000000000.0", "float32: {}", "device.products.float32: got a mapping of 0 keys; allowed is a"),
         ("kind: cpu", "kind: [", "line "),
         ("host:", "hosts:", "hosts: unknown key; did you mean host?"),
     ],
@@ -183,11 +152,11 @@ def test_no_machine_at_all_is_an_error(tmp_path: Path, text: str) -> None:
 def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"no rates of bfloat16 .* of float32; set precision\.compute .*, add device\.products\.bf",
+        match=r"no rate of bfloat16 .* of float32; set precision\.compute .*, add device\.products\.bf",
     ):
         MACHINE.product_seconds(Product("bfloat16", 1, 2, 2, 2))
     with pytest.raises(ConfigError, match=r"no figures of nccl inside a host; add links\.inside\.nccl"):
-        MACHINE.collective_seconds("all-gather", 10, ranks=2, transport="nccl")
+        find_machine("a100").model_copy(update={"links": LinkSet()}).collective_seconds("all-gather", 10, ranks=2)
     with pytest.raises(ConfigError, match="add disk with read and written"):
         MACHINE.model_copy(update={"disk": None}).disk_seconds(1, 0)
     with pytest.raises(
@@ -209,9 +178,7 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
         machine = find_machine(name)
         assert len(machine.sources) >= 3
         dtype = "bfloat16" if "bfloat16" in machine.device.products else "float16"
-        assert all(math.isfinite(rate) for *_, rate in machine.device.products[dtype].measured)
-        large = Product(dtype, 1, 8192, 8192, 8192)
-        assert 0.55 < large.flops / machine.product_seconds(large) / machine.device.products[dtype].peak < 0.9
+        assert machine.device.products[dtype] >= machine.device.products["float32"]
 
 
 @pytest.mark.parametrize(

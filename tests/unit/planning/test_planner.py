@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model_zoo.small_models import small_model
 from test_machine import MACHINE, SMALL
 
 from zeromesh.errors import ConfigError
@@ -12,15 +13,16 @@ from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import load_tokenizer
+from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.planning.auto import fixed_fields
+from zeromesh.trainer.planning.auto import fixed_fields, subject_of
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.planner import Planner
 from zeromesh.trainer.planning.report import plan_json, plan_lines
 from zeromesh.trainer.planning.subject import Subject
-from zeromesh.units.plan import plan_model
+from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import predict_memory
 
 _MODEL = {
@@ -43,6 +45,16 @@ def subject() -> Subject:
     return Subject.of(_config())
 
 
+def test_a_model_of_pictures_is_cut_as_its_own_data_show() -> None:
+    small = small_model("vit", ("image_classification",))
+    inputs = UserInputs(model=small.build(), train_dataset=small.samples)
+    config = load_config(None, ["model.head=image_classification", "precision.compute=float32"])
+    subject = subject_of(config, inputs, device="cpu")
+    assert subject.mesh_refusal(pipeline=2) == ""
+    assert subject.blocks == 4
+    subject.close()
+
+
 def _small(memory: int) -> Machine:
     """The machine with so many bytes of memory, on which libraries take none."""
     return Machine.model_validate({**SMALL, "host": {**SMALL["host"], "memory_bytes": memory}, "disk": None})  # type: ignore[dict-item]
@@ -57,6 +69,14 @@ def test_states_are_those_of_the_formula(subject: Subject) -> None:
     for purpose in (Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENTS, Purpose.GRADIENT_BUCKETS):
         # Small blocks are units of their own here, whose buckets are filled up each.
         assert estimate.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
+
+
+def test_units_follow_each_other_as_in_the_whole_model(subject: Subject) -> None:
+    """Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding."""
+    model = build_model(_config().model, 0, load_tokenizer("bytes")).model
+    rules = GroupRules(subject.zero.optimizer).group_of
+    whole = plan_model(model, subject.zero.precision.compute, rules, ModelCuts(chunks=2))
+    assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole.units]
 
 
 def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:

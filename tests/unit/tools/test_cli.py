@@ -100,17 +100,6 @@ def test_nproc_starts_workers_of_the_same_command(
     assert fitted[0].run.seed == 3
 
 
-def test_the_option_for_cpus_near_gpus_is_a_key_of_the_configuration(
-    config: str, fitted: list[TrainerConfig], launched: list[Any]
-) -> None:
-    assert main(["train", config, "--nproc", "2", "--numa-binding", "core-complex"]) == 0
-    ((_, arguments),) = launched
-    assert arguments[-3:] == ("--", config, "parallel.numa_binding=core-complex")
-    assert main(["train", "--numa-binding", "node", config]) == 0
-    assert fitted[0].parallel.numa_binding == "node"
-    assert main(["train", config, "--numa-binding", "all"]) == 2
-
-
 def test_under_a_launcher_the_ranks_are_there(
     config: str, fitted: list[TrainerConfig], launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from socket import socketpair
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +68,6 @@ def refuse(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
-        ("swap_bytes", lambda: GIB, {}),
         ("group_settings", {"cpu.max": ["150000 100000", "max 100000"]}.get, {"cores": "warning"}),
         ("group_settings", {"cpu.max": ["800000 100000"], "memory.max": ["max"]}.get, {}),
         ("group_settings", {"pids.max": ["512"]}.get, {"processes": "warning"}),
@@ -100,9 +98,9 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
 
 
 class Devices(SimpleNamespace):
-    """GPUs as the seam shows them, of which `broken` compute nothing and `apart` do not reach each other."""
+    """GPUs as the seam shows them, of which `broken` compute nothing."""
 
-    count, free, broken, apart, failure, built = 2, 79, (), (), "", "CUDA 12.8"
+    count, free, broken, failure, built = 2, 79, (), "", "CUDA 12.8"
 
     def built_for(self) -> str:
         return self.built
@@ -126,9 +124,6 @@ class Devices(SimpleNamespace):
             raise RuntimeError("CUDA error: no kernel image is available")
         return torch.ones(count)
 
-    def neighbours(self, device: torch.device) -> list[int]:
-        return [other for other in range(device.index) if (other, device.index) not in self.apart]
-
     def collectives_library(self) -> str:
         return "NCCL 2.27.3"
 
@@ -144,7 +139,6 @@ class Devices(SimpleNamespace):
         ("", Devices(failure="no driver"), {}),
         ("575.51", Devices(free=9), {"device 0": "warning", "device 1": "warning"}),
         ("575.51", Devices(broken=(1,)), {"device 1": "problem"}),
-        ("575.51", Devices(apart=((0, 1),)), {"peer access": "warning"}),
     ],
 )
 def test_torch_the_driver_and_devices_have_to_fit(
@@ -160,7 +154,6 @@ def test_torch_the_driver_and_devices_have_to_fit(
     assert levels(shown) == found
     assert driver in texts(shown)
     assert devices.failure in texts(shown) or not driver
-    assert "1 of 1 pairs do not reach each other (0-1)" in texts(shown) or not devices.apart
 
 
 # Packages
@@ -215,7 +208,6 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
         ({"NCCL_SOCKET_IFNAME": "=ib0,ib1"}, {"NCCL_SOCKET_IFNAME": "problem"}),
         ({"trial": Trial(seconds=0.001)}, {"two processes": "warning"}),
         ({"trial": Trial(failure="rank 0 is gone")}, {"two processes": "problem"}),
-        ({"create_server": refuse}, {"loopback": "problem", "port 29500": "warning"}),
     ],
 )
 def test_what_keeps_ranks_from_meeting_is_found(
@@ -229,8 +221,6 @@ def test_what_keeps_ranks_from_meeting_is_found(
         return [(0, 0, 0, "", (address, 0))]
 
     monkeypatch.setattr(software.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(software.socket, "create_server", present.get("create_server", lambda *_: socketpair()[0]))
-    monkeypatch.setattr(software.socket, "create_connection", lambda *_, **__: socketpair()[0])
     monkeypatch.setattr(software.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(software, "setting", present.get)
     monkeypatch.setattr(software, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
@@ -262,7 +252,6 @@ def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch)
         ({"inodes": 5}, {"  room": "warning"}),
         ({"direct": False}, {"  speed": "warning"}),
         ({"read": 9e7}, {"  speed": "warning"}),
-        ({"sync_seconds": 0.4}, {"  fsync": "warning"}),
         ({"locks": False}, {"  locks": "problem"}),
     ],
 )
@@ -282,7 +271,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     kind = direct_io.mount_of(tmp_path)[1]
     assert kind
     assert found[0].found == f"{kind} (not there yet; {tmp_path} is)"
-    assert [each.what for each in found[1:]] == ["  room", "  speed", "  fsync"]
+    assert [each.what for each in found[1:]] == ["  room", "  speed"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -293,12 +282,11 @@ def test_a_directory_that_cannot_be_written_is_a_problem() -> None:
 # Launch
 
 
-def test_variables_that_slow_runs_down_and_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_slow_runs_down_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-very-secret-key")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     found = list(software.launch())
     assert levels(found) == {"TORCH_DISTRIBUTED_DEBUG": "warning"}
-    assert "WANDB_API_KEY" in texts(found)
     assert "very-secret" not in texts(found)
 
 

@@ -204,6 +204,10 @@ def test_tokenizers_that_libraries_fail_on(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DataError, match=r"data\.tokenizer .* cannot be loaded"):
             load_tokenizer(tmp_path)
+    path.write_text(whole)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "model_max_length": "x"}))
+    with pytest.raises(DataError, match=r"data\.tokenizer .* cannot be loaded: .*'>' not supported"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +215,9 @@ def test_tokenizers_that_libraries_fail_on(tmp_path: Path) -> None:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "comes to no end"),
         ("{{ 'a' * 2000000000 }}", "makes too much text"),
+        ("{% if messages[0].role == 'system' %}{{ 'a' * 2000000000 }}{% endif %}", "makes too much text"),
+        ("{% if tools %}{{ 'a' * 2000000000 }}{% endif %}", "makes too much text"),
+        ("{% if messages | length > 9 %}{{ 'a' * 2000000000 }}{% endif %}", "makes too much text"),
         (
             "{% set n = namespace(t='aaaaaaaaaaaaaaaa') %}{% for i in range(40) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
             "too much|no end",

@@ -115,8 +115,8 @@ def test_a_rank_is_bound_to_cpus_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(binding, name, bind)
     monkeypatch.setattr(shutil, "which", str)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    assert "this rank computes on the CPU" in refused(CPU, "node")
-    assert "torch does not know them for XPU" in refused(torch.device("xpu", 0), "node")
+    assert "this rank computes on CPU, for which" in refused(CPU, "node")
+    assert "this rank computes on XPU, for which" in refused(torch.device("xpu", 0), "node")
     for mode in ("node", "socket", "exclusive", "core-complex"):
         bind_near(torch.device("cuda", 1), 4, mode)
     assert bound == [(1, "node"), (1, "socket"), (1, "exclusive"), (1, "core-complex")]

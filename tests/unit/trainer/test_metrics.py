@@ -19,6 +19,7 @@ from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.console import Console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, metrics_of_steps, read_metrics
+from zeromesh.trainer.tracking.backends import evaluation_row
 
 
 def metrics(step: int = 1, **changes: Any) -> StepMetrics:
@@ -208,6 +209,32 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
     assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
+    with Console(terminal) as console:
+        console.evaluating(1, 3)
+        console.evaluating(3, 3)  # Before a run has begun, there is no other bar.
+        alone = terminal.getvalue()
+        console.start(total_steps=10)
+        console.step(metrics(4))
+        for done in range(1, 4):
+            console.evaluating(done, 3)
+            console.note("a line meanwhile")
+        console.step(metrics(5))
+    assert "1/3" in alone
+    assert "4/10" not in alone
+    during = terminal.getvalue()[len(alone) :]
+    assert "2/3" in during
+    assert "evaluating" in during
+    assert during.rindex("evaluating") < during.rindex("5/10")
+    plain = io.StringIO()
+    with Console(plain) as console:
+        console.evaluating(1, 3)
+    assert not plain.getvalue()
+
+
 class Broken(io.StringIO):
     """A stream whose reader has gone."""
 
@@ -276,3 +303,23 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_units_are_for_people(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> None:
+    values = {
+        "eval_loss": 3.0,
+        "eval_a_loss": 1.0,
+        "eval_a_runtime": 0.5,
+        "eval_a_b_loss": 5.0,
+        "eval_a_b_runtime": 0.25,
+    }
+    row = evaluation_row(7, {**values, "eval_a_text": "x", "time": 1.0})
+    assert row.place.step == 7
+    assert row.values == {
+        "eval/loss": 3.0,
+        "eval/a/loss": 1.0,
+        "eval/a/runtime": 0.5,
+        "eval/a_b/loss": 5.0,
+        "eval/a_b/runtime": 0.25,
+    }
+    assert evaluation_row(1, {"eval_loss": 1.0, "eval_runtime": 2.0}).values == {"eval/loss": 1.0, "eval/runtime": 2.0}

@@ -10,6 +10,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.integrations import trl
+from zeromesh.trainer.setup.named_objects import find_object
 
 DPO: dict[str, Any] = {"train": {"method": "dpo", "options": {"beta": 0.3}}, "data": {"tokenizer": "bytes"}}
 
@@ -86,9 +87,9 @@ def test_a_reward_is_a_function_of_a_module() -> None:
     import math
 
     config = load_config({"train": {"method": "grpo", "rewards": [{"python": "math:sqrt"}, {"python": "math:none"}]}})
-    assert trl._reward(config.train.rewards[0]) is math.sqrt
+    assert find_object(config.train.rewards[0], "train.rewards") is math.sqrt
     with pytest.raises(ConfigError, match=r"train.rewards: math:none"):
-        trl._reward(config.train.rewards[1])
+        find_object(config.train.rewards[1], "train.rewards")
 
 
 def test_rows_and_tokens(tmp_path: Path) -> None:
@@ -114,3 +115,10 @@ def test_the_configuration_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     trl.train(load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2"]))
     assert (tmp_path / "dpo/model/config.json").is_file()
+
+
+def test_rows_of_code_and_several_sets_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"data.train: TRL's trainers read files here"):
+        arguments(data={"train": {"python": "a:b"}, "tokenizer": "bytes"})
+    with pytest.raises(ConfigError, match=r"data.eval: TRL's trainers read files here"):
+        arguments(data={"eval": {"a": "README.md"}, "tokenizer": "bytes"})

@@ -57,14 +57,22 @@ def options(**changes: Any) -> ZeroOptions:
 @pytest.mark.parametrize(
     ("ranks", "stage", "advice"),
     [
-        (1, 0, "make the model smaller, or use more hosts with a zero.stage above 0"),
-        (1, 1, "make the model smaller, or use more hosts"),
-        (1, 3, "make the model smaller, or use more hosts"),
-        (2, 0, "set zero.stage to 3, which needs *, make the model smaller, or use more hosts with a zero.stage"),
-        (2, 2, "set zero.stage to 3, which needs *, make the model smaller, or use more hosts"),
-        (2, 3, "make the model smaller, or use more hosts"),
-        (4, 0, "set zero.stage to 3, which needs *, make the model smaller, or use more hosts with a zero.stage"),
-        (4, 3, "make the model smaller, or use more hosts"),
+        (1, 0, "make the model smaller (model.config), or use more hosts with a zero.stage above 0"),
+        (1, 1, "make the model smaller (model.config), or use more hosts"),
+        (1, 3, "make the model smaller (model.config), or use more hosts"),
+        (
+            2,
+            0,
+            "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts with a zero.stage",
+        ),
+        (2, 2, "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts"),
+        (2, 3, "make the model smaller (model.config), or use more hosts"),
+        (
+            4,
+            0,
+            "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts with a zero.stage",
+        ),
+        (4, 3, "make the model smaller (model.config), or use more hosts"),
     ],
 )
 def test_the_advice_fits_the_stage(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int, advice: str) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -67,6 +67,21 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
 Texts = Annotated[
     tuple[Text, ...], BeforeValidator(tuple_from_list), Field(min_length=1), Allowed("a list of at least one text")
 ]
+
+
+class NamedFunction(BaseModel):
+    """A function, a class or an object of Python code, by its name. Further keys are arguments of its call."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", hide_input_in_errors=True)
+    python: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The further keys."""
+        return dict(self.model_extra or {})
+
+
+Named = Annotated[NamedFunction, Allowed("a mapping such as {python: package.module:function}")]
 
 
 class Section(BaseModel):

@@ -4,7 +4,17 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.trainer.config.sections.base import Allowed, Count, Fraction, Positive, Section, Text, Texts
+from zeromesh.trainer.config.sections.base import (
+    Allowed,
+    Count,
+    Fraction,
+    Named,
+    NamedFunction,
+    Positive,
+    Section,
+    Text,
+    Texts,
+)
 
 Head = Literal[
     "causal_lm",
@@ -63,6 +73,10 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model to train. A model that is given to `Trainer` itself replaces `source` and `config`."""
 
+    python: (
+        Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), Allowed("text such as package.module:function")] | None
+    ) = None
+    """A function of Python code that returns the model, in place of `source`; `config` holds its arguments."""
     source: Text | None = None
     """Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into shards."""
     revision: Text | None = None
@@ -85,13 +99,24 @@ class ModelSection(Section):
     """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
-    loss: Literal["auto", "native", "liger"] = "auto"
+    loss: Literal["auto", "native", "liger"] | Named = "auto"
     """auto: cross entropy in chunks of tokens where a start-up check finds it equal to the model's own; native: always the model's
-    own; liger: in chunks by liger-kernel's fused kernels, on GPUs, where a trial finds the same."""
+    own; liger: in chunks by liger-kernel's fused kernels, on GPUs, where a trial finds the same; `{python:
+    package.module:function}`: by a function of the model and a batch, which returns the sum of the loss and how many targets it
+    has."""
 
     @model_validator(mode="before")
     @classmethod
     def _source_replaces_the_default(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("source") is not None and "config" not in data:
-            return {**data, "config": None}
-        return data
+        given = isinstance(data, dict) and (data.get("source") is not None or data.get("python") is not None)
+        return {**data, "config": None} if given and "config" not in data else data
+
+    @property
+    def loss_mode(self) -> Literal["auto", "native", "liger"]:
+        """How the model's own loss is computed, where no function of a person's computes it."""
+        return "native" if isinstance(self.loss, NamedFunction) else self.loss
+
+    @property
+    def named(self) -> NamedFunction | None:
+        """The function that returns the model, with its arguments."""
+        return None if self.python is None else NamedFunction(python=self.python, **(self.config or {}))

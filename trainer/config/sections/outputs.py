@@ -23,6 +23,7 @@ from zeromesh.trainer.config.sections.base import (
     Count,
     CountOrOff,
     Fraction,
+    Named,
     Names,
     NotNegative,
     Number,
@@ -30,6 +31,7 @@ from zeromesh.trainer.config.sections.base import (
     Section,
     Seed,
     Text,
+    Texts,
     tuple_from_list,
 )
 
@@ -71,6 +73,9 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never"] | Text = "auto"
     """auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a checkpoint or a run
     starts from there."""
+    frozen: Literal["auto", "reference", "whole"] = "auto"
+    """Frozen weights in checkpoints: reference names the directory that the model came from, with checksums, in their place, as far
+    as they are there unchanged; whole writes them; auto is reference where adapters are trained, else whole."""
     max_failures: CountOrOff = 3
     """Saves in a row that may fail before the run ends. 0 = it never ends for that."""
     timeout_seconds: Seconds = 600.0
@@ -148,6 +153,11 @@ class RunSection(Section):
         dict[str, JsonValue] | None, Allowed("a mapping of fields of transformers' GenerationConfig, or null")
     ] = None
     """How it generates, such as max_new_tokens, on top of the model's own generation_config.json."""
+    prompts: Annotated[Text | Texts | None, Allowed("a list of texts, a file of prompts, or null")] = None
+    """Prompts that the model continues while it is trained, by `generation`: a list of texts, or a file of JSON lines as that of
+    `zeromesh generate --prompts`. What it writes goes to the console, to samples.jsonl and to trackers. null: none."""
+    prompts_every: Count | None = None
+    """Steps from one time to the next; null: at evaluations."""
     metric: Text = "loss"
     """The value of an evaluation that says which is best: loss, or one of `compute_metrics`."""
     metric_goal: Literal["auto", "lowest", "highest"] = "auto"
@@ -160,6 +170,12 @@ class RunSection(Section):
     """End with the weights of the best evaluation, which is kept as a checkpoint."""
     label_smoothing: Fraction = 0.0
     """Part of each target that is spread over all classes, as in cross_entropy."""
+    callbacks: Annotated[
+        tuple[Named, ...],
+        BeforeValidator(tuple_from_list),
+        Allowed("a list such as [{python: package.module:Class}]"),
+    ] = ()
+    """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; an error where there is none."""
     on_nonfinite: Literal["skip", "stop"] = "skip"

@@ -1,15 +1,18 @@
 """The sections `data`, `batch`, `optimizer`, `schedule` and `ema`."""
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
     Count,
     CountOrOff,
     Fraction,
+    Named,
+    NamedFunction,
     Names,
     NotNegative,
     Number,
@@ -42,12 +45,33 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels"]
+DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels", "pictures"]
 Column = Literal[
     "messages", "prompt", "completion", "tools", "chat_template_kwargs",
     "instruction", "input", "output", "conversations", "system", "label",
 ]  # fmt: skip
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
+
+
+def _without_python(sets: dict[str, Any]) -> dict[str, Any]:
+    """Tell a mapping of names from an object of Python whose name is wrong."""
+    if "python" in sets:
+        raise ValueError("python names an object, and no evaluation set")
+    return sets
+
+
+Source = Text | Texts | Named
+SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+Sources = Annotated[dict[SetName, Source], Field(min_length=1), AfterValidator(_without_python)]
+
+
+def paths_of(source: Any) -> tuple[str, ...]:
+    """Return the paths, patterns and names that a `data.train` or `data.eval` consists of; code has none."""
+    if isinstance(source, Mapping):
+        return tuple(path for each in source.values() for path in paths_of(each))
+    if source is None or isinstance(source, NamedFunction):
+        return ()
+    return tuple(source) if isinstance(source, list | tuple) else (source,)
 
 
 class MixturePart(Section):
@@ -62,15 +86,21 @@ class MixturePart(Section):
 
 
 AUTO_EVAL_SAMPLES = 256
+EVAL = "data.eval"
+PICTURES = "pictures"
 
 
 class DataSection(Section):
     """The data to train on. Datasets that are given to `Trainer` itself replace `train`, `mixture` and `eval`."""
 
-    train: Text | Texts = "stdlib"
+    train: Source = "stdlib"
     """stdlib (the source of Python's standard library), paths of text, .jsonl, .parquet, .csv, .tsv, or patterns and directories of
     those, compressed or not (.gz, .bz2, .xz, .lzma, .zst); directories that `save_to_disk` of datasets wrote; or a dataset of the
-    Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with :SPLIT (train)."""
+    Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with :SPLIT (train). `{python: package.module:function}`, or `data.python`,
+    is what a function returns: samples of the model's arguments, by index or as a stream; further keys are its arguments."""
+    collator: Named | None = None
+    """A function of Python code that makes a batch of a list of samples, or a class of such objects; null: samples are padded or
+    stacked."""
     encoding: Text = "utf-8"
     """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark counts for more."""
     mixture: Annotated[
@@ -82,8 +112,9 @@ class DataSection(Section):
     sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
     format: DataFormat = "text"
     """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
-    (alpaca), or conversations of from and value (sharegpt), which become messages; or text and its class (labels), for a
-    model.head of sequence_classification."""
+    (alpaca), or conversations of from and value (sharegpt), which become messages; text and its class (labels), for a
+    model.head of sequence_classification; or folders with a sub-folder of pictures for each class (pictures), for
+    image_classification."""
     columns: Columns = Field(default_factory=dict)
     """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
     instruction, input, output, conversations, system, label), where they have others: `{messages: turns}`."""
@@ -95,8 +126,11 @@ class DataSection(Section):
     """Conversations and pairs share sequences, each as a whole; false: each has a sequence of its own."""
     mask_fraction: Annotated[Fraction, Field(gt=0.0)] = 0.15
     """Part of the tokens of text that a masked language model has to find."""
-    eval: Text | Texts | None = None
-    """The same for evaluation; null holds `eval_fraction` of the training documents out."""
+    eval: Annotated[
+        Source | Sources | None, Allowed("text, a list of at least one text, a mapping of names to those, or null")
+    ] = None
+    """The same for evaluation, or several by names of your choice, which are evaluated apart; null holds `eval_fraction` of the
+    training documents out."""
     eval_fraction: Fraction = 0.05
     """Part of the training documents that is held out when `eval` is null. 0 holds none out."""
     eval_samples: Literal["auto"] | Count | None = "auto"
@@ -132,12 +166,27 @@ class DataSection(Section):
     timeout_seconds: Seconds = 600.0
     """Seconds that a worker may take for one microbatch; after that the run ends and shows where the worker was."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _python_is_for_training(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "python" in data and "train" not in data:
+            return {name: each for name, each in data.items() if name != "python"} | {
+                "train": {"python": data["python"]}
+            }
+        return data
+
     def parts(self) -> dict[str, "DataSection"]:
         """A section for each part of the mixture, by its name; of data that are not mixed, this one, as `train`."""
         if self.mixture is None:
             return {"train": self}
         given = {name: part.model_dump(exclude={"weight"}, exclude_none=True) for name, part in self.mixture.items()}
         return {name: self.model_copy(update={"mixture": None, **part}) for name, part in given.items()}
+
+    def evaluated(self) -> dict[str, Any]:
+        """What `eval` names, by the key of each set; empty where it is null."""
+        if isinstance(self.eval, Mapping):
+            return {f"{EVAL}.{name}": each for name, each in self.eval.items()}
+        return {} if self.eval is None else {EVAL: self.eval}
 
     @property
     def separates(self) -> bool:
@@ -226,12 +275,6 @@ class ScheduleSection(Section):
         return 0 if self.name == "constant" else default_warmup(steps)
 
 
-class NamedFunction(Section):
-    """A Python function."""
-
-    python: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-
-
 class TrainSection(Section):
     """The signal that the model learns from. Preferences and rewards are learnt by TRL's own trainers (extra `zeromesh[trl]`)."""
 
@@ -239,7 +282,7 @@ class TrainSection(Section):
     """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
     the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
     rewards: Annotated[
-        tuple[NamedFunction, ...],
+        tuple[Named, ...],
         BeforeValidator(tuple_from_list),
         Allowed("a list such as [{python: package.module:function}]"),
     ] = ()

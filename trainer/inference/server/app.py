@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeromesh.errors import ConfigError, ZeromeshError
+from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.inference.requests import Inbox
 from zeromesh.trainer.inference.server.answers import (
     RETRY_SECONDS,
@@ -70,9 +69,7 @@ class ServerOptions:
     @property
     def loopback(self) -> bool:
         """True if only this host can reach the server."""
-        with suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return self.host.lower() == "localhost"
+        return is_loopback(self.host)
 
 
 def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:

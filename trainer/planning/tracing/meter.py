@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.trainer.planning.tracing.without_values import Operators
-from zeromesh.trainer.planning.work import Product, TensorExchange, Work
+from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
 from zeromesh.zero.hooks import on_gradient_of
 
 _ALIGNMENT = 64

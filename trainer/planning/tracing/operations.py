@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zeromesh.kernels import chunked_cross_entropy
-from zeromesh.trainer.planning.work import Product
+from zeromesh.trainer.planning.tracing.work import Product
 
 
 class Cost(NamedTuple):

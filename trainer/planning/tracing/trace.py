@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from zeromesh.trainer.planning.tracing.meter import Meter, Segment, TracedExchan
 from zeromesh.trainer.planning.tracing.operations import kernels_of
 from zeromesh.trainer.planning.tracing.short_model import expand, shorten, without_values
 from zeromesh.trainer.planning.tracing.without_values import Operators
-from zeromesh.trainer.planning.work import Work
-from zeromesh.units.plan import ModelCuts, ModelPlan, block_modules, plan_model
+from zeromesh.trainer.planning.tracing.work import Work
+from zeromesh.units.plan import ModelCuts, ModelPlan, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 
 
@@ -128,8 +129,13 @@ class Tracer:
                 divided.restore()
         units = {unit.module: unit for unit in found.units}
         stands = {stand for _, stand in self._blocks}
-        blocks = [replace(units[stand], module=name) for name, stand in self._blocks if stand in units]
-        return ModelPlan(units=(*(unit for name, unit in units.items() if name not in stands), *blocks))
+        lists: dict[str, list[UnitPlan]] = {}
+        for name, stand in self._blocks:
+            if stand in units:
+                lists.setdefault(stand.rpartition(".")[0], []).append(replace(units[stand], module=name))
+        # The blocks of a list stand together, where the first of them stood: units that follow each other are gathered ahead.
+        order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
+        return ModelPlan(units=tuple(chain(*order)))
 
 
 def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Trace:

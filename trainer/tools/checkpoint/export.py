@@ -79,6 +79,10 @@ def export_checkpoint(
 def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
     kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
     kept = {t.spec.name: t.spec.dtype for t in reader.manifest.tensors if t.spec.kind == "model"}
+    # What lies in the source of frozen weights may be of another dtype than the model computes with.
+    away = [t.spec for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
+    compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
+    kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
     if ema:
         kinds += ("ema",)
         if not reader.document(name_in(reader.manifest.files)).get("averages"):
@@ -97,7 +101,7 @@ def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
     """Copy configuration, generation configuration, tokenizer and whatever else lies beside the weights."""
     for path, record in reader.manifest.files.items():
         weights = path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS
-        if weights or path in (NAME, EVALUATED):
+        if weights or path in (NAME, EVALUATED) or reader.manifest.is_elsewhere(path):
             continue
         (folder / path).parent.mkdir(exist_ok=True)
         with PositionalFile(folder / path, write=True, size=record.nbytes) as file:

@@ -7,7 +7,6 @@ import resource
 import secrets
 import time
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from zeromesh.files import try_lock
 from zeromesh.offload import accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, free_bytes, mount_of, nearest_directory
 from zeromesh.offload.io.transfer import pages
-from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes, swap_bytes
+from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.software import Finding, problem, warning
 
@@ -30,7 +29,6 @@ _LEAST_COUNT = 4096  # Of open files and of processes.
 _BUSY = 0.1  # The part of a device's memory that is in use although no run has begun.
 _LEAST_ROOM = 10 << 30
 _LEAST_INODES = 1000
-_SLOW_SYNC_SECONDS = 0.1
 _SLOW_BYTES = 200e6  # Bytes a second; below, offload to files waits more than it computes on most machines.
 _NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p", "fuse.sshfs")
 _PIECE = 4 << 20
@@ -61,15 +59,6 @@ def machine() -> Iterator[Finding]:
         "End what else runs here, or allow the control group (container, job) more memory.",
         when=available < _LEAST_MEMORY,
     )
-    yield Finding("swap", f"{human_bytes(swap_bytes())} free" if swap_bytes() else "none")
-    with contextlib.suppress(OSError):
-        if Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2":
-            yield warning(
-                "overcommit",
-                "never (vm.overcommit_memory is 2)",
-                "Reserved memory counts as if it were used, and CUDA and allocators reserve far more than they use.",
-                "As root: sysctl vm.overcommit_memory=0",
-            )
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     size = shared.f_frsize * shared.f_blocks if shared is not None else 0
     yield warning(
@@ -156,20 +145,6 @@ def accelerators() -> Iterator[Finding]:
         return
     yield from map(device, devices)
     yield Finding("collectives", accelerator.collectives_library() or "torch names no library for these devices")
-    if len(devices) > 1:
-        pairs = list(combinations(range(len(devices)), 2))
-        near = [accelerator.neighbours(each) for each in devices]
-        apart = [f"{one}-{two}" for one, two in pairs if one not in near[two]]
-        some = ", ".join(apart[:4]) + (" ..." if len(apart) > 4 else "")
-        yield warning(
-            "peer access",
-            f"{len(apart)} of {len(pairs)} pairs do not reach each other ({some})"
-            if apart
-            else f"all {len(pairs)} pairs of devices",
-            "What they send each other goes through the host's memory, which is slower than NVLink or one PCIe switch.",
-            "Keep parallel.tensor within devices that do (nvidia-smi topo -m); in a virtual machine, ask for peer access.",
-            when=bool(apart),
-        )
 
 
 def device(found: torch.device) -> Finding:
@@ -247,19 +222,13 @@ def directory(path: Path) -> Iterator[Finding]:
     cache = "past the page cache" if times.direct else "through the page cache (no O_DIRECT)"
     yield warning(
         "  speed",
-        f"{times.written / 1e6:,.0f} MB/s written, {times.read / 1e6:,.0f} MB/s read, {cache}",
+        f"{times.written / 1e6:,.0f} MB/s written, {times.read / 1e6:,.0f} MB/s read, {cache}; "
+        f"{1000 * times.sync_seconds:.2g} ms until 4 KiB are on the disk",
         "One thread moves little here: offload to files and checkpoints wait for the disk."
         if times.direct
         else "Swap files of offload would fill memory with copies of themselves; the speed is partly that of memory.",
         local if times.direct else local.replace("local disk", "disk with ext4 or xfs"),
         when=not times.direct or min(times.written, times.read) < _SLOW_BYTES,
-    )
-    yield warning(
-        "  fsync",
-        f"{1000 * times.sync_seconds:.2g} ms until 4 KiB are on the disk",
-        "A checkpoint is over only when all its files are on the disk; each takes at least as long.",
-        "Look for who else writes there now; write to a local disk and copy, if it stays so.",
-        when=times.sync_seconds >= _SLOW_SYNC_SECONDS,
     )
     if not times.locks:
         yield problem(

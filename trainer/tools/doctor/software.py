@@ -17,14 +17,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import zeromesh
-from zeromesh.environment import DEFAULT_PORT, INTERFACE, LOOPBACK, available_cores, read_environment, setting
+from zeromesh.environment import INTERFACE, LOOPBACK, available_cores, read_environment, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.self_test import try_exchange
-from zeromesh.mesh.network_interfaces import interface_of, interfaces, is_loopback
+from zeromesh.mesh.network_interfaces import interfaces
 from zeromesh.trainer.formatting import human_seconds
 
-_SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "WANDB_MODE")
-_SECRET = ("WANDB_API_KEY", "HF_TOKEN")
 _DEBUGGING = {
     "CUDA_LAUNCH_BLOCKING": ("1", "Every kernel is waited for."),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "Every collective is checked against those of all ranks before it runs."),
@@ -126,9 +124,6 @@ def launch() -> Iterator[Finding]:
             "A run that is started here does not know its rank.",
             "Set all of a launcher's variables or none of them; srun, mpirun and torchrun set them all.",
         )
-    for name in (*_SHOWN, *_SECRET):
-        if value := setting(name):
-            yield Finding(name, "set (its value is not shown)" if name in _SECRET else value)
     for name, (slow, means) in _DEBUGGING.items():
         if setting(name) == slow:
             yield warning(name, slow, means, f"Unset {name} when the mistake is found.")
@@ -136,23 +131,7 @@ def launch() -> Iterator[Finding]:
 
 def network() -> Iterator[Finding]:
     """Judge how ranks of this host, and of several, would find each other."""
-    address = ""
-    host, began = socket.gethostname(), time.perf_counter()
-    with contextlib.suppress(OSError):
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    seconds = time.perf_counter() - began
-    after = f", after {human_seconds(seconds)}" if seconds > _SLOW_NAME_SECONDS else ""
-    loopback = ", the loopback: other hosts need another name for it" if address and is_loopback(address) else ""
-    yield warning(
-        "host name",
-        f"{host} is {address}{loopback}{after}" if address else f"{host} leads nowhere{after}",
-        "Other hosts do not find this one by its name, and whatever asks for the name waits, as each rank does at its start.",
-        f"Add the line '{address or LOOPBACK} {host}' to /etc/hosts, or look at the name servers in /etc/resolv.conf.",
-        when=bool(after) or not address,
-    )
     present = interfaces()
-    listed = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in present.items())
-    yield Finding("interfaces", listed or "not known")
     for variable in (INTERFACE, "NCCL_SOCKET_IFNAME"):
         if (value := setting(variable)) is not None:
             # NCCL takes beginnings of names.
@@ -166,32 +145,18 @@ def network() -> Iterator[Finding]:
                 f"Unset it, or set it to one of {', '.join(present)}.",
                 when=missing,
             )
-    if setting(INTERFACE) is None:
-        own = (interface_of(address) if address else None) or "not known"
-        several = "; on several hosts the one that leads to the first host" if len({*present} - {"lo"}) > 1 else ""
-        yield Finding("gloo takes", f"{own} by itself; lo in zeromesh train on one host{several}")
-    refused = ""
-    try:
-        with socket.create_server((LOOPBACK, 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        refused = f"cannot be connected: {error.strerror or error}"
-    yield problem(
-        "loopback",
-        refused or "connects",
-        "Ranks of one host cannot meet.",
-        "Bring it up (ip link set lo up), and let a firewall pass what stays on this host.",
-        when=bool(refused),
+    host, began = socket.gethostname(), time.perf_counter()
+    address = ""
+    with contextlib.suppress(OSError):
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    seconds = time.perf_counter() - began
+    yield warning(
+        "host name",
+        f"{host} {f'is {address}' if address else 'leads nowhere'}, after {human_seconds(seconds)}",
+        "Other hosts do not find this one by its name, and whatever asks for the name waits, as each rank does at its start.",
+        f"Add the line '{address or LOOPBACK} {host}' to /etc/hosts, or look at the name servers in /etc/resolv.conf.",
+        when=seconds > _SLOW_NAME_SECONDS or not address,
     )
-    try:
-        socket.create_server((LOOPBACK, DEFAULT_PORT)).close()
-    except OSError:
-        yield warning(
-            f"port {DEFAULT_PORT}",
-            "another process listens there",
-            "torchrun and others meet there unless they are given another port. zeromesh train looks for a free one by itself.",
-            "Give torchrun --master-port or set MASTER_PORT, if you start runs with them.",
-        )
     trial = try_exchange()
     if trial.failure:
         yield problem(

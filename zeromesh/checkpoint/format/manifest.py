@@ -8,7 +8,8 @@
 
 Pieces tile every file: begin, end, xxh3-128 of the bytes, and the rank that wrote them. Tensors have their file, first byte, dtype
 and shape, by kind: `model`, `master` for master weights that differ from the parameters, and the optimizer's moments. `layout` is
-for information. `sha256` is that of the manifest itself without this key, as canonical JSON. See docs/checkpoint-format.md.
+for information. `sha256` is that of the manifest itself without this key, as canonical JSON. With `source`, a directory, the files
+below `source/` are those of that directory, which the checkpoint does not hold. See docs/checkpoint-format.md.
 """
 
 import hashlib
@@ -37,7 +38,9 @@ from zeromesh.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = "zeromesh-checkpoint"
-SCHEMA = 1
+SCHEMA = 2
+"""The highest schema that is read; the one with a source of frozen weights. Others are written as schema 1."""
+SOURCE = "source/"
 MAX_BYTES = 1 << 30
 _MAX_FILES = 1_000_000
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
@@ -82,11 +85,17 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     part: tuple[int, int] = (0, 1)
+    source: str = ""
+    """The directory that the files below `SOURCE` are in, whose tensors are frozen weights; empty where there are none."""
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Return True if a file is in the source of the frozen weights, and not in the checkpoint."""
+        return bool(self.source) and path.startswith(SOURCE)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(record.nbytes for record in self.files.values())
+        """Bytes of all files in the checkpoint."""
+        return sum(record.nbytes for path, record in self.files.items() if not self.is_elsewhere(path))
 
     def to_json(self) -> bytes:
         """The manifest with its own hash."""
@@ -97,7 +106,7 @@ class Manifest:
             tensors.setdefault(spec.kind, {})[spec.name] = row
         content: dict[str, Any] = {
             "format": FORMAT,
-            "schema": SCHEMA,
+            "schema": 2 if self.source else 1,
             "step": self.step,
             "files": {
                 path: {"bytes": record.nbytes, "pieces": [piece.row() for piece in record.pieces]}
@@ -107,6 +116,7 @@ class Manifest:
             "aliases": dict(self.aliases),
             "layout": dict(self.layout),
             "part": list(self.part),
+            **({"source": self.source} if self.source else {}),
         }
         return _signed(content, _hash_of(content))
 
@@ -155,6 +165,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
     records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
     layout = checked("layout", _is_object, "an object")
     check_plain(path, "layout", layout)
+    content.setdefault("source", "")
     return Manifest(
         step=checked("step", is_size, "a whole number, 0 or more"),
         files=records,
@@ -162,6 +173,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
         aliases=checked("aliases", _is_object_of_texts, "an object of texts"),
         layout=layout,
         part=(index, count),
+        source=checked("source", lambda value: isinstance(value, str), "the path of a directory"),
     )
 
 
@@ -177,8 +189,13 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(is_size, value)) and value[0] < value[1]
 
 
+def is_path(name: str) -> bool:
+    """Return True if a name is one that files of a checkpoint may have."""
+    return bool(_PATH.fullmatch(name)) and name != NAME
+
+
 def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
-    if not _PATH.fullmatch(name) or name == NAME:
+    if not is_path(name):
         raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
     match value:
         case {"pieces": list(rows), "bytes": int(nbytes)} if is_size(nbytes):

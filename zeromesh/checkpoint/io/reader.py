@@ -36,11 +36,18 @@ class OpenedCheckpoint(ABC):
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
+        self.source = Path(manifest.source)
+        """The directory that has the frozen weights that the checkpoint does not hold."""
         self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in manifest.tensors}
 
     def tensor(self, kind: str, name: str) -> StoredTensor | None:
         """A stored tensor, under its own name or that of a tied one."""
         return self._tensors.get((kind, name)) or self._tensors.get((kind, self.manifest.aliases.get(name, name)))
+
+    def path_of(self, path: str) -> Path:
+        """The place of a file of the manifest: in the checkpoint, or in the source of the frozen weights."""
+        away = self.manifest.is_elsewhere(path)  # The cache of the Hub has links to its files.
+        return (self.source / path.removeprefix(manifests.SOURCE)).resolve() if away else self.directory / path
 
     def pieces(self) -> list[ChecksumPiece]:
         """Every piece of every file, those of a file in order."""
@@ -102,14 +109,16 @@ class CheckpointReader(OpenedCheckpoint):
     """A checkpoint whose manifest is sound and whose files are all there, at their sizes.
 
     `parts` True takes also a part of a checkpoint. `checked` False takes that, and directories whose files are not right
-    (`problems` says how): for tools that look closer.
+    (`problems` says how): for tools that look closer. `manifest` takes the place of the directory's.
 
     Raises:
         CheckpointError: at construction, that names the first thing that is wrong.
     """
 
-    def __init__(self, directory: Path, *, checked: bool = True, parts: bool = False) -> None:
-        self.digest, manifest = manifest_of(directory)
+    def __init__(
+        self, directory: Path, *, checked: bool = True, parts: bool = False, manifest: Manifest | None = None
+    ) -> None:
+        self.digest, manifest = manifest_of(directory) if manifest is None else ("", manifest)
         super().__init__(directory, manifest)
         index, count = manifest.part
         if checked and not parts and count > 1:
@@ -165,16 +174,22 @@ class CheckpointReader(OpenedCheckpoint):
                 threads.shutdown(cancel_futures=True)
 
     def _fetch(self, piece: ChecksumPiece, buffer: torch.Tensor) -> None:
-        data = buffer[: piece.end - piece.begin]
-        with PositionalFile(self.directory / piece.path) as file:
-            file.read(data, piece.begin)
-        found = checksum(data)
-        if found != piece.checksum:
-            names = self._tensors_in(piece)
-            raise CheckpointError(
-                f"{file.path}: bytes [{piece.begin:,}, {piece.end:,}) are not what rank {piece.rank} wrote "
-                f"(xxh3 {found}, {piece.checksum} was recorded)" + (f"; they hold {names}" if names else "")
-            )
+        data, path = buffer[: piece.end - piece.begin], self.path_of(piece.path)
+        away = self.manifest.is_elsewhere(piece.path)
+        problem = self._problem(piece.path, self.manifest.files[piece.path].nbytes) if away else ""
+        if not problem:
+            with PositionalFile(path) as file:
+                file.read(data, piece.begin)
+            found = checksum(data)
+            if found == piece.checksum:
+                return
+            wrote = "was there" if away else f"rank {piece.rank} wrote"
+            problem = f"{path}: bytes [{piece.begin:,}, {piece.end:,}) are not what {wrote}"
+            problem += f" (xxh3 {found}, {piece.checksum} was recorded)"
+        if names := self._tensors_in(piece):
+            problem += f"; they hold {names}"
+        cure = "; the checkpoint names these frozen weights and does not hold them: put the file back as it was"
+        raise CheckpointError(problem + cure if away else problem)
 
     def copy_to(
         self, file: PositionalFile, path: str, on_progress: Callable[[int], None] = lambda nbytes: None
@@ -193,10 +208,10 @@ class CheckpointReader(OpenedCheckpoint):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.
 
-        Of a part, files that have no piece in it may be absent.
+        Of a part, files that have no piece in it may be absent. Files of the source of frozen weights are looked at when read.
         """
         for path, record in self.manifest.files.items():
-            if record.pieces or self.manifest.part[1] == 1:
+            if (record.pieces or self.manifest.part[1] == 1) and not self.manifest.is_elsewhere(path):
                 problem = self._problem(path, record.nbytes)
                 if problem:
                     yield path, problem
@@ -209,9 +224,9 @@ class CheckpointReader(OpenedCheckpoint):
             )
 
     def _problem(self, path: str, nbytes: int) -> str:
-        where = self.directory / path
+        where, away = self.path_of(path), self.manifest.is_elsewhere(path)
         try:
-            if path.count("/") and not stat.S_ISDIR(where.parent.lstat().st_mode):
+            if path.count("/") and not away and not stat.S_ISDIR(where.parent.lstat().st_mode):
                 return f"{where.parent} is no directory"
             found = where.lstat()
         except OSError as error:
@@ -219,7 +234,7 @@ class CheckpointReader(OpenedCheckpoint):
         if not stat.S_ISREG(found.st_mode):
             return f"{where} is a link or no file"
         if found.st_size != nbytes:
-            return f"{where} has {found.st_size:,} bytes, {nbytes:,} were written"
+            return f"{where} has {found.st_size:,} bytes, {nbytes:,} were {'there' if away else 'written'}"
         return ""
 
 

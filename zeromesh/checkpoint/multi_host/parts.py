@@ -22,7 +22,6 @@ import torch
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
-from zeromesh.checkpoint.multi_host.agreement import together, together_bytes
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.files import write_whole
@@ -123,6 +122,8 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
     manifests.parse(out / manifests.NAME, text)
     with fresh_directory(out, whole.nbytes) as directory:
         for path, record in whole.files.items():
+            if whole.is_elsewhere(path):
+                continue
             (directory / path).parent.mkdir(exist_ok=True)
             with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
                 for part in parts:
@@ -175,16 +176,15 @@ class PartsReader(OpenedCheckpoint):
                 self._reader.stream([piece for piece in pieces if piece in self._here], use)
             return [number for number, piece in enumerate(self._pieces) if piece in wanted - self._here]
 
-        missing = together(self._world, "reading this host's part of the checkpoint", read_here)
+        missing = self._world.all_or_raise("reading this host's part of the checkpoint", read_here, CheckpointError)
         queues: list[list[ChecksumPiece]] = [[] for _ in range(self._world.size)]
         for number in sorted(set().union(*missing)):
             queues[self._servers[number]].append(self._pieces[number])
         problem: ZeromeshError | None = None
         for served in zip_longest(*queues):
             what = "reading other hosts' parts of the checkpoint"
-            for piece, data in zip(
-                served, together_bytes(self._world, what, partial(self._bytes_of, served)), strict=True
-            ):
+            found = self._world.all_bytes_or_raise(what, partial(self._bytes_of, served), CheckpointError)
+            for piece, data in zip(served, found, strict=True):
                 if piece not in wanted or piece in self._here or problem is not None:
                     continue
                 try:

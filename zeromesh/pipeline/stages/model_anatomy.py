@@ -7,7 +7,7 @@ embedding is followed through all operators, so a model whose later blocks need 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,13 +81,26 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
         if refusals and len(list(model.get_submodule(blocks).children())) == 1:
             continue
         try:
-            recorder = _Recorder(model, body, blocks, _outside(model, blocks))
-            return recorder.conclude(recorder.run(inputs))
+            return _anatomy(model, body, blocks, inputs)
         except LayoutError as error:
             refusals.append(error)
         except _RUN_ERRORS as error:
-            raise refusal(model, f"it could not be run for a trial ({summary(error)})") from error
+            given = ", ".join(batch)
+            raise refusal(model, f"it could not be run for a trial with {given} ({summary(error)})") from error
     raise refusals[0]
+
+
+def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]) -> Anatomy:
+    """The anatomy of a model with these blocks. Modules of which parts run without them, as those of a list do, are taken apart."""
+    opened: set[str] = set()
+    while True:
+        recorder = _Recorder(model, body, blocks, _outside(model, blocks, opened))
+        try:
+            return recorder.conclude(recorder.run(inputs))
+        except LayoutError:
+            if recorder.alone <= opened:
+                raise
+            opened |= recorder.alone
 
 
 def refusal(model: nn.Module, reason: str) -> LayoutError:
@@ -108,13 +121,15 @@ _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, 
 
 
 def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a batch the body takes: not what the model's forward names and the body's does not (labels)."""
-    if body is model:
-        return dict(batch)
+    """Return what of a batch the body takes: not what the model's forward names and the body's does not (labels). A model that is
+    its own body goes without labels where it can: the last stage alone makes a loss."""
     named = inspect.signature(body.forward).parameters
-    if not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
+    if body is model:
+        own = {"labels"} if "labels" in named and named["labels"].default is None else set()
+    elif not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
         return dict(batch)  # A wrapper, which hands on all of its arguments.
-    own = set(inspect.signature(model.forward).parameters) - set(named)
+    else:
+        own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
 
 
@@ -146,22 +161,22 @@ def _block_lists(model: Any, body: str) -> list[str]:
     return [name for among, *_, name in found if among == found[0][0]]
 
 
-def _outside(model: nn.Module, blocks: str) -> list[str]:
-    """The outermost modules with parameters that do not contain the blocks."""
+def _outside(model: nn.Module, blocks: str, opened: Collection[str] = ()) -> list[str]:
+    """The outermost modules with parameters that do not contain the blocks, and those inside of the `opened` ones."""
     parts = blocks.split(".")
     around = [".".join(parts[:end]) for end in range(len(parts))]
-    found = []
+    found: list[str] = []
     for parent in around:
         module = model.get_submodule(parent)
         for name in dict(module.named_parameters(recurse=False)):
             fqn = f"{parent}.{name}".strip(".")
-            raise refusal(
-                model, f"{fqn} is a parameter of a module that runs blocks, so it is not known which stage uses it"
-            )
+            kind = "of which parts run without it" if parent in opened else "that runs blocks"
+            raise refusal(model, f"{fqn} is a parameter of a module {kind}, so it is not known which stage uses it")
         for name, child in module.named_children():
             fqn = f"{parent}.{name}".strip(".")
-            if fqn not in around and fqn != blocks and any(True for _ in child.parameters()):
-                found.append(fqn)
+            if fqn in around or fqn == blocks or not any(True for _ in child.parameters()):
+                continue
+            (around if fqn in opened else found).append(fqn)
     return found
 
 
@@ -207,9 +222,13 @@ class _Recorder:
         """Which leaf of a block's output is the hidden state."""
         self._order: list[int] = []
         self._guess = ""
-        """The words about a block whose results were guessed."""
+        """The first module in a block that did not run without values, so that its results are guessed, and its error."""
         self._when: dict[str, set[int]] = {}
         """For each module outside: how many blocks had begun when it ran."""
+        self._running = ""
+        """The module outside that is running."""
+        self.alone: set[str] = set()
+        """Those of which a part ran while they did not."""
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """Run the body on the meta device; returns its output."""
@@ -230,8 +249,9 @@ class _Recorder:
         for name in self._outside:
             module = self._model.get_submodule(name)
             wraps.append((module, self._of_outside(name, module.forward)))
+            wraps += [(part, self._of_part(name, part.forward)) for part in module.modules() if part is not module]
         for block in self._list:
-            wraps += [(module, _tolerant(module.forward)) for module in block.modules() if module is not block]
+            wraps += [(module, self._tolerant(module)) for module in block.modules() if module is not block]
         with ExitStack() as undo:
             for module, forward in wraps:
                 undo.callback(override(module, "forward", forward))
@@ -248,7 +268,7 @@ class _Recorder:
             try:
                 output = forward(*(arguments[place] for place in range(len(args))), **{k: arguments[k] for k in kwargs})
             except _WITHOUT_VALUES as error:
-                self._guess = f", as far as can be told without values ({summary(error)})"
+                self._guess = self._guess or summary(error)
                 output = _like_first(arguments)
             _mark(output)
             self._outputs.append(output)
@@ -258,13 +278,27 @@ class _Recorder:
 
         return wrapped
 
+    def _tolerant(self, module: nn.Module) -> Callable[..., Any]:
+        """Wrap a module inside a block: where it cannot run without values, its result is assumed to be like its first argument."""
+        forward = module.forward
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except _WITHOUT_VALUES as error:
+                self._guess = self._guess or f"{type(module).__name__}: {summary(error)}"
+                return _like_first((args, kwargs))
+
+        return wrapped
+
     def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
         """Check the arguments of a later block: the hidden state may depend on what runs before the blocks, nothing else. Returns
         them with a hidden state that bears no mark; the one that the block before has returned keeps its own."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
-            reason = f"block {index} does not take what the block before it returns just as it is{self._guess}"
+            guess = f", as far as can be told in a trial without values ({self._guess})" if self._guess else ""
+            reason = f"block {index} does not take what the block before it returns just as it is{guess}"
             raise refusal(self._model, reason)
         self._places.append(places[0])
         hidden = arguments[places[0]]
@@ -287,15 +321,27 @@ class _Recorder:
             self._when.setdefault(name, set()).add(begun)
             if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
                 raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
+            before, self._running = self._running, name
             output = forward(*args, **kwargs)
+            self._running = before
             if not begun:
                 _mark(output)
             return output
 
         return wrapped
 
+    def _of_part(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._running != name:
+                self.alone.add(name)
+            return forward(*args, **kwargs)
+
+        return wrapped
+
     def conclude(self, output: Any) -> Anatomy:
         """Return what the run has shown, or refuse the model."""
+        if self.alone:
+            raise refusal(self._model, f"parts of {min(self.alone)} run without it")
         count = len(self._list)
         if self._order != list(range(count)):
             raise refusal(self._model, f"its blocks run in the order {self._order}, instead of each once")
@@ -324,18 +370,6 @@ class _Recorder:
             raise refusal(self._model, "its blocks return structures that differ")
         plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return BlockOutput(structure=structure, leaves=plain, place=self._leaf)
-
-
-def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a module inside a block: where it cannot run without values, its result is assumed to be like its first argument."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except _WITHOUT_VALUES:
-            return _like_first((args, kwargs))
-
-    return wrapped
 
 
 def _like_first(arguments: Any) -> torch.Tensor:

@@ -66,9 +66,9 @@ def moved(interval: Interval, by: int) -> Interval:
 
 
 _QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-_FEATURES = ("split_size", "all_head_size", "inner_dim")
+_FEATURES = ("split_size", "all_head_size", "inner_dim", "embed_dim")
 
 Shares = tuple[tuple[Interval, ...], ...]
 """By rank: the intervals of the divided features that it has, in its order."""
@@ -156,6 +156,7 @@ class AttentionDivision:
             groups = zip(local_queries, local_keys, strict=True)
             yield "num_key_value_groups", tuple(queries // keys for queries, keys in groups)
         width = next((own[attribute] for attribute in _WIDTHS if isinstance(own.get(attribute), int)), 0)
+        width = width or own.get("split_size", 0) // self.queries
         for attribute in _FEATURES:
             if width and own.get(attribute) == self.queries * width:
                 yield attribute, tuple(queries * width for queries in local_queries)

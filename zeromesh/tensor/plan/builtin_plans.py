@@ -61,11 +61,11 @@ _DEEPSEEK = _rules(
 _BERT_KINDS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "megatron-bert", "rembert", "roformer"),
     *("data2vec-text", "bert-generation", "roberta-prelayernorm", "xlm-roberta-xl"),
-    *("layoutlm", "roc_bert", "esm", "markuplm"),
+    *("layoutlm", "roc_bert", "esm", "markuplm", "canine", "tapas", "mpnet"),
 )
 _BART_KINDS = (
     *("opt", "biogpt", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "plbart"),
-    *("whisper", "speech_to_text", "clip", "metaclip_2", "siglip"),
+    *("whisper", "speech_to_text", "clip", "metaclip_2", "siglip", "mvp"),
 )
 _VIT_KINDS = (
     *("vit", "deit", "audio-spectrogram-transformer", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn", "vivit"),
@@ -73,17 +73,21 @@ _VIT_KINDS = (
 )
 
 OWN: Mapping[str, Rules] = {
-    "gpt2": _GPT2,
+    **dict.fromkeys(("gpt2", "openai-gpt"), _GPT2),
+    "gpt_bigcode": {**_GPT2, "*.attn.c_attn": "qkv_falcon"},
+    "mpt": _rules(qkv_stacked="*.attn.Wqkv", colwise="*.ffn.up_proj", rowwise="*.attn.out_proj *.ffn.down_proj"),
+    "distilbert": _rules(colwise="*.attention.[qkv]_lin *.ffn.lin1", rowwise="*.attention.out_lin *.ffn.lin2"),
+    "git": {**_BART, **_BERT},
     **dict.fromkeys(_BART_KINDS, _BART),
     **dict.fromkeys(_VIT_KINDS, _VIT),
-    **dict.fromkeys(("bloom", "gpt_neox", "persimmon", "fuyu"), _BLOOM),
+    **dict.fromkeys(("bloom", "gpt_neox", "gpt_neox_japanese", "persimmon", "fuyu"), _BLOOM),
     "falcon": _FALCON,
     **dict.fromkeys(_BERT_KINDS, _BERT),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "phi3": _PHI3,
     "gptj": _GPTJ,
     "gpt_neo": _GPT_NEO,
-    **dict.fromkeys(("stablelm", "gte", "nomic_bert", "jina_embeddings_v3"), _STABLELM),
+    **dict.fromkeys(("stablelm", "gte", "nomic_bert", "jina_embeddings_v3", "emu3_text_model"), _STABLELM),
     "deepseek_v3": _DEEPSEEK,
 }
 """By `config.model_type`. Input and output embeddings are divided by vocabulary without a rule."""

@@ -151,10 +151,11 @@ _EVENLY = {
     "rowwise_split_input": Style.ROW_SPLIT,
 }
 """Styles of linear layers whose outputs or inputs are divided evenly."""
-_QUERIES = ("q_proj", "q_b_proj", "query", "q")
-_KEYS = ("k_proj", "v_proj", "kv_b_proj", "key", "value", "k", "v")
+_QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
+_KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 _FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
+_OF_HEADS = re.compile(r"(q|k|v|query|key|value)_embed(s|dings?)?")
 _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
 _SCALED = re.compile(
     r"def forward\(self, (\w+)[^)]*\)[^:]*:\s+return super\(\)\.forward\(\1\) \* self\.\w+(\.to\(self\.weight\.dtype\))?"
@@ -202,13 +203,9 @@ class _Planner:
         builtin = OWN.get(kind, {})
         library: Mapping[str, str] = {} if builtin else (getattr(self.model, "tp_plan", None) or {})
         if not rules and not builtin and not library:
-            held = (child for block in block_modules(self.model) for child in block.named_children())
-            kinds = dict.fromkeys(
-                f"{leaf} ({type(child).__name__})" for leaf, child in held if "Norm" not in type(child).__name__
-            )
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
-                f"hold {some(kinds) or 'nothing that is known'}; give rules "
+                f"hold {some(self._held()) or 'nothing that is known'}; give rules "
                 "(pattern of module names -> style), or set parallel.tensor: 1"
             )
         if getattr(config, "slow_but_exact", False):
@@ -229,6 +226,13 @@ class _Planner:
                     f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "
                     f"named like {some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
                 )
+
+    def _held(self) -> list[str]:
+        """The parts of blocks that have matrices, each with its class; of the whole model where it has no blocks."""
+        names = {id(module): name for name, module in self.modules.items()}
+        held = (child for block in block_modules(self.model) or [self.model] for child in block.children())
+        found = [each for each in held if any(parameter.dim() > 1 for parameter in each.parameters())]
+        return [*dict.fromkeys(f"{_shown([names[id(each)]])} ({type(each).__name__})" for each in found)]
 
     def _set(self, names: Iterable[str], style: str) -> bool:
         found = list(names)
@@ -290,11 +294,15 @@ class _Planner:
         """Plan norms of single heads, which plans may have forgotten, and sinks; anything else an attention holds must be known."""
         for parent in self.attentions:
             attention = self.modules[parent]
+            if whole := [each for each in inspect.signature(attention.forward).parameters if _OF_HEADS.fullmatch(each)]:
+                raise LayoutError(f"{parent}: its argument {whole[0]} is of all heads; set parallel.tensor: 1")
             for leaf, child in attention.named_children():
                 name = f"{parent}.{leaf}"
                 if _NORM.fullmatch(leaf) and name not in self.styles and any(True for _ in child.parameters()):
                     self.styles[name] = "replicated_with_grad_allreduce"
             for leaf, parameter in attention.named_parameters(recurse=False):
+                if self.styles.get(f"{parent}.{leaf.removesuffix('_bias')}") == "rowwise":
+                    continue  # It is added to the sum, as the bias of a row layer is.
                 if leaf != "sinks" or tuple(parameter.shape) != (self.attentions[parent].queries,):
                     raise LayoutError(
                         f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
@@ -543,11 +551,12 @@ def _dim(layer: LayerPlan, module: nn.Module, leaf: str) -> int | None:
 def _partial(plan: TensorPlan, full: str, sequence: bool) -> bool:
     """Return True if a whole parameter is used on divided activations, or on shares of the `sequence`."""
 
-    def used_in(*styles: Style) -> bool:
-        return inside(full, (layer.module for layer in plan.layers if layer.style in styles))
+    def of(*styles: Style) -> list[str]:
+        return [layer.module for layer in plan.layers if layer.style in styles]
 
-    if used_in(Style.PARTIAL, Style.SLICED):
+    if inside(full, of(Style.PARTIAL, Style.SLICED)):
         return True
     if not sequence or not plan.in_block(full) or plan.in_experts(full):
         return False
-    return used_in(Style.ROW, Style.ROW_SPLIT) or not inside(full, plan.readers())
+    rows = of(Style.ROW, Style.ROW_SPLIT)
+    return inside(full, rows) or full.removesuffix("_bias") in rows or not inside(full, plan.readers())

@@ -21,6 +21,11 @@ class Product(NamedTuple):
         """Floating-point operations: a multiplication and an addition for each."""
         return 2.0 * self.batch * self.rows * self.inner * self.columns
 
+    @property
+    def elements(self) -> int:
+        """Elements of both factors and of the product."""
+        return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+
 
 class TensorExchange(NamedTuple):
     """An exchange of one tensor between tensor ranks."""

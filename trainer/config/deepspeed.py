@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import either, nearest_path, shown
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -214,7 +214,7 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
 
 def _unknown(path: str, value: Any) -> str:
     near = nearest_path(path, _PATHS)
-    hint = f"did you mean {near}?" if near else "docs/from-deepspeed.md lists all that are known"
+    hint = f"did you mean {near}?" if near else "docs/coming-from.md lists all that are known"
     got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
     return f"{path}: unknown key{got}; {hint}"
 

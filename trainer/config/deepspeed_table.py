@@ -1,6 +1,6 @@
 """The translation of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use.
 
-The page docs/from-deepspeed.md is made of the same rows.
+The tables of docs/coming-from.md are made of the same rows.
 """
 
 import json
@@ -213,7 +213,7 @@ stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_sa
 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint: no effect: checkpoints hold float32 weights, for any
     ranks
 compute_grad_norm: no effect: the norm is always computed, and logged
-ignore_unused_parameters: no effect: a parameter without a gradient counts as one with zeros
+ignore_unused_parameters: no effect: a parameter without a gradient keeps its value, as in torch
 zero_quantized_weights zero_quantized_gradients zeropp_loco_param: no effect: what travels is not quantized: more bytes, exact
 zero_quantized_nontrainable_weights: refused: frozen weights are in precision.compute; offload parameters instead
 memory_efficient_linear override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory:

@@ -6,7 +6,7 @@ DeepSpeed's settings are translated, and have a table of their own.
 from collections.abc import Mapping
 from typing import Any
 
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE
+from zeromesh.trainer.config.deepspeed_table import TABLE
 
 _TABLE = """
 model.source: model_name_or_path base_model pretrained_model_name_or_path model_name model_id pretrained

@@ -1,0 +1,170 @@
+"""Frozen weights that checkpoints name in the directory that a model came from, and do not hold themselves."""
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.format.manifest import SOURCE, ChecksumPiece, FileRecord, Manifest, checksum, is_path
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
+from zeromesh.checkpoint.io.file_slices import TensorShard, cut_at_grid
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.loader import places_of
+from zeromesh.errors import CheckpointError, ConfigError, some
+from zeromesh.intervals import Interval
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import TieredTensor
+from zeromesh.telemetry.event_ring import Activity
+from zeromesh.trainer.formatting import human_bytes
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
+from zeromesh.trainer.models.user_model import source_of
+from zeromesh.units.unit import digest
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.full_state import MODEL
+
+NOTHING = Manifest(step=0, files={})
+
+
+def source_directory(model: torch.nn.Module) -> Path | None:
+    """Return the directory of this machine that a model of transformers was loaded from; None where there is none."""
+    from zeromesh.trainer.models.build import directory_of  # Tools for checkpoints do without transformers.
+
+    name = source_of(model)
+    try:
+        return None if name is None else Path(os.path.abspath(directory_of(name, None)))
+    except ConfigError:
+        return None
+
+
+class FrozenWeights:
+    """The frozen weights of an engine that its model's source has as they are; all ranks make one and call it alike.
+
+    Raises:
+        ConfigError: at construction, where they are to be referred to and the model came from no directory.
+    """
+
+    def __init__(
+        self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]
+    ) -> None:
+        """`how` is `checkpoint.frozen`; `note` shows a line to a person."""
+        self._engine, self._note, self._line = engine, note, ""
+        self._directory = source_directory(engine.model)
+        if how == "reference" and self._directory is None:
+            problem = "reference needs a model that came from a directory, which this one did not; set it to whole"
+            raise ConfigError(problem, where="checkpoint.frozen")
+        self._wanted = how == "reference" or (how == "auto" and is_adapted(engine.model))
+        self._reader: CheckpointReader | None = None
+        """Reads the source and verifies its checksums, under the names of the weights here; None before the first checkpoint."""
+        self._same: dict[tuple[str, int], tuple[int, ...]] = {}
+        """Shards that are as in the source: by name and first element a digest of theirs, and what tells the file from another."""
+
+    def referenced(self) -> Manifest:
+        """The frozen weights that a checkpoint need not hold now, and the files of the source that they are in."""
+        mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
+        frozen = holdings.frozen() if self._wanted else set()
+        if not frozen:
+            return NOTHING
+        kept: tuple[StoredTensor, ...] = ()
+        try:
+            reader = self._reader = self._reader or self._open(frozen)
+            shards = [each for each in holdings.written() if each.spec.kind == MODEL and each.spec.name in frozen]
+
+            def differing() -> list[str]:
+                return [shard.spec.name for shard in shards if not self._is_same(reader, shard)]
+
+            rows = mesh.world.all_or_raise("comparison of frozen weights", differing, CheckpointError)
+            others = frozen.intersection(chain(*rows))
+            kept = tuple(each for each in reader.manifest.tensors if each.spec.name in frozen - others)
+            size = human_bytes(sum(each.spec.nbytes for each in kept))
+            line = f"checkpoints name {size} of frozen weights in {self._directory}, and do not hold them"
+            line += f"; they hold {some(sorted(others))}, which it does not have as here" if others else ""
+        except CheckpointError as error:
+            line = f"WARNING: checkpoints hold the frozen weights: {error}"
+        if line != self._line:
+            self._note(line)
+        self._line = line
+        return replace(reader.manifest, tensors=kept) if kept else NOTHING
+
+    def _open(self, frozen: set[str]) -> CheckpointReader:
+        """Return what reads the source under the names of the weights here; rank 0 looks into it, and takes its checksums.
+
+        Raises:
+            CheckpointError: on all ranks, where it cannot be read or is not that of the model.
+        """
+        mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
+        specs = [each for each in holdings.tensors(reading=True) if each.name in frozen]
+        aliases = [(alias, name) for alias, name in holdings.aliases().items() if name in frozen]
+
+        def look() -> str:
+            if self._directory is None:
+                return ""
+            tensors = _stored(self._engine.model, self._directory, specs, aliases)
+            records = {path: _record(self._directory, path, mesh) for path in {each.path for each in tensors}}
+            return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json().decode()
+
+        what = "reading the source of frozen weights"
+        text = mesh.world.all_or_raise(what, look, CheckpointError, first=True)[0]
+        manifest = manifests.parse(Path("source of frozen weights"), text.encode()) if text else NOTHING
+        reader = CheckpointReader(Path(), checked=False, manifest=manifest)
+        reader.source = self._directory or reader.source
+        return reader
+
+    def _is_same(self, reader: CheckpointReader, shard: TensorShard) -> bool:
+        """Return True if the source has the elements of a shard, bit by bit. Raises `CheckpointError` where it has changed."""
+        tensor = reader.tensor(MODEL, shard.spec.name)
+        if tensor is None:
+            return False
+        values, file = shard.values.load(self._engine.mesh.device), reader.path_of(tensor.path).stat()
+        key = (shard.spec.name, shard.interval.start)
+        now = (int(digest(values)), file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
+        if self._same.get(key) != now:
+            there = torch.empty(shard.interval.length, dtype=shard.spec.dtype)
+            places = places_of(reader, [replace(shard, values=TieredTensor.of(there))])
+            reader.read(places, lambda: self._engine.mesh.post(Activity.SAVE))
+            if not torch.equal(there.view(torch.uint8), values.to("cpu", shard.spec.dtype).view(torch.uint8)):
+                return False
+            self._same[key] = now
+        return True
+
+
+def _stored(
+    model: torch.nn.Module, directory: Path, specs: Iterable[TensorSpec], aliases: Iterable[tuple[str, str]]
+) -> tuple[StoredTensor, ...]:
+    """Return those tensors of the whole model that lie unchanged in files of the source."""
+    from zeromesh.trainer.weights.safetensors_source import TensorFiles, match, quiet_library
+
+    source = TensorFiles(directory)
+    source.close()
+    inside: Any = pretrained_of(model)
+    prefix = next(f"{name}." for name, each in model.named_modules() if each is inside).lstrip(".")
+    with torch.device("meta"), quiet_library():
+        unused = dict(match(type(inside)(copy.deepcopy(inside.config)), source.entries).direct)
+    found = []
+    for spec in specs:
+        for name in (spec.name, *(alias for alias, first in aliases if first == spec.name)):
+            # PEFT puts the layers that it replaces, and the modules that it copies, one level deeper.
+            plain = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
+            entry = source.entries.get(unused.pop(plain, ""))
+            if entry is not None and entry.shape == spec.shape and is_path(path := SOURCE + entry.path.name):
+                tensor = StoredTensor(spec=replace(spec, dtype=entry.dtype), path=path, begin=entry.begin)
+                found += [tensor] if tensor.begin % entry.dtype.itemsize == 0 else []
+                break
+    return tuple(found)
+
+
+def _record(directory: Path, path: str, mesh: Mesh) -> FileRecord:
+    """Return the size of a file of the source, and the checksums of its pieces."""
+    pieces = []
+    with (directory / path.removeprefix(SOURCE)).open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        for cut in cut_at_grid(Interval(start=0, end=nbytes)):
+            found = checksum(file.read(cut.length))
+            pieces.append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum=found, rank=mesh.rank))
+            mesh.post(Activity.SAVE)
+    return FileRecord(nbytes=nbytes, pieces=tuple(pieces))

@@ -1,0 +1,91 @@
+"""`run.prompts`: what the model writes while it is trained, to the console, to trackers and to a file of the run.
+
+All ranks generate all prompts, one at a time, so that what comes of one depends neither on the others nor on the layout. What is
+drawn is seeded by the step and the prompt, and the generators of the run are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.errors import ConfigError, library_errors
+from zeromesh.files import read_whole
+from zeromesh.trainer.data.collate import check_batch
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.inference.prompts import parse_prompts, split_prompt
+from zeromesh.trainer.loop.context import RunContext
+from zeromesh.trainer.loop.evaluation import generation_by
+
+_KEY = "run.prompts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSamples:
+    """The prompts of a run in tokens."""
+
+    batches: tuple[tuple[str, dict[str, torch.Tensor]], ...]
+    """Each as a person knows it, and as a batch of one row."""
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, run: RunContext) -> PromptSamples | None:
+        """Return the prompts of a run; None where it has none.
+
+        Raises:
+            ConfigError: for a model that does not generate in this layout, a run without a tokenizer or without a time to generate,
+                and a file that cannot be read.
+        """
+        section, tokenizer = run.config.run, run.data.tokenizer
+        if section.prompts is None:
+            return None
+        if section.prompts_every is None and run.data.eval is None:
+            raise ConfigError(
+                "are continued at evaluations, and there is no evaluation data; set run.prompts_every", where=_KEY
+            )
+        if tokenizer is None:
+            if run.model.processing_class is None:
+                raise ConfigError("need a tokenizer; pass processing_class", where=_KEY)
+            tokenizer = PretrainedTokenizer(tokenizer=run.model.processing_class)
+        generation = generation_by(run, section.generation or {}, _KEY)
+        generation.check()
+        with library_errors(_KEY):
+            prompts: list[Any] = list(section.prompts)
+            if isinstance(section.prompts, str):
+                path = Path(section.prompts).expanduser()
+                prompts = [split_prompt(each.prompt, each.where) for each in parse_prompts(read_whole(path), str(path))]
+            found = []
+            for number, prompt in enumerate(prompts):
+                given, fields = prompt if isinstance(prompt, tuple) else (prompt, {})
+                if fields:
+                    raise ConfigError(
+                        f"prompt {number} has {', '.join(fields)}; run.generation says how, for all prompts"
+                    )
+                ids = torch.tensor([_tokens(given, tokenizer)])
+                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                check_batch(batch, vocab_size=run.model.feeds.rules.vocab_size, causal=False, indices=[number])
+                generation.inputs(batch, [number])
+                found.append((given if isinstance(given, str) else json.dumps(given, ensure_ascii=False), batch))
+        return cls(batches=tuple(found), tokenizer=tokenizer)
+
+    def generate(self, run: RunContext) -> list[dict[str, Any]]:
+        """Continue all prompts and show what came of them; all ranks call it. Returns `step`, `prompt` and `completion` of each."""
+        step, lines = run.progress.step, []
+        generation = generation_by(run, run.config.run.generation or {}, _KEY)
+        for number, (prompt, batch) in enumerate(self.batches):
+            run.console.status(f"generating {number + 1} of {len(self.batches)} prompts")
+            new = generation.tokens(batch, [number], torch.float32)[0].tolist()
+            lines.append({"step": step, "prompt": prompt, "completion": self.tokenizer.decode(new)})
+            run.console.note(f"step {step}: {prompt!r} goes on {lines[-1]['completion']!r}")
+        return lines
+
+
+def _tokens(prompt: Any, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode_prompt(prompt)
+    return tokenizer.encode_messages(prompt) if isinstance(prompt[0], Mapping) else list(prompt)

@@ -1,0 +1,172 @@
+"""Small copies of models of transformers: their own class and configuration with fewer and smaller layers, on CPU.
+
+The loss's trial and that of documents run them in float64, verification trains them. The model itself is not run, and need not have
+any memory yet.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from zeromesh.errors import PhaseError, summary
+from zeromesh.overrides import override
+from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
+
+_LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
+ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
+# Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
+_SMALL = {
+    "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64,
+    "hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48,
+    "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
+    "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "chunk_size": 16, "mamba_chunk_size": 16,
+    "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
+}  # fmt: skip
+_WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
+# Tried in turn: sizes depend on each other in ways that differ between architectures; hybrids need several layers.
+_REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
+    ({**_SMALL, "head_dim": 8}, 2),
+    (_SMALL, 2),
+    ({**_SMALL, "head_dim": 8}, 8),
+    ({**_SMALL, "head_dim": 8, "num_key_value_heads": 4}, 2),
+    (_WIDTHS, 2),
+    ({}, 2),
+    ({}, 10**6),
+)
+_SPECIAL_IDS = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+)  # fmt: skip
+
+
+class InFloat64(TorchFunctionMode):
+    """Casts to fp32, which models and losses do by name, become casts to float64: nothing is rounded to less."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float:
+            return args[0].to(torch.float64)
+        if not any(arg is torch.float32 for arg in chain(args, kwargs.values())):
+            return func(*args, **kwargs)
+        widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
+        return func(*widened, **named)
+
+
+@contextmanager
+def whole_passes_in_float64() -> Iterator[None]:
+    """Inside the block `InFloat64` holds for what backward computes again too: torch calls backward outside of its modes."""
+    own = vars(torch.autograd)["_engine_run_backward"]
+
+    def run_backward(*arguments: Any, **named: Any) -> Any:
+        with InFloat64():
+            return own(*arguments, **named)
+
+    put_back = override(torch.autograd, "_engine_run_backward", run_backward)
+    try:
+        with InFloat64():
+            yield
+    finally:
+        put_back()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmallCopy:
+    """A small model with its initial values, its configuration, and the number of its parameters."""
+
+    model: Any
+    config: Any
+    parameters: int
+
+
+def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
+    """The first small copy, in float64, that can be built and of which `run` gives finite numbers; else why there is none."""
+
+    def check(small: Any) -> None:
+        with torch.enable_grad(), InFloat64():
+            if not bool(torch.isfinite(run(small)).all()):
+                raise ValueError("its numbers are not finite")
+
+    def build(config: Any) -> nn.Module:
+        built: nn.Module = type(model)(config).double().eval()
+        return built
+
+    found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
+    return found.model if isinstance(found, SmallCopy) else found[-1]
+
+
+def first_copy(
+    config: Any,
+    build: Callable[[Any], nn.Module],
+    reductions: Iterable[tuple[Mapping[str, int], int]],
+    check: Callable[[nn.Module], None],
+    *,
+    most: int,
+    seed: int = 0,
+) -> SmallCopy | list[str]:
+    """The first copy of at most `most` parameters that can be built and that `check` raises no error for; else why there is none.
+
+    `reductions` are sizes and numbers of layers, as `smaller` takes them, that are tried in turn.
+    """
+    reasons = []
+    for sizes, layers in reductions:
+        try:
+            small = smaller(config, sizes, layers)
+            with torch.device("meta"):
+                count = sum(each.numel() for each in build(copy.deepcopy(small)).parameters())
+            if count > most:
+                reasons.append(f"{count:,} parameters")
+                continue
+            with seeded_cpu(seed, "small copy"):
+                model = build(small)
+                check(model)
+        except ERRORS as error:
+            reasons.append(summary(error))
+            continue
+        return SmallCopy(model=model, config=small, parameters=count)
+    return reasons
+
+
+def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
+    """A copy with at most `layers` layers, or up to 8 where that takes one of each kind that the configuration lists, and with
+    sizes reduced to `sizes`; so are the configurations inside it."""
+    small = copy.deepcopy(config)
+    for name, inside in list(vars(small).items()):
+        if isinstance(inside, PreTrainedConfig):
+            setattr(small, name, smaller(inside, sizes, layers))
+    before = getattr(small, "num_hidden_layers", None)
+    if isinstance(before, int):
+        lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}
+        layers = max(layers, *(min(8, 1 + max(map(each.index, each))) for each in lists.values()), 0)
+        for name, listed in lists.items():
+            setattr(small, name, listed[:layers])
+        small.num_hidden_layers = min(before, layers)
+    for name, size in sizes.items():
+        try:
+            value = getattr(small, name, None)
+        except ERRORS:  # Layers have one each.
+            continue
+        if isinstance(value, int) and value > size:
+            setattr(small, name, size)
+    for name in _SPECIAL_IDS:
+        value = getattr(small, name, None)
+        if isinstance(value, int) and value >= getattr(small, "vocab_size", value + 1):
+            setattr(small, name, 0)
+    # Fused implementations have no float64.
+    if str(getattr(small, "_attn_implementation", "sdpa")) not in ("sdpa", "eager"):
+        small._attn_implementation = "eager"
+    small._experts_implementation = "eager"
+    return small

@@ -1,0 +1,157 @@
+"""Machines from files, and those that many have: by name, by the name that a driver gives a card, or by the size of its memory."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeromesh.environment import setting
+from zeromesh.errors import ConfigError
+from zeromesh.files import read_whole, write_whole
+from zeromesh.trainer.config.messages import allowed, known_paths, nearest_path, shown
+from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml
+from zeromesh.trainer.planning.machine import Machine
+
+SHIPPED = Path(__file__).resolve().parent.parent / "machines"
+"""Files of hosts that many have and the table of cards, from public data."""
+
+
+def machine_file() -> Path:
+    """Return the path to which `zeromesh plan --measure` writes, and where plans look first."""
+    return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "machine.yaml"
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the machines that zeromesh knows."""
+    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()["cards"]} - {"cards"}))
+
+
+def named_in(text: str) -> str | None:
+    """The known machine whose name is most of `text`, such as `NVIDIA GeForce RTX 4090`; None where there is none."""
+    words = _words(text)
+    parts = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
+    return max((name for name in shipped() if _plain(name) in parts), key=len, default=None)
+
+
+def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
+    """The machine of a name (`h100`), a size (`24GB`) or a file, or, for None, the one that was measured here. `devices` are the
+    cards of a host, where a name or a size says nothing of hosts. Raises `ConfigError` for what describes no machine.
+    """
+    if given in (None, "cpu") and machine_file().exists():
+        return read_machine(machine_file())
+    wanted = _plain("laptop" if given == "cpu" else given or "")
+    name = next((each for each in shipped() if _plain(each) == wanted), None)
+    if name is not None:
+        own = SHIPPED / f"{name}.yaml"
+        return read_machine(own) if own.exists() else _of_card(name, devices)
+    if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
+        return read_machine(Path(given).expanduser())
+    if given is not None and (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gi?b?", given.lower())):
+        return _of_size(float(size[1]), devices)
+    known = f"{', '.join(shipped())}, a size such as 24GB, or the path of a machine file"
+    missing = f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name"
+    raise ConfigError(f"{missing if given is None else f'no machine is called {given!r}; allowed are'} {known}")
+
+
+def _words(name: str) -> list[str]:
+    """A name without what people write or leave out: `NVIDIA GeForce RTX 4090` is `4090`."""
+    left_out = r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb"
+    return re.findall("[a-z0-9]+", re.sub(left_out, " ", name.lower()))
+
+
+def _plain(name: str) -> str:
+    return "".join(_words(name))
+
+
+@cache
+def _cards() -> dict[str, Any]:
+    table: dict[str, Any] = parse_yaml((SHIPPED / "cards.yaml").read_text(encoding="utf-8"), where="cards.yaml")
+    return table
+
+
+def _of_card(name: str, devices: int) -> Machine:
+    """The machine of a row of the table, with so many cards in a host: what is not in the row is as `every` has it."""
+    row, every = _cards()["cards"][name], _cards()["every"]
+    products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
+    copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
+    return Machine.model_validate(
+        {
+            "name": row["name"],
+            "sources": every["sources"],
+            "device": {
+                **every["device"],
+                "memory_bytes": row["memory"],
+                "memory_bandwidth": row["bandwidth"],
+                "products": products,
+                "copies": copies,
+            },
+            "host": {"devices": devices, **{key: devices * each for key, each in every["host"].items()}},
+            "links": {
+                "inside": {"nccl": {**every["link"], "bandwidth": row["link"]}},
+                "between": {"nccl": every["between"]},
+            },
+            "disk": every["disk"],
+            "library": every["library"],
+        }
+    )
+
+
+def _of_size(gigabytes: float, devices: int) -> Machine:
+    """The slowest card of the table of about that size that multiplies bfloat16, with no more memory than that."""
+    seen = int(0.97 * gigabytes * 2**30)
+    every = (_of_card(name, devices) for name in _cards()["cards"])
+
+    def place(card: Machine) -> tuple[float, float]:
+        return round(max(0.0, abs(card.device.memory_bytes / seen - 1) - 0.1), 1), card.device.memory_bandwidth
+
+    card = min((each for each in every if "bfloat16" in each.device.products), key=place)
+    device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
+    return card.model_copy(
+        update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"}
+    )
+
+
+def read_machine(path: Path) -> Machine:
+    """Read a machine file. Raises one `ConfigError` with all that is wrong in it."""
+    where = str(path)
+    try:
+        text = read_whole(path, MAX_BYTES).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError("no such machine file; zeromesh plan --measure writes one", where=where) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", where=where) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=where) from None
+    data = parse_yaml(text, where=where)
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"holds {shown('', data)}; allowed is a mapping of {', '.join(Machine.model_fields)}", where=where
+        )
+    try:
+        return Machine.model_validate(data)
+    except ValidationError as error:
+        found = dict.fromkeys(map(_problem, error.errors(include_url=False)))
+        raise ConfigError(list(found), where=where) from None
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a machine file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, machine.to_yaml().encode())
+
+
+def _problem(detail: Any) -> str:
+    """Describe what is wrong at one place of a machine file, what is allowed there, and what may have been meant."""
+    name = ".".join(map(str, detail["loc"]))
+    section, known = name.rpartition(".")[0], known_paths(Machine)
+    if detail["type"] == "extra_forbidden":
+        near = nearest_path(name, known)
+        beside = ", ".join(each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section)
+        return f"{name}: unknown key; " + (f"did you mean {near}?" if near else f"allowed are {beside}")
+    given = "is missing" if detail["type"] == "missing" else f"got {shown('', detail['input'])}"
+    return f"{name}: {given}; allowed is {allowed(known.get(name) or known[section])}"

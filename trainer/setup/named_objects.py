@@ -1,0 +1,137 @@
+"""Python code that a configuration names (`python: package.module:function`), imported and called.
+
+Nothing here asks for consent: a configuration in which code is named has asked for it when it was read (`config/consent.py`).
+"""
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zeromesh.errors import ConfigError, summary
+from zeromesh.trainer.config.sections.base import NamedFunction
+from zeromesh.trainer.config.sections.training import EVAL
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.streaming import is_stream
+from zeromesh.trainer.loop.context import UserInputs
+
+
+class _CalledAnew:
+    """What a generator function yields, from its beginning each time."""
+
+    def __init__(self, call: Callable[[], Iterator[Any]]) -> None:
+        self._call = call
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._call()
+
+
+def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -> Any:
+    """Return the object of a name. Modules are looked for in `folders`, in the current one, and on the import path.
+
+    Raises:
+        ConfigError: of the key `where`, for a module that cannot be imported, and a name that it does not have.
+    """
+    module, _, path = named.python.partition(":")
+    places = list(dict.fromkeys((*folders, os.getcwd())))
+    sys.path[:0] = places
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        text = f"{named.python}: {module} cannot be imported ({summary(error)}"
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            names = [each.stem for place in places for each in Path(place).glob("*.py")]
+            text += f"); it was looked for in {', '.join(places)} and on the import path{_near(str(error.name), names)}"
+        else:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            text += ")" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno})"
+        raise ConfigError(text, where=where) from error
+    finally:
+        for place in places:
+            sys.path.remove(place)
+        sys.path += [each for each in places if each not in sys.path]  # Behind all others, for later imports.
+    for name in path.split("."):
+        if not hasattr(found, name):
+            file = getattr(sys.modules[module], "__file__", "built in")
+            own = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+            raise ConfigError(f"{named.python}: {module} ({file}) has no {name}{_near(name, own)}", where=where)
+        found = getattr(found, name)
+    return found
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or sorted(known)[:8]
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
+def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
+    """Return the object of a name with its arguments: a class or function that is to be `called` as a call without any, another
+    function as itself; classes are made. Raises `ConfigError` for arguments that it does not take."""
+    found, arguments = find_object(named, where, folders), named.arguments
+    made = isinstance(found, type)
+    if not made and not inspect.isroutine(found) and not isinstance(found, functools.partial):
+        if arguments:
+            raise ConfigError(f"{named.python} is a {type(found).__name__}, which takes no arguments", where=where)
+        return (lambda: found) if called else found
+    try:
+        signature = inspect.signature(found)
+        (signature.bind if made or called else signature.bind_partial)(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{named.python}{signature} does not take {arguments}: {error}", where=where) from error
+    except ValueError:  # What is written in C may not say what it takes.
+        pass
+    call = functools.partial(found, **arguments) if arguments else found
+    return call() if made and not called else call
+
+
+def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -> Any:
+    """Return the samples of a function, class or object. Raises `ConfigError` for what is none."""
+    call = _bound(named, where, folders, called=True)
+    found = call()
+    if inspect.isgenerator(found):
+        found = _CalledAnew(call)
+    if isinstance(found, str | bytes) or not (hasattr(found, "__getitem__") or hasattr(found, "__iter__")):
+        raise ConfigError(
+            f"{named.python} gave a {type(found).__name__}; allowed are samples (mappings of the model's arguments) as a Dataset, "
+            "a list, an iterable or a generator",
+            where=where,
+        )
+    return found if trained or not is_stream(found) else list(found)
+
+
+def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs, list[Any]]:
+    """Return the inputs of a trainer with what its configuration names where the user has given none, and the callbacks it names.
+
+    Raises:
+        ConfigError: for names that do not exist, arguments that do not fit, and objects of other kinds.
+    """
+    data, folders, found = config.data, config.folders, dict[str, Any]()
+    if inputs.model is None and config.model.named is not None:
+        key, model = "model.python", find_object(config.model.named, "model.python", folders)
+        own = isinstance(model, nn.Module) and not config.model.config
+        found["model"] = model if own else _bound(config.model.named, key, folders, called=True)
+    for name, key, function in (
+        ("collate", "data.collator", data.collator),
+        ("compute_loss", "model.loss", config.model.loss),
+    ):
+        if isinstance(function, NamedFunction) and getattr(inputs, name) is None:
+            found[name] = _bound(function, key, folders, called=False)
+            if not callable(found[name]):
+                raise ConfigError(f"{function.python} is a {type(found[name]).__name__}; give a function", where=key)
+    if inputs.train_dataset is None and inputs.eval_dataset is None and isinstance(data.train, NamedFunction):
+        found["train_dataset"] = _dataset(data.train, "data.train", folders, trained=True)
+        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.evaluated().items()}
+        if sets:
+            named = {key.removeprefix(f"{EVAL}."): each for key, each in sets.items()}
+            found["eval_dataset"] = named.get(EVAL, named)
+    callbacks = [_bound(each, "run.callbacks", folders, called=True)() for each in config.run.callbacks]
+    return replace(inputs, **found, named=frozenset(found)), callbacks
