@@ -8,7 +8,6 @@ with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.inference.loop import RequestLoop
 from zeromesh.trainer.inference.placed_model import PlacedModel
-from zeromesh.trainer.inference.prompts import Prompt, deal, problem_of, split_prompt
+from zeromesh.trainer.inference.prompts import Prompt, deal, split_prompt, tokens_of
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
 from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.models.generation import decoder_positions
@@ -255,26 +254,7 @@ class Generator:
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
         """The tokens of a prompt, called `where`. Raises `DataError` for one that is none, or that the model does not know."""
-        tokenizer, problem = self._placed.tokenizer, problem_of(prompt)
-        if problem:
-            raise DataError(f"{where} {problem}")
-        if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-            ids = list(prompt)
-        elif tokenizer is None:
-            raise DataError(
-                f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
-            )
-        else:
-            try:
-                json.dumps(prompt, ensure_ascii=False, default=str).encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{where} has half of a character or bytes that are no UTF-8, which is no text"
-                ) from error
-            try:
-                ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
+        ids = tokens_of(prompt, self._placed.tokenizer, where)
         self._require_known(ids, where)
         return ids
 

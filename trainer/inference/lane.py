@@ -25,7 +25,8 @@ from transformers import GenerationConfig
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
 from zeromesh.trainer.inference.row_cache import RowCache, layers_of
 from zeromesh.trainer.inference.sampling import RowSampler, logprobs_of, widened
-from zeromesh.trainer.inference.settings import ends_of, most_new_tokens
+from zeromesh.trainer.inference.settings import most_new_tokens
+from zeromesh.trainer.models.generation import ends_of
 
 
 class Turn(Enum):

@@ -23,11 +23,11 @@ from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
 from zeromesh.trainer.inference.row_cache import numbers_kept
 from zeromesh.trainer.inference.sampling import RowDraws, logprobs_of, widened
-from zeromesh.trainer.inference.settings import ModelSettings, ends_of
+from zeromesh.trainer.inference.settings import ModelSettings
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
-from zeromesh.trainer.models.generation import check_arguments, encoder_config, generate, rope_kinds
+from zeromesh.trainer.models.generation import check_arguments, encoder_config, ends_of, generate, rope_kinds
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeromesh.errors import DataError, printable
 from zeromesh.files import read_whole
+from zeromesh.trainer.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping as lines of a file have it: one of
@@ -119,6 +120,28 @@ def problem_of(prompt: Any, key: str | None = None) -> str:
         "messages": "is a list of messages such as {role: user, content: text}",
     }
     return wanted[key] if key else "is text, a list of token ids, or a list of messages, with something in it"
+
+
+def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]:
+    """Return the tokens of text, messages or token ids. Raises `DataError` for a prompt, called `where`, that is none of these, or
+    that the tokenizer cannot encode."""
+    problem = problem_of(prompt)
+    if problem:
+        raise DataError(f"{where} {problem}")
+    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+        return list(prompt)
+    if tokenizer is None:
+        raise DataError(
+            f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
+        )
+    try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} has half of a character or bytes that are no UTF-8, which is no text") from error
+    try:
+        return tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _shown(text: str) -> str:

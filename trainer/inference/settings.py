@@ -18,7 +18,14 @@ from zeromesh.errors import ConfigError, DataError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.inference.row_cache import layers_of
 from zeromesh.trainer.inference.sampling import RowSampler
-from zeromesh.trainer.models.generation import check_arguments, decoder_positions, encoder_positions, rope_kinds
+from zeromesh.trainer.models.generation import (
+    check_arguments,
+    decoder_positions,
+    encoder_positions,
+    ends_of,
+    rope_kinds,
+    settings_with,
+)
 
 NEW_TOKENS = 128
 """New tokens where neither the caller nor the model's `generation_config.json` says how many."""
@@ -65,14 +72,8 @@ class ModelSettings:
             DataError: for a prompt that is too long for them.
         """
         refused = [f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items() if fields.get(name)]
-        settings: GenerationConfig = copy.deepcopy(self._module.generation_config)
-        settings.update(**{"use_cache": True, **dict.fromkeys(_DECIDED_HERE)})
-        given = {name: value for name, value in fields.items() if name not in _DECIDED_HERE}
-        try:
-            unknown = settings.update(**given)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"generate: {' '.join(str(error).split())}") from error
-        refused += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+        settings, unknown = settings_with(self._module, fields, without=_DECIDED_HERE, asked="generate")
+        refused += unknown
         if refused:
             raise ConfigError([f"generate: {each}" for each in refused])
         # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
@@ -190,12 +191,6 @@ def _wrong_values(
         least = 0 if name in _IDS else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
             yield name, f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
-
-
-def ends_of(settings: GenerationConfig) -> list[int]:
-    """The tokens that end a text."""
-    ends = settings.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
