@@ -114,7 +114,7 @@ def worker(options: argparse.Namespace, folder: Path) -> None:
                 run()
                 row[name] = time.perf_counter() - began
                 mesh.world.barrier(name)
-            row["computed"] = generator.work.tokens
+            row["computed"] = generator.computed
             rows.append(row)
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(rows))
 

@@ -227,7 +227,7 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
     arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
     if inputs is not None:
         arguments["inputs"] = inputs
-    check_arguments(model, arguments, staged=False, shared=engine.mesh.tensor.size > 1)
+    check_arguments(model, arguments, engine.mesh)
     return generate(model, engine.mesh, arguments, seed=None, engine=engine)
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -25,7 +25,7 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.journal import ResultJournal
 from zeromesh.trainer.inference.prompts import PromptLine, parse_prompts, read_prompts
-from zeromesh.trainer.inference.requests import Finish, Inbox, Progress
+from zeromesh.trainer.inference.requests import Finish, Inbox, Progress, Request
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
@@ -134,90 +134,83 @@ def _generate(
         seed = generator.config.run.seed if options.seed is None else options.seed
         asked = [{"seed": number_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
         for line, prompt in zip(prompts, asked, strict=True):
-            _check(generator, line, {**fields, **prompt})
+            try:
+                request, _ = generator.request_of(prompt, fields)
+            except (ConfigError, DataError) as error:
+                raise DataError(f"{line.where}: {error}") from error
         alone = len(asked) == 1 and options.out is None and generator.tokenizer is not None
-        if alone and generator.can_serve({**fields, **generator.request_of(asked[0])[1]}):
-            _stream(generator, asked[0], fields)
+        if alone and generator.can_serve({**fields, **request.fields}):
+            _stream(generator, request, fields)
             return 0
-        # A run stands for its newest checkpoint, which may be another one when the command is given again.
-        of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
-        content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
-        results = _Results(options.out, xxhash.xxh3_64_hexdigest(content.encode()), prompts, leads=leads)
-        missing = generator.mesh.world.gather_json(results.missing(), "prompts without a result")[0]
-        try:
-            if missing:
-                generator.generate(
-                    [asked[number] for number in missing],
-                    batch=options.batch,
-                    on_results=lambda found: results.add({missing[number]: each for number, each in found.items()}),
-                    **fields,
-                )
-        except ZeromeshError:
-            results.close()
-            raise
-        results.finish()
+        _write_results(options, fields, prompts, asked, generator)
     return 0
 
 
-def _check(generator: Generator, line: PromptLine, prompt: Mapping[str, Any]) -> None:
-    """Raise `DataError` with the line of a prompt that cannot be continued."""
+def _write_results(
+    options: argparse.Namespace,
+    fields: Mapping[str, Any],
+    prompts: Sequence[PromptLine],
+    asked: Sequence[Mapping[str, Any]],
+    generator: Generator,
+) -> None:
+    """Continue all prompts, and write what comes of them to a file, or to standard output."""
+    # A run stands for its newest checkpoint, which may be another one when the command is given again.
+    of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
+    content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
+    digest = xxhash.xxh3_64_hexdigest(content.encode())
+    journal = (
+        ResultJournal(options.out, digest, len(prompts))
+        if options.out is not None and generator.mesh.rank == 0
+        else None
+    )
+    keep = _shown_in_order() if journal is None else journal.add
+    missing = list(range(len(prompts))) if journal is None else journal.missing()
+    missing = generator.mesh.world.gather_json(missing, "prompts without a result")[0]
+
+    def on_results(found: Mapping[int, Generated]) -> None:
+        for number, each in found.items() if generator.mesh.rank == 0 else ():
+            keep({"number": missing[number], "id": prompts[missing[number]].id, **asdict(each)})
+
     try:
-        generator.require_prompt(prompt)
-    except (DataError, ConfigError) as error:
-        raise DataError(f"{line.where}: {error}") from error
-
-
-class _Results:
-    """Results of the command, in the order of the prompts: in a file, or on standard output as soon as those before are there."""
-
-    def __init__(self, out: Path | None, content: str, prompts: Sequence[PromptLine], *, leads: bool) -> None:
-        self._prompts = prompts
-        self._leads = leads
-        self._journal = ResultJournal(out, content, len(prompts)) if out is not None and leads else None
-        self._waiting: dict[int, dict[str, Any]] = {}
-        self._next = 0
-
-    def missing(self) -> list[int]:
-        """Prompts without a result."""
-        return self._journal.missing() if self._journal is not None else list(range(len(self._prompts)))
-
-    def add(self, found: Mapping[int, Generated]) -> None:
-        """Take results, by the numbers of their prompts."""
-        for number, each in found.items():
-            row = {"number": number, "id": self._prompts[number].id, **asdict(each)}
-            if self._journal is not None:
-                self._journal.add(row)
-            elif self._leads:
-                self._waiting[number] = row
-        while self._next in self._waiting:
-            sys.stdout.write(json.dumps(self._waiting.pop(self._next), ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-            self._next += 1
-
-    def finish(self) -> None:
-        """All results are there."""
-        if self._journal is not None:
-            self._journal.finish()
-            there = ", as they were already" if self._journal.finished else ""
-            train.say(f"{len(self._prompts)} results in {self._journal.out}{there}")
-
-    def close(self) -> None:
-        """Say what is missing after an error."""
-        if self._journal is not None:
-            names = [self._prompts[number].id for number in self._journal.missing()]
+        if missing:
+            asked = [asked[number] for number in missing]
+            generator.generate(asked, batch=options.batch, on_results=on_results, **fields)
+    except ZeromeshError:
+        if journal is not None:
+            left = some([prompts[number].id for number in journal.missing()], 100)
             train.say(
-                f"{self._journal.path} has {len(self._journal.rows)} of {len(self._prompts)} results; the same command goes on "
-                f"with the rest. Without one are: {some(names, 100)}"
+                f"{journal.path} has {len(journal.rows)} of {len(prompts)} results; the same command goes on with the rest. "
+                f"Without one are: {left}"
             )
-            self._journal.close()
+            journal.close()
+        raise
+    if journal is not None:
+        journal.finish()
+        there = ", as they were already" if journal.finished else ""
+        train.say(f"{len(prompts)} results in {journal.out}{there}")
 
 
-def _stream(generator: Generator, prompt: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+def _shown_in_order() -> Callable[[dict[str, Any]], None]:
+    """Return what writes results to standard output, in the order of their prompts, as soon as those before are there."""
+    waiting: dict[int, dict[str, Any]] = {}
+    following = 0
+
+    def show(row: dict[str, Any]) -> None:
+        nonlocal following
+        waiting[row["number"]] = row
+        while following in waiting:
+            sys.stdout.write(json.dumps(waiting.pop(following), ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+            following += 1
+
+    return show
+
+
+def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -> None:
     """Continue one prompt, and write its text as it comes. Raises `NonFiniteError` on rank 0."""
     inbox, ends = None, set[Finish | None]()
     if generator.mesh.rank == 0:
         inbox = Inbox()
-        tokens, own, seed = generator.request_of(prompt)
         text = TextStream(generator.decode)
 
         def on_progress(progress: Progress) -> None:
@@ -226,7 +219,7 @@ def _stream(generator: Generator, prompt: Mapping[str, Any], fields: Mapping[str
             sys.stdout.flush()
             ends.add(progress.finish)
 
-        inbox.submit(tokens, on_progress, fields=own, seed=seed)
+        inbox.submit(request.tokens, on_progress, fields=request.fields, seed=request.seed)
         inbox.stop()
     generator.serve(inbox, batch=1, **fields)
     if "not_finite" in ends:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from zeromesh.trainer.cli.generate import split_fields
 from zeromesh.trainer.inference.requests import Inbox
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.inference.generator import Generator
-    from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
+    from zeromesh.trainer.inference.server.app import HttpServer
 
 TOKEN = "ZEROMESH_SERVE_TOKEN"
 """The variable with what clients have to send as their API key."""
@@ -48,10 +46,9 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
     from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
     from zeromesh.trainer.inference.generator import Generator
 
-    leads = read_environment().rank == 0
-    inbox = Inbox(limit=options.queue) if leads else None
+    inbox = Inbox(limit=options.queue) if read_environment().rank == 0 else None
     # The address is taken before a model is loaded, which may take minutes.
-    address = _bind(options, fields) if leads else None
+    server = _make_server(options, fields, inbox) if inbox is not None else None
     # Whatever rank a signal reaches, rank 0 decides when all end.
     requested, hurried = threading.Event(), threading.Event()
 
@@ -67,8 +64,8 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
         generator.require_serving(fields)
         if generator.tokenizer is None:
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
-        server = _start(options, generator, inbox, address) if inbox is not None and address is not None else None
         if server is not None:
+            train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
             arguments = (requested, hurried, server, inbox, options.grace)
             threading.Thread(target=_stop_when, args=arguments, daemon=True).start()
         try:
@@ -84,10 +81,10 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
     return 0
 
 
-def _bind(options: argparse.Namespace, fields: Mapping[str, Any]) -> tuple[ServerOptions, socket.socket]:
+def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: Inbox) -> HttpServer:
     """Take the address at which the server will listen."""
     try:
-        from zeromesh.trainer.inference.server.app import NEW_TOKENS, ServerOptions, bind
+        from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
     except ImportError as error:
         raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
     listening = ServerOptions(
@@ -97,19 +94,7 @@ def _bind(options: argparse.Namespace, fields: Mapping[str, Any]) -> tuple[Serve
         new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
         grace_seconds=options.grace,
     )
-    return listening, bind(listening)
-
-
-def _start(
-    options: argparse.Namespace, generator: Generator, inbox: Inbox, address: tuple[ServerOptions, socket.socket]
-) -> HttpServer:
-    """Begin to listen, and say where."""
-    from zeromesh.trainer.inference.server.app import HttpServer
-
-    name = options.name or Path(options.config).resolve().name
-    server = HttpServer(inbox, generator, name, *address)
-    train.say(f"serving {name} at {server.start()} (Ctrl-C ends it)")
-    return server
+    return HttpServer(inbox, options.name or Path(options.config).resolve().name, listening)
 
 
 def _stop_when(

@@ -8,13 +8,11 @@ with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any, Self
 
@@ -28,9 +26,9 @@ from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.inference.batching.lane import LaneWork
-from zeromesh.trainer.inference.placed_model import NewTokens, PlacedModel
-from zeromesh.trainer.inference.prompts import Prompt, deal, deal_alike, problem_of, split_prompt
+from zeromesh.trainer.inference.loop import RequestLoop
+from zeromesh.trainer.inference.placed_model import PlacedModel
+from zeromesh.trainer.inference.prompts import Prompt, deal, split_prompt, tokens_of
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
 from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.models.generation import decoder_positions
@@ -100,8 +98,8 @@ class Generator:
         except BaseException as error:
             self.mesh.refuse(error)
             raise
-        self.work = LaneWork()
-        """The work of this rank in the latest `generate` whose prompts joined a running batch."""
+        self.computed = 0
+        """Tokens that this rank has computed in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
 
     def check(self) -> None:
@@ -156,8 +154,16 @@ class Generator:
         self._require_alive()
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be 1 or more prompts")
-        requests, settings = self._requests(prompts, fields, seed)
-        why = next(filter(None, (self._placed.why_unbatched(each) for each in settings)), "")
+        if not prompts:
+            raise DataError("there are no prompts; give at least one")
+        self._calls += 1
+        number = number_of(f"{self.config.run.seed}/{self._calls}/generator") if seed is None else seed
+        checked = [
+            self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
+            for index, prompt in enumerate(prompts)
+        ]
+        requests, settings = [request for request, _ in checked], [each for _, each in checked]
+        why = next(filter(None, (self._placed.settings.why_unbatched(each) for each in settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
@@ -167,15 +173,13 @@ class Generator:
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        with self._guarded():
+        results = _Results(requests, self._placed, on_results)
+        with self._guarded(), results.naming_missing():
             if why:
-                alike = self._placed.needs_one_length(settings[0])
-                lengths = "one length" if alike else "about one length"
-                self._placed.console.note(f"prompts are generated in batches of {lengths}: {why}")
-                found = self._in_rounds(requests, settings, batch, on_results)
+                self._in_rounds(requests, settings, batch, results, why)
             else:
-                found = self._together(requests, fields, batch, on_results)
-        return _all_of(requests, found)
+                self._together(requests, fields, batch, results)
+        return results.all()
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Continue what comes into the inbox of rank 0 until it is stopped; all ranks call it, the others with None.
@@ -192,7 +196,7 @@ class Generator:
         self._require_alive()
         self.require_serving(fields)
         with self._guarded():
-            self._placed.request_loop(fields, rows=batch, on_progress=lambda progress: None).run(inbox)
+            RequestLoop(self._placed, fields, rows=batch, on_progress=lambda progress: None).run(inbox)
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
@@ -225,11 +229,11 @@ class Generator:
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for fields of `GenerationConfig` that no prompt can be continued with."""
-        self._placed.checked_settings(fields, 1)
+        self._placed.settings.checked(fields, 1)
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
-        why = self._placed.why_unbatched(self._placed.settings(fields, 1))
+        why = self._placed.settings.why_unbatched(self._placed.settings.of(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
@@ -244,13 +248,15 @@ class Generator:
             DataError: for tokens that the model does not know, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
-        why = self._placed.why_unbatched(self._placed.checked_settings(fields, len(tokens)))
+        why = self._placed.settings.why_unbatched(self._placed.settings.checked(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. Raises `DataError` for one that is none, or that the model does not know."""
-        return self._encoded(prompt, "the prompt")
+    def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
+        """The tokens of a prompt, called `where`. Raises `DataError` for one that is none, or that the model does not know."""
+        ids = tokens_of(prompt, self._placed.tokenizer, where)
+        self._require_known(ids, where)
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
@@ -258,20 +264,26 @@ class Generator:
             raise DataError("the model's directory has no tokenizer; set data.tokenizer")
         return self._placed.tokenizer.decode(tokens)
 
-    def request_of(self, prompt: Mapping[str, Any]) -> tuple[list[int], dict[str, Any], int]:
-        """The tokens, the fields of `GenerationConfig` and the seed of a prompt that is a mapping. Raises `DataError`."""
-        text, own = split_prompt(prompt, "the prompt")
-        seed = own.pop("seed", 0)
-        return self._encoded(text, "the prompt"), own, seed
+    def request_of(
+        self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
+    ) -> tuple[Request, GenerationConfig]:
+        """The request for a prompt, with what it brings, and its settings, with `fields` below those of the prompt.
 
-    def require_prompt(self, prompt: Mapping[str, Any]) -> None:
-        """Raise `DataError` or `ConfigError` for a prompt, a mapping, that cannot be continued."""
-        tokens, own, _ = self.request_of(prompt)
-        self._placed.checked_settings(own, len(tokens))
+        Raises:
+            ConfigError, DataError: for a prompt, called `where`, that cannot be continued so.
+        """
+        name = where or "the prompt"
+        text, own = split_prompt(prompt, name)
+        own_seed = own.pop("seed", seed)
+        request = Request(number=number, tokens=self.encode(text, name), fields=own, seed=own_seed)
+        try:
+            return request, self._placed.settings.checked({**fields, **own}, len(request.tokens))
+        except DataError as error:
+            raise DataError(f"{where}: {error}" if where else str(error)) from error
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self._placed.why_unbatched(self._placed.settings(fields, 1))
+        return not self._placed.settings.why_unbatched(self._placed.settings.of(fields, 1))
 
     @property
     def model_type(self) -> str:
@@ -302,147 +314,41 @@ class Generator:
     def _over(self) -> PhaseError:
         return PhaseError(f"this generator ended with {self._failure}; make a new one")
 
-    def _requests(
-        self, prompts: Sequence[Prompt], fields: Mapping[str, Any], seed: int | None
-    ) -> tuple[list[Request], list[GenerationConfig]]:
-        """The requests of prompts, and their settings."""
-        if not prompts:
-            raise DataError("there are no prompts; give at least one")
-        self._calls += 1
-        number = number_of(f"{self.config.run.seed}/{self._calls}/generator") if seed is None else seed
-        requests = []
-        for index, prompt in enumerate(prompts):
-            text, own = split_prompt(prompt, f"prompt {index}")
-            tokens = self._encoded(text, f"prompt {index}")
-            draws = own.pop("seed", None)
-            draws = number_of(f"{number}/{index}") if draws is None else draws
-            requests.append(Request(number=index, tokens=tokens, fields=own, seed=draws))
-        return requests, [self._settings(each, fields) for each in requests]
-
-    def _settings(self, request: Request, fields: Mapping[str, Any]) -> GenerationConfig:
-        """Return the settings of a request. Raises `ConfigError` and `DataError` with its number."""
-        try:
-            return self._placed.checked_settings({**fields, **request.fields}, len(request.tokens))
-        except DataError as error:
-            raise DataError(f"prompt {request.number}: {error}") from error
-
-    def _together(
-        self,
-        requests: Sequence[Request],
-        fields: Mapping[str, Any],
-        batch: int,
-        on_results: Callable[[Mapping[int, Generated]], object],
-    ) -> dict[int, Generated]:
-        """Have requests join and leave a running batch. Returns results by number, but of those whose logits are not finite."""
-        found: dict[int, Generated] = {}
-        made = {request.number: NewTokens(tokens=[], logprobs=[], finish=None) for request in requests}
-        began = time.monotonic()
-
-        def on_progress(progress: Sequence[Progress]) -> None:
-            results = {}
-            for each in progress:
-                new = made[each.number]
-                new = made[each.number] = NewTokens(
-                    tokens=new.tokens + each.tokens,
-                    logprobs=(new.logprobs or []) + each.logprobs,
-                    finish=each.finish,
-                )
-                if each.finish in _WHOLE:
-                    results[each.number] = self._result(new, len(requests[each.number].tokens))
-            found.update(results)
-            rate = sum(len(each.tokens) for each in made.values()) / max(time.monotonic() - began, 1e-9)
-            self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
-            if results:
-                self._placed.console.close()  # Results go to the same terminal, perhaps.
-                on_results(results)
-
+    def _together(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
+        """Have requests join and leave a running batch."""
         inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
         if inbox is not None:
             for request in requests:
                 inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
             inbox.stop()
-        loop = self._placed.request_loop(fields, rows=batch, on_progress=on_progress)
-        with _naming_missing(requests, found):
-            loop.run(inbox)
-        self.work = loop.work()
-        return found
+        loop = RequestLoop(self._placed, fields, rows=batch, on_progress=results.add)
+        loop.run(inbox)
+        self.computed = loop.computed
 
     def _in_rounds(
         self,
         requests: Sequence[Request],
         settings: Sequence[GenerationConfig],
         batch: int,
-        on_results: Callable[[Mapping[int, Generated]], object],
-    ) -> dict[int, Generated]:
+        results: _Results,
+        why: str,
+    ) -> None:
         """As `_together`; requests of about one length and the same fields begin and end together, by the library's loop."""
-        data, index = self.mesh.data, self.mesh.data_index
+        lengths, ranks = [len(request.tokens) for request in requests], self.mesh.data.size
+        alike = self._placed.needs_one_length(settings[0])
+        known = "one length" if alike else "about one length"
+        self._placed.console.note(f"prompts are generated in batches of {known}: {why}")
+        # Prompts before an encoder are padded to the longest of all ranks.
+        whole = alike and self._placed.is_encoder_decoder
         # A rank without prompts in the last round takes part in it, as others need its parameters.
         idle = copy.deepcopy(settings[0])
         idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
-        found: dict[int, Generated] = {}
-        dealt_by: Callable[..., list[list[list[int]]]] = deal
-        if self._placed.needs_one_length(settings[0]):
-            # Prompts before an encoder are padded to the longest of all ranks.
-            dealt_by = partial(deal_alike, whole_rounds=self._placed.is_encoder_decoder)
-        rounds = dealt_by([len(request.tokens) for request in requests], ranks=data.size, batch=batch)
-        began, made = time.monotonic(), 0
-        for dealt in rounds:
-            own = [requests[number] for number in dealt[index]]
-            with _naming_missing(requests, found):
-                asked = settings[own[0].number] if own else idle
-                new = self._placed.generate(
-                    [each.tokens for each in own] or [[0]], asked, [each.seed for each in own] or [0]
-                )
-                rows = data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
-            results = {
-                number: self._result(NewTokens(**each), len(requests[number].tokens))
-                for numbers, row in zip(dealt, rows, strict=True)
-                for number, each in zip(numbers, row, strict=True)
-                if each["finish"] in _WHOLE
-            }
-            found |= results
-            made += sum(each.new_tokens for each in results.values())
-            rate = made / max(time.monotonic() - began, 1e-9)
-            self._placed.console.status(f"generated {len(found)} of {len(requests)} prompts, {rate:.1f} tokens/s")
-            self._placed.console.close()
-            on_results(results)
-        return found
-
-    def _result(self, new: NewTokens, prompt_tokens: int) -> Generated:
-        tokenizer = self._placed.tokenizer
-        return Generated(
-            text=None if tokenizer is None else tokenizer.decode(new.tokens),
-            tokens=new.tokens,
-            logprobs=new.logprobs,
-            prompt_tokens=prompt_tokens,
-            new_tokens=len(new.tokens),
-            finish=str(new.finish),
-        )
-
-    def _encoded(self, prompt: Any, where: str) -> list[int]:
-        """The tokens of a prompt. Raises `DataError` for one that cannot be continued."""
-        tokenizer, problem = self._placed.tokenizer, problem_of(prompt)
-        if problem:
-            raise DataError(f"{where} {problem}")
-        if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-            ids = list(prompt)
-        elif tokenizer is None:
-            raise DataError(
-                f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
-            )
-        else:
-            try:
-                json.dumps(prompt, ensure_ascii=False, default=str).encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{where} has half of a character or bytes that are no UTF-8, which is no text"
-                ) from error
-            try:
-                ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
-        self._require_known(ids, where)
-        return ids
+        for dealt in deal(lengths, ranks=ranks, batch=batch, one_length=alike, whole_rounds=whole):
+            own = [requests[number] for number in dealt[self.mesh.data_index]]
+            asked = settings[own[0].number] if own else idle
+            new = self._placed.generate(own or [Request(number=0, tokens=[0])], asked)
+            rows = self.mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
+            results.add([Progress(**each) for row in rows for each in row])
 
     def _require_known(self, ids: Sequence[int], where: str) -> None:
         """Raise `DataError` for tokens that the model does not know, and for none."""
@@ -482,29 +388,71 @@ class Generator:
         self.close()
 
 
-_WHOLE = ("stop", "length")
-"""How texts end that are results."""
+class _Results:
+    """The results of one call of `generate`, as its requests come to their end."""
 
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        placed: PlacedModel,
+        on_results: Callable[[Mapping[int, Generated]], object],
+    ) -> None:
+        self._requests, self._placed, self._on_results = requests, placed, on_results
+        self._made: dict[int, Progress] = {}
+        self._found: dict[int, Generated] = {}
+        self._began = time.monotonic()
 
-def _all_of(requests: Sequence[Request], found: Mapping[int, Generated]) -> list[Generated]:
-    """Return the results in order. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
-    missing = [request.number for request in requests if request.number not in found]
-    if missing:
-        raise NonFiniteError(
-            f"the model's logits are NaN or infinite for prompt{'' if len(missing) == 1 else 's'} {some(missing, 100)}; the other "
-            f"{len(found)} have a result, which on_results was given. Look at the weights, or compute in another dtype "
-            "(precision.compute: float32)"
+    def add(self, progress: Sequence[Progress]) -> None:
+        """Take what was made, and tell of requests that are over; those whose logits are not finite have no result."""
+        results, console = {}, self._placed.console
+        for each in progress:
+            made = each
+            if each.number in self._made:
+                begun = self._made[each.number]
+                logprobs = [*(begun.logprobs or ()), *(each.logprobs or ())]
+                made = replace(each, tokens=begun.tokens + each.tokens, logprobs=logprobs)
+            self._made[each.number] = made
+            if made.finish in ("stop", "length"):
+                results[each.number] = self._result(made)
+        self._found |= results
+        rate = sum(len(each.tokens) for each in self._made.values()) / max(time.monotonic() - self._began, 1e-9)
+        console.status(f"generated {len(self._found)} of {len(self._requests)} prompts, {rate:.1f} tokens/s")
+        if results:
+            console.close()  # Results go to the same terminal, perhaps.
+            self._on_results(results)
+
+    def _result(self, made: Progress) -> Generated:
+        tokenizer = self._placed.tokenizer
+        return Generated(
+            text=None if tokenizer is None else tokenizer.decode(made.tokens),
+            tokens=made.tokens,
+            logprobs=made.logprobs,
+            prompt_tokens=len(self._requests[made.number].tokens),
+            new_tokens=len(made.tokens),
+            finish=str(made.finish),
         )
-    return [found[request.number] for request in requests]
 
+    def _missing(self) -> list[int]:
+        return [request.number for request in self._requests if request.number not in self._found]
 
-@contextmanager
-def _naming_missing(requests: Sequence[Request], found: Mapping[int, Generated]) -> Iterator[None]:
-    """Have an error that other ranks are the cause of say inside the block which prompts have no result."""
-    try:
-        yield
-    except CollectiveError as error:
-        missing = [request.number for request in requests if request.number not in found]
-        raise CollectiveError(
-            f"{error}\n{len(found)} of {len(requests)} prompts have a result; without one are {some(missing, 100)}"
-        ) from error
+    def all(self) -> list[Generated]:
+        """Return the results in order. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
+        missing = self._missing()
+        if missing:
+            raise NonFiniteError(
+                f"the model's logits are NaN or infinite for prompt{'' if len(missing) == 1 else 's'} {some(missing, 100)}; "
+                f"the other {len(self._found)} have a result, which on_results was given. Look at the weights, or compute in "
+                "another dtype (precision.compute: float32)"
+            )
+        return [self._found[request.number] for request in self._requests]
+
+    @contextmanager
+    def naming_missing(self) -> Iterator[None]:
+        """Have an error that other ranks are the cause of say inside the block which prompts have no result."""
+        try:
+            yield
+        except CollectiveError as error:
+            raise CollectiveError(
+                f"{error}\n{len(self._found)} of {len(self._requests)} prompts have a result; without one are "
+                f"{some(self._missing(), 100)}"
+            ) from error

@@ -1,19 +1,18 @@
 """`PlacedModel`: a model on the ranks of a mesh with nothing but its parameters, and the generation of one batch by it."""
 
-import inspect
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.offload.memory.ledger import available_bytes
@@ -21,16 +20,14 @@ from zeromesh.parallelize import Divided, divide
 from zeromesh.rng import seed_all
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import Tokenizer
-from zeromesh.trainer.inference.batching.lane import LaneLimits, LaneModel, most_new_tokens
-from zeromesh.trainer.inference.batching.loop import RequestLoop
-from zeromesh.trainer.inference.batching.row_cache import layers_of, numbers_kept
-from zeromesh.trainer.inference.batching.sampling import RowDraws, RowSampler
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.settings import OWN, any_looks_ahead, ends_of, settings_of, try_sampler, why_unbatched
+from zeromesh.trainer.inference.row_cache import numbers_kept
+from zeromesh.trainer.inference.sampling import RowDraws, logprobs_of, widened
+from zeromesh.trainer.inference.settings import ModelSettings
 from zeromesh.trainer.inference.source import tokenizer_of, with_models_own, without_training
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, pin_sources
-from zeromesh.trainer.models.generation import check_arguments, encoder_config, generate, rope_kinds
+from zeromesh.trainer.models.generation import check_arguments, encoder_config, ends_of, generate, rope_kinds
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
@@ -38,9 +35,6 @@ from zeromesh.trainer.setup.build import require_same_settings, set_products
 from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
-
-_PREFILL_TOKENS = 2048
-"""Tokens of prompts in one forward."""
 
 
 class _ChosenTokens:
@@ -57,24 +51,11 @@ class _ChosenTokens:
 
     def see(self, logits: torch.Tensor) -> None:
         """Take the logits [rows, vocabulary] of the position that the next token is chosen for."""
-        self._logits = logits if logits.dtype is torch.float64 else logits.float()
+        self._logits = widened(logits)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        chosen = self._logits.gather(1, input_ids[:, -1:].to(self._logits.device))
-        self.logprobs.append(chosen[:, 0] - self._logits.logsumexp(dim=1))
+        self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewTokens:
-    """The continuation of one prompt."""
-
-    tokens: list[int]
-    """Up to the one that ended it, which is the last."""
-    logprobs: list[float] | None
-    """The log-probability of each token; None for search methods, such as beams, that choose tokens later than they score them."""
-    finish: Finish | None
-    """The reason why it ended; None where it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +66,11 @@ class PlacedModel:
     mesh: Mesh
     console: Console
     module: Any
-    looks_ahead: bool
-    """True if any attention of the whole model looks at later tokens too."""
+    settings: ModelSettings
     hub_form: HubForm
     divided: Divided
     engine: ZeroEngine
     tokenizer: Tokenizer | None
-    tried: set[str] = field(default_factory=set)
-    """Fields of `GenerationConfig`, as JSON, that a sampler was made of."""
 
     @classmethod
     def build(cls, config: TrainerConfig, mesh: Mesh, console: Console) -> Self:
@@ -109,14 +87,14 @@ class PlacedModel:
         console.status("building the model")
         built = build_model(config.model, config.run.seed)
         model = built.model.requires_grad_(False)
-        check_arguments(model, {}, staged=False, shared=False)
+        check_arguments(model, {}, None)
         options = without_training(config)
         if config.model.attention is not None:
             use_attention(model, config.model.attention, options.precision.compute, mesh.device)
         notes = begin_alike(built, mesh, config.run.seed, trains=False)
         tiers = open_tiers(mesh, options)
         try:
-            ahead, hub_form = any_looks_ahead(model), HubForm(model)
+            settings, hub_form = ModelSettings(model, mesh), HubForm(model)
             divided = divide(model, mesh, cuts_of(config))
             _, prepared = prepare_model(model, config.model, options, tiers)
             console.note(*notes, *divided.notes, *prepared, *built.notes)
@@ -129,7 +107,7 @@ class PlacedModel:
             mesh=mesh,
             console=console,
             module=model.eval(),
-            looks_ahead=ahead,
+            settings=settings,
             hub_form=hub_form,
             divided=divided,
             engine=engine,
@@ -141,64 +119,7 @@ class PlacedModel:
         """True if prompts go to an encoder and tokens come from a decoder."""
         return bool(self.module.config.is_encoder_decoder)
 
-    def settings(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens in this layout. Raises what `settings_of` raises."""
-        staged = self.mesh.pipeline.size > 1
-        return settings_of(
-            self.module, fields, prompt_tokens, staged=staged, shared=staged or self.mesh.tensor.size > 1
-        )
-
-    def checked_settings(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
-        """Return the same, of fields that have just come from a person: they are tried once, so that no batch ends by them."""
-        key = json.dumps(fields, sort_keys=True, default=repr)
-        settings = self.settings(fields, prompt_tokens)
-        if key not in self.tried:
-            try:
-                try_sampler(self.module, settings, choose=not self.why_unbatched(settings))
-            except ConfigError as error:
-                raise ConfigError(f"{error}{'' if any(name in str(error) for name in fields) else OWN}") from error
-            self.tried.add(key)
-        return settings
-
-    def why_unbatched(self, settings: GenerationConfig) -> str:
-        """Return why requests with these settings cannot join and leave a running batch; empty if they can. Ranks say the same."""
-        return why_unbatched(self.module, settings, looks_ahead=self.looks_ahead)
-
-    def request_loop(
-        self, fields: Mapping[str, Any], *, rows: int, on_progress: Callable[[Sequence[Progress]], object]
-    ) -> RequestLoop:
-        """The loop of requests that join and leave a running batch of up to `rows` in each replica. All ranks make it together.
-
-        `fields`: of `GenerationConfig`, on top of which are those of a request.
-        """
-        model, config = self.module, self.module.config
-
-        def sampler_of(request: Request) -> tuple[GenerationConfig, RowSampler]:
-            settings = self.settings({**fields, **request.fields}, len(request.tokens))
-            return settings, RowSampler.of(model, settings, request.tokens, request.seed, self.mesh.device)
-
-        def cost_of(request: Request) -> int:
-            settings = self.settings({**fields, **request.fields}, len(request.tokens))
-            return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
-
-        return RequestLoop(
-            self.mesh,
-            self.engine,
-            self.divided.pipeline,
-            model=LaneModel(
-                layers=layers_of(config) or 0,
-                takes=frozenset(inspect.signature(model.forward).parameters),
-                has_router=hasattr(config, "output_router_logits"),
-                device=self.mesh.device,
-                sampler_of=sampler_of,
-            ),
-            limits=LaneLimits(rows=rows, prefill_tokens=_PREFILL_TOKENS, cache_tokens=self._cache_tokens()),
-            call=model,
-            cost_of=cost_of,
-            on_progress=on_progress,
-        )
-
-    def _cache_tokens(self) -> int:
+    def cache_tokens(self) -> int:
         """Return for how many tokens each rank may keep keys and values: they may take half of the free memory of its device."""
         config, device = self.module.config.get_text_config(), self.mesh.device
         kept = numbers_kept(config, self.mesh.tensor.size)
@@ -221,21 +142,19 @@ class PlacedModel:
         penalised = settings.encoder_repetition_penalty not in (None, 1) or settings.encoder_no_repeat_ngram_size
         return bool(windowed or penalised)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seeds: Sequence[int]
-    ) -> list[NewTokens]:
-        """Continue prompts, given as tokens, together; all ranks call it, those along data axes with prompts of their own.
-
-        `seeds` has for each prompt that of what is drawn for it. Prompts are of one length, but for an encoder.
-        """
+    def generate(self, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
+        """Continue requests together to their end by transformers' own loop; all ranks call it, those along data axes with requests
+        of their own. Prompts are of one length, but for an encoder."""
         _forget_lengths(self.module)
-        arguments: dict[str, Any] = dict(self._padded(prompts, int(settings.pad_token_id or 0)))
+        arguments: dict[str, Any] = dict(
+            self._padded([each.tokens for each in requests], int(settings.pad_token_id or 0))
+        )
         # With guidance the model is called twice for a token.
         watched = settings.guidance_scale in (None, 1) and settings.get_generation_mode() in (
             GenerationMode.GREEDY_SEARCH,
             GenerationMode.SAMPLE,
         )
-        chosen = _ChosenTokens()
+        chosen, seeds = _ChosenTokens(), [each.seed for each in requests]
         if watched:
             arguments["stopping_criteria"] = [chosen]
         with RowDraws(seeds, self.mesh.device) if settings.do_sample else nullcontext():
@@ -249,22 +168,19 @@ class PlacedModel:
                 see=chosen.see,
             )
         begin = 1 if self.is_encoder_decoder else arguments["input_ids"].shape[1]
-        logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(prompts)
-        return [
-            _until_end(row, values, settings) for row, values in zip(tokens[:, begin:].tolist(), logprobs, strict=True)
-        ]
+        logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
+        rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)
+        return [_until_end(each.number, row, values, settings) for each, row, values in rows]
 
     def _padded(self, prompts: Sequence[Sequence[int]], padding: int) -> Mapping[str, torch.Tensor]:
         """Prompts [rows, longest], and a mask that is 0 where there is padding, behind them."""
-        longest = max(map(len, prompts))
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_value=padding)
+        mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], batch_first=True)
         if self.is_encoder_decoder and self.mesh.data.size > 1:
             # Encoders may look tokens up once more for some lengths, which all ranks that gather them have to do.
-            longest = int(self.mesh.data.max_(torch.tensor([longest]), "the longest prompt of a round")[0])
-        ids = torch.full((len(prompts), longest), padding, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-            mask[row, : len(prompt)] = 1
+            longest = self.mesh.data.max_(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
+            more = (0, int(longest[0]) - ids.shape[1])
+            ids, mask = pad(ids, more, value=padding), pad(mask, more)
         return {"input_ids": ids, "attention_mask": mask}
 
     def close(self) -> None:
@@ -273,7 +189,7 @@ class PlacedModel:
         self.divided.close()
 
 
-def _until_end(row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> NewTokens:
+def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:
     """A row of new tokens without the padding behind its end, or what was chosen by logits that are not finite."""
     ends = ends_of(settings)
     count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
@@ -282,7 +198,7 @@ def _until_end(row: list[int], logprobs: list[float] | None, settings: Generatio
     unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
     if unknown is not None:
         kept, finish = unknown, "not_finite"
-    return NewTokens(tokens=row[:kept], logprobs=logprobs and logprobs[:kept], finish=finish)
+    return Progress(number=number, tokens=row[:kept], logprobs=logprobs and logprobs[:kept], finish=finish)
 
 
 def _forget_lengths(module: Any) -> None:

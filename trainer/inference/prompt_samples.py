@@ -7,7 +7,6 @@ drawn is seeded by the step and the prompt, and the generators of the run are af
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from zeromesh.errors import ConfigError, library_errors
 from zeromesh.files import read_whole
 from zeromesh.trainer.data.collate import check_batch
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.inference.prompts import parse_prompts, split_prompt
+from zeromesh.trainer.inference.prompts import parse_prompts, split_prompt, tokens_of
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import generation_by
 
@@ -66,7 +65,7 @@ class PromptSamples:
                     raise ConfigError(
                         f"prompt {number} has {', '.join(fields)}; run.generation says how, for all prompts"
                     )
-                ids = torch.tensor([_tokens(given, tokenizer)])
+                ids = torch.tensor([tokens_of(given, tokenizer, f"prompt {number}")])
                 batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 check_batch(batch, vocab_size=run.model.feeds.rules.vocab_size, causal=False, indices=[number])
                 generation.inputs(batch, [number])
@@ -83,9 +82,3 @@ class PromptSamples:
             lines.append({"step": step, "prompt": prompt, "completion": self.tokenizer.decode(new)})
             run.console.note(f"step {step}: {prompt!r} goes on {lines[-1]['completion']!r}")
         return lines
-
-
-def _tokens(prompt: Any, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode_prompt(prompt)
-    return tokenizer.encode_messages(prompt) if isinstance(prompt[0], Mapping) else list(prompt)

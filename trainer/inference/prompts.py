@@ -9,6 +9,7 @@ from typing import Any
 
 from zeromesh.errors import DataError, printable
 from zeromesh.files import read_whole
+from zeromesh.trainer.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping as lines of a file have it: one of
@@ -121,44 +122,65 @@ def problem_of(prompt: Any, key: str | None = None) -> str:
     return wanted[key] if key else "is text, a list of token ids, or a list of messages, with something in it"
 
 
+def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]:
+    """Return the tokens of text, messages or token ids. Raises `DataError` for a prompt, called `where`, that is none of these, or
+    that the tokenizer cannot encode."""
+    problem = problem_of(prompt)
+    if problem:
+        raise DataError(f"{where} {problem}")
+    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+        return list(prompt)
+    if tokenizer is None:
+        raise DataError(
+            f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
+        )
+    try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} has half of a character or bytes that are no UTF-8, which is no text") from error
+    try:
+        return tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
 def _shown(text: str) -> str:
     text = printable(text.strip())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def deal(lengths: Sequence[int], *, ranks: int, batch: int) -> list[list[list[int]]]:
+def deal(
+    lengths: Sequence[int], *, ranks: int, batch: int, one_length: bool = False, whole_rounds: bool = False
+) -> list[list[list[int]]]:
     """Deal prompts of these lengths out: for each round the numbers of those that each rank generates together.
 
-    In a round a rank has at most `batch`, all ranks have prompts of nearly one length, the longest come first, and the sums of
-    lengths over all rounds are as even as giving each prompt to the rank with the least makes them. Every prompt is in one place.
+    In a round a rank has at most `batch`, the longest come first, and the sums of lengths over all rounds are as even as giving
+    each to the rank with the least makes them. Every prompt is in one place. What a rank, or with `whole_rounds` all ranks,
+    generate together is of nearly one length, or with `one_length` of exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    groups = [[[number] for number in order]]
+    if one_length:
+        # A rank is given a whole batch at a time.
+        alike = [list(group) for _, group in groupby(order, key=lambda number: lengths[number])]
+        sizes = [min(batch, -(-len(group) // ranks)) for group in alike]
+        cut = [
+            [group[begin : begin + size] for begin in range(0, len(group), size)]
+            for group, size in zip(alike, sizes, strict=True)
+        ]
+        groups = cut if whole_rounds else [list(chain.from_iterable(cut))]
+    at_once = ranks if one_length else ranks * batch
     loads, rounds = [0] * ranks, []
-    for begin in range(0, len(order), ranks * batch):
-        numbers = order[begin : begin + ranks * batch]
-        most = -(-len(numbers) // ranks)
-        dealt: list[list[int]] = [[] for _ in range(ranks)]
-        for number in numbers:
-            rank = min((rank for rank in range(ranks) if len(dealt[rank]) < most), key=lambda rank: (loads[rank], rank))
-            dealt[rank].append(number)
-            loads[rank] += lengths[number]
-        rounds.append(dealt)
+    for group in groups:
+        parts = sorted(group, key=lambda part: -len(part) * lengths[part[0]])
+        for begin in range(0, len(parts), at_once):
+            given = parts[begin : begin + at_once]
+            places = [-(-len(given) // ranks)] * ranks
+            dealt: list[list[int]] = [[] for _ in range(ranks)]
+            for part in given:
+                rank = min((rank for rank in range(ranks) if places[rank]), key=lambda rank: (loads[rank], rank))
+                dealt[rank] += part
+                places[rank] -= 1
+                loads[rank] += len(part) * lengths[part[0]]
+            rounds.append(dealt)
     return rounds
-
-
-def deal_alike(lengths: Sequence[int], *, ranks: int, batch: int, whole_rounds: bool = False) -> list[list[list[int]]]:
-    """Deal prompts out as `deal` does, but so that those that a rank generates together are of one length.
-
-    `whole_rounds`: those that all ranks generate at a time are of one length.
-    """
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    groups = []
-    for _, group in groupby(order, key=lambda number: lengths[number]):
-        numbers = list(group)
-        most = min(batch, -(-len(numbers) // ranks))
-        groups.append([numbers[begin : begin + most] for begin in range(0, len(numbers), most)])
-    found = []
-    for parts in groups if whole_rounds else [list(chain.from_iterable(groups))]:
-        rounds = deal([len(part) * lengths[part[0]] for part in parts], ranks=ranks, batch=1)
-        found += [[[number for part in own for number in parts[part]] for own in dealt] for dealt in rounds]
-    return found

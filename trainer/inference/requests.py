@@ -10,7 +10,6 @@ Nothing here loads torch.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,8 +41,9 @@ class Progress:
 
     number: int
     tokens: list[int]
-    logprobs: list[float]
-    """The logarithm of the probability that the model gives each token, before temperature and other processors."""
+    logprobs: list[float] | None
+    """The logarithm of the probability that the model gives each token, before temperature and other processors. None for ways of
+    searching that choose tokens later than they see them, such as beams."""
     finish: Finish | None = None
     """None: more is to come."""
 
@@ -74,13 +74,10 @@ class Inbox:
 
     def __init__(self, *, limit: int | None = None, streams: bool = True) -> None:
         self._limit = limit
-        self._streams = streams
         self._changed = threading.Condition()
-        self._waiting: deque[Request] = deque()
-        self._cancelled: list[int] = []
+        self._news = News(streams=streams)
         self._open: dict[int, OnProgress] = {}
         self._count = 0
-        self._stopping = False
 
     def __len__(self) -> int:
         """The number of requests that are open."""
@@ -100,14 +97,14 @@ class Inbox:
             self.require_room()
             number, self._count = self._count, self._count + 1
             self._open[number] = on_progress
-            self._waiting.append(Request(number=number, tokens=tokens, fields=fields or {}, seed=seed))
+            self._news.requests.append(Request(number=number, tokens=tokens, fields=fields or {}, seed=seed))
             self._changed.notify_all()
         return number
 
     def require_room(self) -> None:
         """Raise what `submit` would raise for any request."""
         with self._changed:
-            if self._stopping:
+            if self._news.stopping:
                 raise PhaseError("the generator is stopping and takes no more requests")
             if self._limit is not None and len(self._open) >= self._limit:
                 raise QueueFullError(f"{len(self._open)} requests are open, as many as are allowed; try again later")
@@ -116,30 +113,24 @@ class Inbox:
         """Have a request end with what it has so far; one that has ended is left alone."""
         with self._changed:
             if number in self._open:
-                self._cancelled.append(number)
+                self._news.cancelled.append(number)
                 self._changed.notify_all()
 
     def stop(self, *, abandon: bool = False) -> None:
         """Take no more requests; the generator returns when the open ones have ended. `abandon`: end these at once, too."""
         with self._changed:
-            self._stopping = True
+            self._news.stopping = True
             if abandon:
-                self._cancelled.extend(self._open)
+                self._news.cancelled.extend(self._open)
             self._changed.notify_all()
 
     def take(self, *, wait_seconds: float = 0.0) -> News:
         """Return what has come since the last call, and wait up to `wait_seconds` for it if there is nothing."""
         with self._changed:
+            news = self._news
             if wait_seconds:
-                self._changed.wait_for(lambda: self._waiting or self._cancelled or self._stopping, wait_seconds)
-            news = News(
-                requests=list(self._waiting),
-                cancelled=self._cancelled,
-                streams=self._streams,
-                stopping=self._stopping,
-            )
-            self._waiting.clear()
-            self._cancelled = []
+                self._changed.wait_for(lambda: news.requests or news.cancelled or news.stopping, wait_seconds)
+            self._news = News(streams=news.streams, stopping=news.stopping)
         return news
 
     def deliver(self, progresses: Iterable[Progress]) -> None:

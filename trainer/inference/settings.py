@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,17 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
 from zeromesh.errors import ConfigError, DataError, summary
-from zeromesh.trainer.inference.batching.row_cache import layers_of
-from zeromesh.trainer.inference.batching.sampling import RowSampler
-from zeromesh.trainer.models.generation import check_arguments, decoder_positions, encoder_positions, rope_kinds
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.inference.row_cache import layers_of
+from zeromesh.trainer.inference.sampling import RowSampler
+from zeromesh.trainer.models.generation import (
+    check_arguments,
+    decoder_positions,
+    encoder_positions,
+    ends_of,
+    rope_kinds,
+    settings_with,
+)
 
 NEW_TOKENS = 128
 """New tokens where neither the caller nor the model's `generation_config.json` says how many."""
@@ -40,61 +49,121 @@ _WINDOW_OF_CACHE = ("moshi",)
 """Models whose window is what their cache keeps, and no matter of a mask."""
 
 
-def settings_of(
-    module: Any, fields: Mapping[str, Any], prompt_tokens: int, *, staged: bool, shared: bool
-) -> GenerationConfig:
-    """Return the settings to continue a prompt of `prompt_tokens` tokens: the model's own ones, with `fields` on top.
+class ModelSettings:
+    """The settings of requests to one model: its own ones, with the fields of a request on top, checked.
 
-    `staged`: the model is in stages of a pipeline. `shared`: several ranks compute the same tokens together.
-
-    Raises:
-        ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
-        DataError: for a prompt that is too long for them.
+    Args:
+        module: the whole model; a stage of a pipeline has some of its modules alone later.
+        mesh: that over which it is divided; None: it is not.
     """
-    refused = [f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items() if fields.get(name)]
-    settings: GenerationConfig = copy.deepcopy(module.generation_config)
-    settings.update(**{"use_cache": True, **dict.fromkeys(_DECIDED_HERE)})
-    given = {name: value for name, value in fields.items() if name not in _DECIDED_HERE}
-    try:
-        unknown = settings.update(**given)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"generate: {' '.join(str(error).split())}") from error
-    refused += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
-    if refused:
-        raise ConfigError([f"generate: {each}" for each in refused])
-    # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
-    defaults = settings._get_default_generation_params()
-    vocabulary = getattr(module.config.get_text_config(), "vocab_size", None) or sys.maxsize
-    wrong = list(_wrong_values(settings, defaults, fields, vocabulary))
-    if wrong:
-        raise ConfigError([f"generate: {name} is {text}{'' if name in fields else OWN}" for name, text in wrong])
-    settings.update(**{**defaults, "max_length": None}, defaults_only=True)
-    if settings.pad_token_id is None:
-        settings.pad_token_id = next(iter(ends_of(settings)), 0)
-    if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
-        settings.pad_token_id = 0  # Nobody looks at it, but models look it up.
-    longest = 0 if module.config.is_encoder_decoder else prompt_tokens
-    positions = decoder_positions(module)
-    if settings.max_new_tokens is None and settings.max_length is None:
-        settings.max_new_tokens = NEW_TOKENS if positions is None else min(NEW_TOKENS, max(1, positions - longest))
-    if positions is not None and settings.max_length is not None and "max_length" not in fields:
-        settings.max_length = min(settings.max_length, positions)
-    wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
-    if positions is not None and wanted > positions:
-        raise DataError(
-            f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
-            f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
-        )
-    known = encoder_positions(module)
-    if known is not None and prompt_tokens > known:
-        raise DataError(
-            f"the prompt has {prompt_tokens} tokens, and the model's encoder has {known} positions; shorten it"
-        )
-    check_arguments(module, {"generation_config": settings}, staged=staged, shared=shared)
-    return settings
+
+    def __init__(self, module: Any, mesh: Mesh | None) -> None:
+        self._module, self._mesh = module, mesh
+        # Attention that also looks at later tokens.
+        self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
+        self._tried: set[str] = set()
+        """Fields, as JSON, that a sampler was made of."""
+
+    def of(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens.
+
+        Raises:
+            ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
+            DataError: for a prompt that is too long for them.
+        """
+        refused = [f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items() if fields.get(name)]
+        settings, unknown = settings_with(self._module, fields, without=_DECIDED_HERE, asked="generate")
+        refused += unknown
+        if refused:
+            raise ConfigError([f"generate: {each}" for each in refused])
+        # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
+        defaults = settings._get_default_generation_params()
+        vocabulary = getattr(self._module.config.get_text_config(), "vocab_size", None) or sys.maxsize
+        wrong = list(_wrong_values(settings, defaults, fields, vocabulary))
+        if wrong:
+            raise ConfigError([f"generate: {name} is {text}{'' if name in fields else _OWN}" for name, text in wrong])
+        settings.update(**{**defaults, "max_length": None}, defaults_only=True)
+        if settings.pad_token_id is None:
+            settings.pad_token_id = next(iter(ends_of(settings)), 0)
+        if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
+            settings.pad_token_id = 0  # Nobody looks at it, but models look it up.
+        longest = 0 if self._module.config.is_encoder_decoder else prompt_tokens
+        positions = decoder_positions(self._module)
+        if settings.max_new_tokens is None and settings.max_length is None:
+            settings.max_new_tokens = NEW_TOKENS if positions is None else min(NEW_TOKENS, max(1, positions - longest))
+        if positions is not None and settings.max_length is not None and "max_length" not in fields:
+            settings.max_length = min(settings.max_length, positions)
+        wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
+        if positions is not None and wanted > positions:
+            raise DataError(
+                f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
+                f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
+            )
+        known = encoder_positions(self._module)
+        if known is not None and prompt_tokens > known:
+            raise DataError(
+                f"the prompt has {prompt_tokens} tokens, and the model's encoder has {known} positions; shorten it"
+            )
+        check_arguments(self._module, {"generation_config": settings}, self._mesh)
+        return settings
+
+    def checked(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
+        """Return the same, of fields that have just come from a person: they are tried once, so that no batch ends by them."""
+        key = json.dumps(fields, sort_keys=True, default=repr)
+        settings = self.of(fields, prompt_tokens)
+        if key not in self._tried:
+            try:
+                self._try_sampler(settings)
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+                text = summary(error)
+                own = "" if any(name in text for name in fields) else _OWN
+                raise ConfigError(f"generate: {text}{own}") from error
+            self._tried.add(key)
+        return settings
+
+    def _try_sampler(self, settings: GenerationConfig) -> None:
+        """Make the library's processors for these settings, and have them choose one token, as a running batch would."""
+        module, trial, prompt = self._module, copy.deepcopy(settings), [0]
+        if type(module)._get_logits_processor is not GenerationMixin._get_logits_processor:
+            return
+        sampler = RowSampler.of(module, trial, prompt, 0, torch.device("cpu"))
+        if not self.why_unbatched(settings):
+            sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
+
+    def why_unbatched(self, settings: GenerationConfig) -> str:
+        """Return why requests with these settings cannot join and leave a running batch of this model; empty if they can. All ranks
+        say the same."""
+        module, name = self._module, type(self._module).__name__
+        mode = settings.get_generation_mode()
+        if mode not in _PLAIN_MODES:
+            return f"{mode.value} goes on with several texts of a prompt"
+        if not settings.use_cache:
+            return "use_cache is false"
+        found = [field for field in _OF_OTHER_LOOPS if getattr(settings, field, None)]
+        if found:
+            return f"{found[0]} is a matter of the library's own loop"
+        if module.config.is_encoder_decoder:
+            return f"{name} has an encoder"
+        if type(module).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+            return f"{name} prepares its inputs in a way of its own"
+        takes = inspect.signature(module.forward).parameters
+        if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
+            return f"{name} keeps something else than keys and values between tokens"
+        if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
+            return f"{name} counts positions from the first column of a batch"
+        if module.config.model_type in _WINDOW_OF_CACHE:
+            return f"{name} looks at what its cache keeps of a window"
+        if self._looks_ahead:
+            return f"{name} has attention that also looks at later tokens"
+        changing = rope_kinds(module.config) & {"dynamic", "longrope"}
+        if changing:
+            return (
+                f"{name} turns positions by frequencies that depend on the longest text ({', '.join(sorted(changing))})"
+            )
+        return ""
 
 
-OWN = " (the model's generation_config.json says so)"
+_OWN = " (the model's generation_config.json says so)"
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
@@ -124,62 +193,8 @@ def _wrong_values(
             yield name, f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
 
 
-def try_sampler(module: Any, settings: GenerationConfig, *, choose: bool) -> None:
-    """Make the library's processors for these settings, and have them `choose` one token, as a generation would.
-
-    Raises:
-        ConfigError: for values that the library refuses, or that it fails on, such as ids outside the vocabulary.
-    """
-    trial, prompt = copy.deepcopy(settings), [0]
-    if type(module)._get_logits_processor is not GenerationMixin._get_logits_processor:
-        return
-    try:
-        sampler = RowSampler.of(module, trial, prompt, 0, torch.device("cpu"))
-        if choose:
-            sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ConfigError(f"generate: {summary(error)}") from error
-
-
-def any_looks_ahead(module: Any) -> bool:
-    """Return True if a model, which is whole, has attention that also looks at later tokens."""
-    return any(getattr(part, "is_causal", True) is False for part in module.modules())
-
-
-def why_unbatched(module: Any, settings: GenerationConfig, *, looks_ahead: bool) -> str:
-    """Return why requests with these settings cannot join and leave a running batch of this model; empty if they can.
-
-    `looks_ahead` is that of the whole model, of which a stage of a pipeline has some modules alone.
-    """
-    name = type(module).__name__
-    mode = settings.get_generation_mode()
-    if mode not in _PLAIN_MODES:
-        return f"{mode.value} goes on with several texts of a prompt"
-    if not settings.use_cache:
-        return "use_cache is false"
-    found = [field for field in _OF_OTHER_LOOPS if getattr(settings, field, None)]
-    if found:
-        return f"{found[0]} is a matter of the library's own loop"
-    if module.config.is_encoder_decoder:
-        return f"{name} has an encoder"
-    if type(module).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
-        return f"{name} prepares its inputs in a way of its own"
-    takes = inspect.signature(module.forward).parameters
-    if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
-        return f"{name} keeps something else than keys and values between tokens"
-    if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
-        return f"{name} counts positions from the first column of a batch"
-    if module.config.model_type in _WINDOW_OF_CACHE:
-        return f"{name} looks at what its cache keeps of a window"
-    if looks_ahead:
-        return f"{name} has attention that also looks at later tokens"
-    changing = rope_kinds(module.config) & {"dynamic", "longrope"}
-    if changing:
-        return f"{name} turns positions by frequencies that depend on the longest text ({', '.join(sorted(changing))})"
-    return ""
-
-
-def ends_of(settings: GenerationConfig) -> list[int]:
-    """The tokens that end a text."""
-    ends = settings.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
+    """Return how many new tokens these settings allow after a prompt."""
+    if settings.max_new_tokens is not None:
+        return int(settings.max_new_tokens)
+    return max(1, int(settings.max_length) - prompt_tokens)

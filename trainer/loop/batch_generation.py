@@ -4,7 +4,6 @@ A decoder-only model goes on from what stands before the first label that counts
 kept, so that they compare with the labels. An encoder-decoder model is given the batch without its labels.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.data.collate import IGNORED_LABEL
-from zeromesh.trainer.models.generation import check_arguments, decoder_positions, generate
+from zeromesh.trainer.models.generation import check_arguments, decoder_positions, ends_of, generate, settings_with
 from zeromesh.zero.engine import ZeroEngine
 
 _NEW_TOKENS = 64
@@ -47,13 +46,7 @@ def settings_of(
             f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
             "that generates"
         )
-    settings: GenerationConfig = copy.deepcopy(model.generation_config)
-    settings.update(use_cache=True, **dict.fromkeys(_REFUSED))
-    try:
-        unknown = settings.update(**{name: value for name, value in fields.items() if name not in _REFUSED})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
-    refused = [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    settings, refused = settings_with(model, fields, without=_REFUSED, asked=asked)
     refused += [f"{name}: {fields[name]}: {why}; leave it out" for name, why in _REFUSED.items() if fields.get(name)]
     if not model.config.is_encoder_decoder:
         refused += [
@@ -66,9 +59,7 @@ def settings_of(
     if refused:
         raise ConfigError([f"{asked}: {each}" for each in refused])
     if settings.pad_token_id is None:
-        ends = settings.eos_token_id
-        end = ends[0] if isinstance(ends, list) else ends
-        found = [getattr(processing_class, "pad_token_id", None), end, 0]
+        found = [getattr(processing_class, "pad_token_id", None), *ends_of(settings), 0]
         settings.pad_token_id = next(each for each in found if each is not None)
     if settings.max_new_tokens is None and "max_length" not in fields:
         settings.max_new_tokens = _NEW_TOKENS
@@ -92,11 +83,8 @@ class BatchGeneration:
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
-        partitioned = self.engine is not None
-        staged = partitioned and self.mesh.pipeline.size > 1
         arguments: dict[str, Any] = {"generation_config": self.settings, **self._beside}
-        shared = staged or (partitioned and self.mesh.tensor.size > 1)
-        check_arguments(self.model, arguments, staged=staged, shared=shared)
+        check_arguments(self.model, arguments, self.mesh if self.engine is not None else None)
 
     @property
     def padding(self) -> int:

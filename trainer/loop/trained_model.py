@@ -119,9 +119,7 @@ class TrainedModel:
     def generate(self, arguments: Mapping[str, Any], seed: int | None) -> Any:
         """Continue prompts as `Trainer.generate` does."""
         partitioned = self.engine is not None
-        staged = partitioned and self.mesh.pipeline.size > 1
-        shared = staged or (partitioned and self.mesh.tensor.size > 1)
-        check_arguments(self.module, arguments, staged=staged, shared=shared)
+        check_arguments(self.module, arguments, self.mesh if partitioned else None)
         self._generations += 1
         own = number_of(f"{self.config.run.seed}/{self.steps_made()}/{self._generations}/generate")
         set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)

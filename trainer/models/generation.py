@@ -6,7 +6,7 @@ call they agree that some rank goes on, and those that are done take part in it 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -51,20 +51,41 @@ def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequenc
     settings: Any = getattr(pretrained_of(model), "generation_config", None)
     notes = []
     for token in tokens if settings is not None else ():
-        ends = settings.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or ())
-        if token not in ends:
-            settings.eos_token_id = [*ends, token]
+        if token not in ends_of(settings):
+            settings.eos_token_id = [*ends_of(settings), token]
             notes.append(
                 f"generation_config.eos_token_id: {token} ({name([token])!r}) is added, as it ends the answers"
             )
     return notes
 
 
-def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: bool, shared: bool) -> None:
+def ends_of(settings: GenerationConfig) -> list[int]:
+    """The tokens that end a text."""
+    ends = settings.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())
+
+
+def settings_with(
+    model: Any, fields: Mapping[str, Any], *, without: Collection[str], asked: str
+) -> tuple[GenerationConfig, list[str]]:
+    """Return the model's own settings with `fields` on top, but for those that are refused (`without`), and what else is wrong.
+
+    Raises:
+        ConfigError: for values that transformers refuses, in the name of what `asked` to generate.
+    """
+    settings: GenerationConfig = copy.deepcopy(model.generation_config)
+    settings.update(use_cache=True, **dict.fromkeys(without))
+    try:
+        unknown = settings.update(**{name: value for name, value in fields.items() if name not in without})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
+    return settings, [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+
+
+def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Check that `generate` can be given these arguments; every rank comes to the same answer.
 
-    `staged`: the model is in stages of a pipeline. `shared`: several ranks compute the same tokens together.
+    `mesh`: over which the model is partitioned; None: it is not.
 
     Raises:
         ConfigError: for a model that does not generate, and for arguments that do not go with the layout.
@@ -83,6 +104,9 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
         and not bool(mask[:, -1].all())
     ):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
+    staged = mesh is not None and mesh.pipeline.size > 1
+    # Several ranks compute the same tokens together.
+    shared = mesh is not None and (staged or mesh.tensor.size > 1)
     settings = copy.deepcopy(arguments.get("generation_config") or getattr(model, "generation_config", None))
     if not isinstance(settings, GenerationConfig):
         if not shared:

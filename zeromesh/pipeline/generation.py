@@ -21,7 +21,7 @@ CACHE = "past_key_values"
 _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
-class StagedForward:
+class StagedForward(StageRunner):
     """The calls of one generation: the first has the prompts, each later one what is new, if keys and values are kept.
 
     Args:
@@ -39,6 +39,9 @@ class StagedForward:
         """Caches by chunk and microbatch; stubs in one chunk keep something for blocks of another. The first is the caller's."""
         self._vocabulary = self._width = 0
         """The number of logits of a position, and the bytes of each."""
+        self._batches: list[dict[str, Any]] = []
+        self._logits: dict[int, torch.Tensor] = {}
+        """Of the call that runs: the arguments of each microbatch, and its logits on the last stage."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in
@@ -66,15 +69,29 @@ class StagedForward:
             for chunk in range(len(self._stages.own)):
                 for number in range(self._microbatches):
                     self._caches[chunk, number] = copy.deepcopy(cache) if chunk or number else cache
-        caches = self._caches if cache is not None else {}
-        runner = _Runner(self._stages, self._call, _cut(inputs, rows, self._microbatches), caches)
+        self._batches, self._logits = _cut(inputs, rows, self._microbatches), {}
         with torch.no_grad():
-            self._executor.run(self._schedule, runner)
-        return self._shared(runner.logits, rows, inputs["input_ids"].device)
+            self._executor.run(self._schedule, self)
+        return self._shared(rows, inputs["input_ids"].device)
 
-    def _shared(self, logits: Mapping[int, torch.Tensor], rows: int, device: torch.device) -> torch.Tensor:
+    def signature(self, microbatch: int) -> Hashable:
+        return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
+
+    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        stages, batch = self._stages, dict(self._batches[microbatch])
+        if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
+            batch["output_router_logits"] = False  # Experts have no loss here.
+        if CACHE in batch:
+            batch[CACHE] = self._caches[chunk, microbatch]
+        if not stages.is_last(chunk):
+            return stages.forward(chunk, batch, received, balance=False)
+        with stages.chunk(chunk, received, balance=False):
+            self._logits[microbatch] = self._call(**batch).logits[:, -1:]
+        return ()
+
+    def _shared(self, rows: int, device: torch.device) -> torch.Tensor:
         """Give every rank the logits of the last stage."""
-        group = self._executor.group
+        group, logits = self._executor.group, self._logits
         logits_here = torch.cat([logits[number] for number in range(self._microbatches)]) if logits else None
         if logits_here is not None and logits_here.dtype is not torch.float64:
             logits_here = logits_here.float()
@@ -85,32 +102,6 @@ class StagedForward:
             dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
             logits_here = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=device)
         return group.broadcast_(logits_here.contiguous(), group.size - 1, "logits of the last stage")
-
-
-@dataclass(slots=True)
-class _Runner(StageRunner):
-    """Runs one call: `logits` of each microbatch, on the last stage."""
-
-    stages: Stages
-    call: Callable[..., Any]
-    batches: Sequence[dict[str, Any]]
-    caches: Mapping[tuple[int, int], Any]
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def signature(self, microbatch: int) -> Hashable:
-        return "tokens", tuple(self.batches[microbatch]["input_ids"].shape)
-
-    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        stages, batch = self.stages, dict(self.batches[microbatch])
-        if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
-            batch["output_router_logits"] = False  # Experts have no loss here.
-        if self.caches:
-            batch[CACHE] = self.caches[chunk, microbatch]
-        if not stages.is_last(chunk):
-            return stages.forward(chunk, batch, received, balance=False)
-        with stages.chunk(chunk, received, balance=False):
-            self.logits[microbatch] = self.call(**batch).logits[:, -1:]
-        return ()
 
 
 class StagedLane(Protocol):
@@ -130,32 +121,16 @@ class StagedLane(Protocol):
         """Take what the last stage has chosen, on all ranks."""
 
 
-class StagedTurns:
-    """Turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
+@dataclass(slots=True)
+class TurnRunner(StageRunner):
+    """Runs turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
 
         first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
         last stage              lane 0  lane 1  lane 0  lane 1
 
-    Args:
-        call: the model's own call, for the last stage.
+    Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins. `call` is
+    the model's own call, for the last stage.
     """
-
-    def __init__(self, executor: Executor, stages: Stages, *, call: Callable[..., Any]) -> None:
-        self._executor, self._stages, self._call = executor, stages, call
-
-    def run(self, lanes: Sequence[StagedLane], turns: int) -> None:
-        """Have each lane make so many forwards and choose a token of each row after each. All ranks of the pipeline call this."""
-        group = self._executor.group
-        schedule = forward_only(ranks=group.size, microbatches=turns * len(lanes), chunks=len(self._stages.own))
-        runner = _TurnRunner(self._stages, self._call, lanes, group)
-        with torch.no_grad():
-            self._executor.run(schedule, runner)
-        runner.finish()
-
-
-@dataclass(slots=True)
-class _TurnRunner(StageRunner):
-    """Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins."""
 
     stages: Stages
     call: Callable[..., Any]
@@ -217,6 +192,10 @@ def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any
         if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
     }
     return [
-        {name: cut[name][part] if name in cut else value for name, value in inputs.items() if name != CACHE}
+        {
+            name: cut[name][part] if name in cut else value
+            for name, value in inputs.items()
+            if value is not None or name != CACHE
+        }
         for part in range(parts)
     ]

@@ -13,7 +13,7 @@ from zeromesh.comm.point_to_point import Channels
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, Measured, StageRunner, signature_of, take_gradient
-from zeromesh.pipeline.generation import StagedForward, StagedTurns
+from zeromesh.pipeline.generation import StagedForward, StagedLane, TurnRunner
 from zeromesh.pipeline.schedule import PipelineSchedule, ScheduleName, forward_only, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
@@ -164,9 +164,14 @@ class Pipeline:
         """The model's forward for the loop of one generation; each call of it belongs inside a pass of the engine."""
         return StagedForward(self._executor, self.stages, microbatches=microbatches, call=call)
 
-    def turns(self, call: Callable[..., Any]) -> StagedTurns:
-        """The turns of lanes that generate at the same time; each run of them belongs inside a pass of the engine."""
-        return StagedTurns(self._executor, self.stages, call=call)
+    def run_turns(self, lanes: Sequence[StagedLane], turns: int, call: Callable[..., Any]) -> None:
+        """Have each lane make so many forwards and choose a token of each row after each, inside a pass of the engine. All ranks of
+        the pipeline call this; `call` is the model's own call."""
+        schedule = forward_only(ranks=self._ranks, microbatches=turns * len(lanes), chunks=self._chunks)
+        runner = TurnRunner(self.stages, call, lanes, self._executor.group)
+        with torch.no_grad():
+            self._executor.run(schedule, runner)
+        runner.finish()
 
     def bubble(self) -> Bubble | None:
         """Return how much of the latest step ranks have stood still, predicted and measured; None before the first."""

@@ -143,10 +143,10 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 
     served: Any = None
-    first = HttpServer(Inbox(), served, "m", ServerOptions(port=0))
-    port = int(first.start().removesuffix("/v1").rpartition(":")[2])
+    first = HttpServer(Inbox(), "m", ServerOptions(port=0))
+    port = int(first.start(served).removesuffix("/v1").rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*in use"):
-        HttpServer(Inbox(), served, "m", ServerOptions(port=port)).start()
+        HttpServer(Inbox(), "m", ServerOptions(port=port)).start(served)
     # Nothing of the model is looked at before: that takes minutes.
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--port", str(port)]) == 2

@@ -1,6 +1,5 @@
 """A lane gives every request what the model's own `generate` gives it alone, whoever joins and leaves meanwhile."""
 
-import inspect
 import random
 from typing import Any
 
@@ -8,11 +7,9 @@ import pytest
 import torch
 import transformers as tf
 
-from zeromesh.trainer.inference.batching.lane import Lane, LaneLimits, LaneModel, Turn
-from zeromesh.trainer.inference.batching.row_cache import layers_of
-from zeromesh.trainer.inference.batching.sampling import RowSampler
+from zeromesh.trainer.inference.lane import Lane, LaneLimits, Turn
 from zeromesh.trainer.inference.requests import Request
-from zeromesh.trainer.inference.settings import settings_of, why_unbatched
+from zeromesh.trainer.inference.settings import ModelSettings
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -35,20 +32,13 @@ def _model(kind: str) -> Any:
     return made.double().eval()
 
 
-def _lane(model: Any, limits: LaneLimits, *, keeps_rows: bool = False) -> Lane:
-    def sampler_of(request: Request) -> Any:
-        settings = settings_of(model, request.fields, len(request.tokens), staged=False, shared=False)
-        return settings, RowSampler.of(model, settings, request.tokens, request.seed, torch.device("cpu"))
+def _lane(model: Any, limits: LaneLimits) -> Lane:
+    settings = ModelSettings(model, None)
 
-    takes = frozenset(inspect.signature(model.forward).parameters)
-    known = LaneModel(
-        layers=layers_of(model.config) or 0,
-        takes=takes,
-        has_router=False,
-        device=torch.device("cpu"),
-        sampler_of=sampler_of,
-    )
-    return Lane(known, limits, keeps_rows=keeps_rows)
+    def settings_of(request: Request) -> Any:
+        return settings.of(request.fields, len(request.tokens))
+
+    return Lane(model, settings_of, limits, device=torch.device("cpu"))
 
 
 def _run(model: Any, lane: Lane, requests: list[Request], *, eager: bool, draw: random.Random) -> dict[int, Any]:
@@ -72,8 +62,7 @@ def _run(model: Any, lane: Lane, requests: list[Request], *, eager: bool, draw: 
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding"])
-@pytest.mark.parametrize("keeps_rows", [False, True])
-def test_greedy_requests_are_as_if_alone(kind: str, keeps_rows: bool) -> None:
+def test_greedy_requests_are_as_if_alone(kind: str) -> None:
     model, draw = _model(kind), random.Random(1)
     requests = [
         Request(
@@ -83,7 +72,7 @@ def test_greedy_requests_are_as_if_alone(kind: str, keeps_rows: bool) -> None:
         )
         for number in range(24)
     ]
-    lane = _lane(model, LaneLimits(rows=4, prefill_tokens=24, cache_tokens=1 << 30), keeps_rows=keeps_rows)
+    lane = _lane(model, LaneLimits(rows=4, prefill_tokens=24, cache_tokens=1 << 30))
     made = _run(model, lane, requests, eager=True, draw=draw)
     ends = set()
     for request in requests:
@@ -142,8 +131,8 @@ def test_draws_do_not_depend_on_the_company() -> None:
     fields = {"do_sample": True, "temperature": 1.4, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 25}
     requests = [Request(number=n, tokens=[7 + n, 9], fields=fields, seed=n % 3) for n in range(6)]
     found = []
-    for rows, eager, keeps_rows in ((6, True, False), (2, False, True)):
-        lane = _lane(model, LaneLimits(rows=rows, prefill_tokens=64, cache_tokens=1 << 30), keeps_rows=keeps_rows)
+    for rows, eager in ((6, True), (2, False)):
+        lane = _lane(model, LaneLimits(rows=rows, prefill_tokens=64, cache_tokens=1 << 30))
         found.append(_run(model, lane, requests, eager=eager, draw=random.Random(rows)))
     assert {n: each[0] for n, each in found[0].items()} == {n: each[0] for n, each in found[1].items()}
     assert len({tuple(each[0]) for each in found[0].values()}) > 3
@@ -161,6 +150,7 @@ def test_a_request_leaves_when_it_is_cancelled() -> None:
         if lane.plan(eager=True) is not Turn.IDLE:
             with torch.no_grad():
                 lane.take(lane.choose(model(**lane.inputs()).logits[:, -1]))
+            lane.settle()
         finishes |= {each.number: each.finish for each in lane.progress() if each.finish}
     assert finishes == {0: "cancelled", 1: "length", 2: "length"}
     assert not lane.busy
@@ -177,13 +167,15 @@ def test_the_cache_has_a_bound() -> None:
 
 def test_what_cannot_join_a_running_batch_is_named() -> None:
     model = _model("full")
-    settings = settings_of(model, {"num_beams": 2}, 3, staged=False, shared=False)
-    assert "beam_search" in why_unbatched(model, settings, looks_ahead=False)
+    known = ModelSettings(model, None)
+    assert "beam_search" in known.why_unbatched(known.of({"num_beams": 2}, 3))
     mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1))
-    assert "Mamba" in why_unbatched(mamba, settings_of(mamba, {}, 3, staged=False, shared=False), looks_ahead=False)
-    drawn = settings_of(model, {"do_sample": True}, 3, staged=False, shared=False)
-    assert why_unbatched(model, drawn, looks_ahead=False) == ""
-    assert "later tokens" in why_unbatched(model, drawn, looks_ahead=True)
+    other = ModelSettings(mamba, None)
+    assert "Mamba" in other.why_unbatched(other.of({}, 3))
+    drawn = known.of({"do_sample": True}, 3)
+    assert known.why_unbatched(drawn) == ""
+    model.model.layers[0].self_attn.is_causal = False
+    assert "later tokens" in ModelSettings(model, None).why_unbatched(drawn)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.inference.prompts import deal, deal_alike, parse_prompts, read_prompts, split_prompt
+from zeromesh.trainer.inference.prompts import deal, parse_prompts, read_prompts, split_prompt
 
 
 def test_lines_of_all_kinds() -> None:
@@ -93,13 +93,13 @@ def test_prompts_are_dealt_out_once_and_evenly(lengths: list[int], ranks: int, b
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 7))
 def test_prompts_of_one_length_are_dealt_out_together(lengths: list[int], ranks: int, batch: int) -> None:
-    rounds = deal_alike(lengths, ranks=ranks, batch=batch)
+    rounds = deal(lengths, ranks=ranks, batch=batch, one_length=True)
     assert sorted(number for dealt in rounds for own in dealt for number in own) == list(range(len(lengths)))
     assert all(len(dealt) == ranks and max(map(len, dealt)) <= batch for dealt in rounds)
     assert all(len({lengths[number] for number in own}) <= 1 for dealt in rounds for own in dealt)
     assert all(any(dealt) for dealt in rounds)
-    whole = deal_alike(lengths, ranks=ranks, batch=batch, whole_rounds=True)
+    whole = deal(lengths, ranks=ranks, batch=batch, one_length=True, whole_rounds=True)
     assert sorted(number for dealt in whole for own in dealt for number in own) == list(range(len(lengths)))
     assert all(len({lengths[number] for own in dealt for number in own}) == 1 for dealt in whole)
     alike = [10] * (ranks * batch)
-    assert len(deal_alike(alike, ranks=ranks, batch=batch)) == 1
+    assert len(deal(alike, ranks=ranks, batch=batch, one_length=True)) == 1

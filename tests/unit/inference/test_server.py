@@ -77,8 +77,9 @@ class Scene:
     def __init__(self, *, seconds: float = 0.0, limit: int = 8, **options: Any) -> None:
         self.inbox = Inbox(limit=limit)
         self.generator = Repeating(self.inbox, seconds)
-        self.server = HttpServer(self.inbox, self.generator, "repeater", ServerOptions(port=0, **options))
-        self.url = self.server.start()
+        self.server = HttpServer(self.inbox, "repeater", ServerOptions(port=0, **options))
+        served: Any = self.generator
+        self.url = self.server.start(served)
         self.http = httpx.Client(base_url=self.url.removesuffix("/v1"), timeout=10)
         self.client = openai.OpenAI(base_url=self.url, api_key=options.get("token") or "none", max_retries=0)
 
@@ -389,7 +390,7 @@ def test_others_need_a_token(capfd: pytest.CaptureFixture[str]) -> None:
     inbox = Inbox()
     for host in ("0.0.0.0", "::", "example.org"):
         with pytest.raises(ConfigError, match=f"--host {host} can be reached by others: set ZEROMESH_SERVE_TOKEN"):
-            HttpServer(inbox, Repeating(inbox, 1.0), "m", ServerOptions(host=host))
+            HttpServer(inbox, "m", ServerOptions(host=host))
     inbox.stop()
     scene = Scene(token="s3cret-token")
     try:

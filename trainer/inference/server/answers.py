@@ -9,44 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
 from zeromesh.errors import ConfigError, DataError, PhaseError, QueueFullError
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.requests import Inbox, Progress
-from zeromesh.trainer.inference.server.schema import RequestError
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.data.tokenizer import Tokenizer
+    from zeromesh.trainer.inference.generator import Generator
 
 RETRY_SECONDS = 1
-
-
-class Served(Protocol):
-    """The part of a generator that the server uses."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def model_type(self) -> str:
-        """The `model_type` of the model's configuration."""
-
-    @property
-    def positions(self) -> int | None:
-        """The most tokens that a prompt and its continuation may have together; None if there is no limit."""
-
-    def encode(self, prompt: Any) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,20 +35,26 @@ class Piece:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, str]] = field(default_factory=list)
-    """With `name` and `arguments`, JSON as text."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """As parts of a streamed answer have them."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
     """`stop`, `length` or `tool_calls`, on the last piece."""
+
+    @property
+    def shown(self) -> bool:
+        """True if there is anything in it that a client sees."""
+        return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
 
 class Answer:
     """Submits a request, and gives its text in pieces. Made and used on one event loop.
 
     Args:
-        stops: texts before which the answer ends.
-        template: how the model marks tool calls and reasoning; None: all is text.
+        tokens: the prompt.
+        most: the most new tokens, where the client does not say how many.
+        parser: tells tool calls and reasoning from text; None: all is text.
 
     Raises:
         RequestError: for a request that the model cannot continue (400), a full queue (429), and a server that stops (503).
@@ -77,25 +63,26 @@ class Answer:
     def __init__(
         self,
         inbox: Inbox,
-        served: Served,
+        served: Generator,
+        asked: CompletionRequest | ChatRequest,
         tokens: Sequence[int],
-        fields: Mapping[str, Any],
         *,
-        seed: int | None,
-        stops: Sequence[str],
-        parser: Any = None,
+        most: int,
+        parser: Any,
     ) -> None:
         self.prompt_tokens = len(tokens)
         self.new_tokens = 0
-        self._inbox, self._stops, self._parser = inbox, list(stops), parser
+        self._inbox, self._stops, self._parser = inbox, asked.stops, parser
         self._pieces: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         raw = served.tokenizer.decode_all if parser is not None and served.tokenizer is not None else served.decode
         self._stream = TextStream(raw)
         self._held = ""
         """Text that may be the beginning of one that ends the answer."""
-        self._used_tools = False
+        self._tool_calls = 0
         self.over = False
+        positions, seed = served.positions, asked.seed
+        fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
         try:
             served.check_request(tokens, fields)
         except (ConfigError, DataError) as error:
@@ -132,7 +119,7 @@ class Answer:
             text = self._stream.add(progress.tokens, last=progress.finish is not None)
             shown, stopped = self._until_stop(text, last=progress.finish is not None)
             self.over = stopped or progress.finish is not None
-            piece = Piece(text=shown, tokens=progress.tokens, logprobs=progress.logprobs)
+            piece = Piece(text=shown, tokens=progress.tokens, logprobs=progress.logprobs or [])
             if stopped:
                 self._inbox.cancel(self.number)
             if self._parser is not None:
@@ -143,7 +130,7 @@ class Answer:
                 if not stopped and progress.finish == "not_finite":
                     raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
                 length = not stopped and progress.finish == "length"
-                piece.finish = "tool_calls" if self._used_tools else "length" if length else "stop"
+                piece.finish = "tool_calls" if self._tool_calls else "length" if length else "stop"
                 if not stopped and progress.finish == "cancelled":
                     raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
             yield piece
@@ -171,8 +158,10 @@ class Answer:
         text = ""
         for chunk in response_events_to_chunks(events):
             if isinstance(chunk, ToolCall):
-                piece.tool_calls.append({"name": chunk.name, "arguments": chunk.arguments})
-                self._used_tools = True
+                function = {"name": chunk.name, "arguments": chunk.arguments}
+                call = {"index": self._tool_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                piece.tool_calls.append({**call, "function": function})
+                self._tool_calls += 1
             elif isinstance(chunk, ReasoningText):
                 piece.reasoning += chunk
             else:
@@ -192,7 +181,7 @@ def refused_by_inbox() -> Iterator[None]:
         raise RequestError(503, str(error), code="stopping") from error
 
 
-def response_parser(served: Served, tokens: Sequence[int], tools: Any) -> Any:
+def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
     """The parser of the answers of this kind of model, of transformers' serving code; None where it knows none.
 
     Raises:
@@ -207,7 +196,7 @@ def response_parser(served: Served, tokens: Sequence[int], tools: Any) -> Any:
     return build_response_parser(tokenizer, model, list(tokens), tools=tools)
 
 
-def chat_tokens(served: Served, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+def chat_tokens(served: Generator, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
     """The prompt of a conversation. Raises `RequestError` for messages that are none of text, or that the template refuses."""
     plain = [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
     tokenizer = served.tokenizer

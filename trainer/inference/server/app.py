@@ -14,14 +14,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeromesh.errors import ConfigError, ZeromeshError
@@ -31,12 +33,14 @@ from zeromesh.trainer.inference.server.answers import (
     RETRY_SECONDS,
     Answer,
     Piece,
-    Served,
     chat_tokens,
     refused_by_inbox,
     response_parser,
 )
-from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError, parse_body
+from zeromesh.trainer.inference.server.schema import Body, ChatRequest, CompletionRequest, RequestError, parse_body
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.inference.generator import Generator
 
 NEW_TOKENS = 1024
 """New tokens where neither a request nor the command says how many."""
@@ -45,9 +49,6 @@ _CONNECTIONS = 1024
 _REFUSED = 64
 _BACKLOG = 128
 _DESCRIPTORS = 1 << 16
-_Scope = Mapping[str, Any]
-_Receive = Callable[[], Awaitable[Any]]
-_Send = Callable[[Any], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,27 +72,6 @@ class ServerOptions:
         return is_loopback(self.host)
 
 
-def bind(options: ServerOptions) -> socket.socket:
-    """Take the address of a server, at which nothing listens yet: what is wrong with it is known before a model is loaded.
-
-    Raises:
-        ConfigError: for an address that others could reach without a token, or that cannot be had.
-    """
-    if not options.loopback and not options.token:
-        raise ConfigError(
-            f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
-            "API key, or leave --host out"
-        )
-    bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((options.host, options.port))
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        raise _no_address(options, error) from error
-    return bound
-
-
 def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
     reason = getattr(error, "strerror", None) or error
     return ConfigError(f"--host {options.host} --port {options.port}: {reason}; give another one")
@@ -108,28 +88,34 @@ def _room() -> int:
 
 
 class HttpServer:
-    """See the module.
+    """See the module. It takes its address when it is made: what is wrong with that is known before a model is loaded.
 
     Args:
         name: of the model, as clients give it.
-        bound: what `bind` has returned for the options; None: it is called here.
 
     Raises:
-        ConfigError: for an address that others could reach without a token, or that cannot be listened on.
+        ConfigError: for an address that others could reach without a token, or that cannot be had.
     """
 
-    def __init__(
-        self,
-        inbox: Inbox,
-        served: Served,
-        name: str,
-        options: ServerOptions,
-        bound: socket.socket | None = None,
-    ) -> None:
-        self._socket = bound or bind(options)
+    _served: Generator
+
+    def __init__(self, inbox: Inbox, name: str, options: ServerOptions) -> None:
+        if not options.loopback and not options.token:
+            raise ConfigError(
+                f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
+                "API key, or leave --host out"
+            )
+        self._socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((options.host, options.port))
+        except (OSError, UnicodeError) as error:
+            self._socket.close()
+            raise _no_address(options, error) from error
         self.failure: BaseException | None = None
         """The error that ended the generator, if it has failed."""
-        self._inbox, self._served, self._name, self._options = inbox, served, name, options
+        self.name = name
+        self._inbox, self._options = inbox, options
         self._answers: set[Answer] = set()
         self._stopping = False
         self._since = int(time.time())
@@ -137,9 +123,9 @@ class HttpServer:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> str:
-        """Begin to listen; returns the address."""
-        options = self._options
+    def start(self, served: Generator) -> str:
+        """Begin to listen; returns the address. Raises `ConfigError` where another process listens there."""
+        options, self._served = self._options, served
         try:
             self._socket.listen(_BACKLOG)
         except OSError as error:
@@ -188,7 +174,7 @@ class HttpServer:
             "/health": ("GET", self._health),
         }
         for path, (method, handle) in routes.items():
-            app.add_api_route(path, _route(handle), methods=[method], response_model=None)
+            app.add_api_route(path, handle, methods=[method], response_model=None)
 
         @app.exception_handler(RequestError)
         async def refuse(request: Request, error: RequestError) -> Response:
@@ -229,61 +215,38 @@ class HttpServer:
 
     @property
     def _model(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        return {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
 
     async def _completions(self, request: Request) -> Response:
-        asked = parse_body(await self._body(request), CompletionRequest)
-        self._require_model(asked.model)
+        asked = await self._asked(request, CompletionRequest)
         try:
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
         except ZeromeshError as error:
             raise RequestError(400, str(error), param="prompt") from error
-        answer = self._answer(asked, tokens, None)
-        head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._name,
-        }
 
         def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
             return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
-        if asked.stream:
-            return self._streamed(answer, head, choice, usage=bool((asked.stream_options or {}).get("include_usage")))
-        whole = await self._whole(request, answer)
-        return JSONResponse({**head, "choices": [choice(whole, first=True)], "usage": _usage(answer)})
+        return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
 
     async def _chat(self, request: Request) -> Response:
-        asked = parse_body(await self._body(request), ChatRequest)
-        self._require_model(asked.model)
+        asked = await self._asked(request, ChatRequest)
         messages = [message.model_dump(exclude_none=True) for message in asked.messages]
         tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
         answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
-        calls = 0
 
-        def delta(piece: Piece, *, first: bool) -> dict[str, Any]:
-            nonlocal calls
+        def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
             said: dict[str, Any] = {"role": "assistant"} if first else {}
-            said |= {"content": piece.text} if piece.text or (first and not piece.tool_calls) else {}
+            if piece.text or (first and not piece.tool_calls):
+                said["content"] = piece.text
             said |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-            if piece.tool_calls:
-                said["tool_calls"] = [
-                    {
-                        "index": calls + place,
-                        "id": f"call_{uuid.uuid4().hex[:24]}",
-                        "type": "function",
-                        "function": call,
-                    }
-                    for place, call in enumerate(piece.tool_calls)
-                ]
-                calls += len(piece.tool_calls)
-            return said
-
-        def chunk(piece: Piece, *, first: bool) -> dict[str, Any]:
-            said = delta(piece, first=first)
-            return {"index": 0, "delta": said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
+            said |= {"tool_calls": piece.tool_calls} if piece.tool_calls else {}
+            if not asked.stream:
+                said = {"content": None, "refusal": None, **said}
+                for call in piece.tool_calls:
+                    del call["index"]
+            part = "delta" if asked.stream else "message"
+            return {"index": 0, part: said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
 
         def logprobs(piece: Piece) -> dict[str, Any] | None:
             if not asked.logprobs:
@@ -295,20 +258,12 @@ class HttpServer:
             ]
             return {"content": rows, "refusal": None}
 
-        if asked.stream:
-            head["object"] = "chat.completion.chunk"
-            return self._streamed(answer, head, chunk, usage=bool((asked.stream_options or {}).get("include_usage")))
-        whole = await self._whole(request, answer)
-        message = {"content": None, "refusal": None, **delta(whole, first=True)}
-        for call in message.get("tool_calls", []):
-            del call["index"]
-        found = {"index": 0, "message": message, "logprobs": logprobs(whole), "finish_reason": whole.finish}
-        return JSONResponse({**head, "object": "chat.completion", "choices": [found], "usage": _usage(answer)})
+        return await self._reply(request, asked, answer, "chatcmpl", choice)
 
     # What routes share
 
-    async def _body(self, request: Request) -> bytes:
-        """The body, as long as it is not too large."""
+    async def _asked(self, request: Request, kind: type[Body]) -> Body:
+        """The body, as long as it is not too large, and for the model that is served."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
         content, seconds = bytearray(), self._options.receive_seconds
@@ -327,19 +282,18 @@ class HttpServer:
         # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
         with refused_by_inbox():
             self._inbox.require_room()
-        return bytes(content)
+        asked = parse_body(bytes(content), kind)
+        self._require_model(asked.model)
+        return asked
 
     def _require_model(self, name: str | None) -> None:
-        if name not in (None, self._name):
+        if name not in (None, self.name):
             raise RequestError(
-                404, f"the model is {self._name}, and no other is served", param="model", code="model_not_found"
+                404, f"the model is {self.name}, and no other is served", param="model", code="model_not_found"
             )
 
     def _answer(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> Answer:
-        positions = self._served.positions
-        most = self._options.new_tokens
-        fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
-        answer = Answer(self._inbox, self._served, tokens, fields, seed=asked.seed, stops=asked.stops, parser=parser)
+        answer = Answer(self._inbox, self._served, asked, tokens, most=self._options.new_tokens, parser=parser)
         self._answers.add(answer)
         if self.failure is not None:  # It has failed meanwhile.
             answer.fail(self.failure)
@@ -363,39 +317,38 @@ class HttpServer:
             made.cancel()
             self._end(answer)
 
-    def _streamed(
-        self, answer: Answer, head: Mapping[str, Any], choice: Callable[..., dict[str, Any]], *, usage: bool
+    async def _reply(
+        self,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        answer: Answer,
+        kind: Literal["cmpl", "chatcmpl"],
+        choice: Callable[..., dict[str, Any]],
     ) -> Response:
+        """All of an answer, or its pieces as they come; `choice` is what clients read of a piece."""
+        names = {"cmpl": "text_completion", "chatcmpl": "chat.completion.chunk" if asked.stream else "chat.completion"}
+        head = {
+            "id": f"{kind}-{uuid.uuid4().hex}", "object": names[kind], "created": int(time.time()), "model": self.name,
+        }  # fmt: skip
+        if not asked.stream:
+            whole = await self._whole(request, answer)
+            return JSONResponse({**head, "choices": [choice(whole, first=True)], "usage": _usage(answer)})
+
         async def events() -> AsyncIterator[str]:
             first = True
             try:
                 async for piece in answer.pieces():
                     made = choice(piece, first=first)
-                    if (
-                        first
-                        or piece.text
-                        or piece.reasoning
-                        or piece.tool_calls
-                        or piece.finish
-                        or made.get("logprobs")
-                    ):
+                    if first or piece.shown or made["logprobs"]:
                         yield _event({**head, "choices": [made]})
                     first = False
-                if usage:
+                if (asked.stream_options or {}).get("include_usage"):
                     yield _event({**head, "choices": [], "usage": _usage(answer)})
                 yield "data: [DONE]\n\n"
             except RequestError as error:
                 yield _event(error.body())
 
         return _EventStream(events(), on_end=lambda: self._end(answer))
-
-
-def _route(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        return await handle(request)
-
-    route.__annotations__ = {"request": Request, "return": Response}
-    return route
 
 
 class _EventStream(StreamingResponse):
@@ -493,34 +446,26 @@ class _Guard:
     """Lets in who has the token; and without one, who calls this host by a name of its own, and is no web page of another host.
     Such a page could ask for answers blindly, or read them where its name was made to resolve to this host (DNS rebinding)."""
 
-    def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]], options: ServerOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options = app, options
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        if scope["type"] == "http":
-            headers: dict[str, list[str]] = {}
-            for name, value in scope["headers"]:
-                headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-            problem = self._problem(headers)
-            if problem is not None:
-                await _refusal(problem)(scope, receive, send)  # type: ignore[arg-type]
-                return
-        await self._app(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if problem is None else _refusal(problem))(scope, receive, send)
 
-    def _problem(self, headers: Mapping[str, list[str]]) -> RequestError | None:
+    def _problem(self, headers: Headers) -> RequestError | None:
         for name in ("host", "origin", "authorization"):
-            if len(headers.get(name, ())) > 1:
+            if len(headers.getlist(name)) > 1:
                 return RequestError(400, f"the header {name.title()} is there more than once", code="repeated_header")
-        found = {name: values[0] for name, values in headers.items()}
         token = self._options.token
         if token is not None:
-            given = found.get("authorization", "").removeprefix("Bearer ")
+            given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
-        if not _is_own(found.get("host", "")):
+        if not _is_own(headers.get("host", "")):
             return RequestError(403, "the Host header names no address of this host", code="wrong_host")
-        scheme, _, place = found.get("origin", "http://localhost").partition("://")
+        scheme, _, place = headers.get("origin", "http://localhost").partition("://")
         if scheme.lower() not in ("http", "https") or not _is_own(place):
             return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
         return None

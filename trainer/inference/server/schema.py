@@ -56,12 +56,10 @@ class _Options(BaseModel):
         """Make fields of `GenerationConfig`. Without a number of new tokens there are `most`."""
         found: dict[str, Any] = {"max_new_tokens": self.most_tokens or most}
         if self.temperature is not None and self.temperature < _GREEDY_BELOW:
-            found["do_sample"] = False
-        elif self.temperature is not None or self.top_p is not None:
-            found["do_sample"] = True
-            found |= {"temperature": self.temperature} if self.temperature is not None else {}
-            found |= {"top_p": self.top_p} if self.top_p is not None else {}
-        return found
+            return found | {"do_sample": False}
+        draws = {"temperature": self.temperature, "top_p": self.top_p}
+        draws = {name: value for name, value in draws.items() if value is not None}
+        return found | ({"do_sample": True, **draws} if draws else {})
 
 
 _GREEDY_BELOW = 1e-5
@@ -102,10 +100,10 @@ class ChatRequest(_Options):
         return self.max_completion_tokens or self.max_tokens
 
 
-_Body = TypeVar("_Body", bound=BaseModel)
+Body = TypeVar("Body", bound=_Options)
 
 
-def parse_body(content: bytes, kind: type[_Body]) -> _Body:
+def parse_body(content: bytes, kind: type[Body]) -> Body:
     """Parse a body of JSON. Raises `RequestError` 400 with the field that is wrong."""
     try:
         return kind.model_validate_json(content)

@@ -11,6 +11,7 @@ long prompts do not hold up the others. Where several ranks run one model, each 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from zeromesh.trainer.inference.batching.row_cache import RowCache
-from zeromesh.trainer.inference.batching.sampling import RowSampler, choose_tokens
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
+from zeromesh.trainer.inference.row_cache import RowCache, layers_of
+from zeromesh.trainer.inference.sampling import RowSampler, logprobs_of, widened
+from zeromesh.trainer.inference.settings import most_new_tokens
+from zeromesh.trainer.models.generation import ends_of
 
 
 class Turn(Enum):
@@ -46,51 +49,13 @@ class LaneLimits:
     """Places for keys and values, padding included; one request runs in any case."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaneModel:
-    """The properties of a model that lanes use."""
-
-    layers: int
-    takes: frozenset[str]
-    """Names of arguments of its forward."""
-    has_router: bool
-    """True if the model can return the logits of its experts' routers."""
-    device: torch.device
-    sampler_of: Callable[[Request], tuple[GenerationConfig, RowSampler]]
-
-    def arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """The arguments of a forward, but for the cache, from tensors `[rows, columns]` on the CPU."""
-        found: dict[str, Any] = {
-            "input_ids": ids.to(self.device), "attention_mask": mask.to(self.device), "use_cache": True, "return_dict": True,
-        }  # fmt: skip
-        if "position_ids" in self.takes:
-            found["position_ids"] = positions.to(self.device)
-        if "logits_to_keep" in self.takes:
-            found["logits_to_keep"] = 1
-        if self.has_router:
-            found["output_router_logits"] = False
-        return found
-
-
-@dataclass(kw_only=True, slots=True)
-class LaneWork:
-    """The amount of work that a lane has done."""
-
-    forwards: int = 0
-    tokens: int = 0
-    """Tokens of prompts, and tokens after which a next one was chosen."""
-    padded_tokens: int = 0
-    """Rows times columns of all forwards."""
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningRow:
     """A request, and how far it has come."""
 
     request: Request
-    settings: GenerationConfig
     sampler: RowSampler
-    ends: frozenset[int]
+    ends: list[int]
     limit: int
     """The most new tokens."""
     tokens: list[int]
@@ -101,19 +66,6 @@ class RunningRow:
     reported: int = 0
     """New tokens that progress was made of."""
     finish: Finish | None = None
-
-    @classmethod
-    def of(cls, request: Request, model: LaneModel) -> RunningRow:
-        settings, sampler = model.sampler_of(request)
-        ends = settings.eos_token_id
-        return cls(
-            request=request,
-            settings=settings,
-            sampler=sampler,
-            ends=frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends),
-            limit=most_new_tokens(settings, len(request.tokens)),
-            tokens=list(request.tokens),
-        )
 
     @property
     def left(self) -> int:
@@ -143,58 +95,78 @@ class RunningRow:
         )
 
 
-def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
-    """Return how many new tokens these settings allow after a prompt."""
-    if settings.max_new_tokens is not None:
-        return int(settings.max_new_tokens)
-    return max(1, int(settings.max_length) - prompt_tokens)
-
-
 class Lane:
-    """See the module. `keeps_rows`: rows that have ended stay until `settle`, so that shapes do not depend on tokens."""
+    """See the module. Rows that have ended stay until `settle`, so that shapes do not depend on tokens.
 
-    def __init__(self, model: LaneModel, limits: LaneLimits, *, keeps_rows: bool = False) -> None:
-        self._model, self._limits, self._keeps_rows = model, limits, keeps_rows
-        self.waiting: deque[RunningRow] = deque()
+    Args:
+        module: the model that computes the forwards.
+        settings_of: the settings of a request, checked.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        settings_of: Callable[[Request], GenerationConfig],
+        limits: LaneLimits,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._module, self._settings_of, self._limits, self._device = module, settings_of, limits, device
+        self._takes = frozenset(inspect.signature(module.forward).parameters)
+        self._layers = layers_of(module.config) or 0
+        self._waiting: deque[RunningRow] = deque()
         self._running: list[RunningRow] = []
-        self._cache = RowCache(model.layers)
+        self._cache = RowCache(self._layers)
         self._joining: list[RunningRow] = []
-        self._joining_cache = RowCache(model.layers)
+        self._joining_cache = RowCache(self._layers)
         self._ended: list[RunningRow] = []
         self._turn = Turn.IDLE
         self._after_prefill = False
         """True if the latest forward computed prompts."""
-        self.work = LaneWork()
+        self.computed = 0
+        """Tokens of prompts so far, and tokens after which a next one was chosen."""
 
     def add(self, request: Request) -> None:
         """Take on a request."""
-        self.waiting.append(RunningRow.of(request, self._model))
+        settings = self._settings_of(request)
+        sampler = RowSampler.of(self._module, settings, request.tokens, request.seed, self._device)
+        row = RunningRow(
+            request=request,
+            sampler=sampler,
+            ends=ends_of(settings),
+            limit=most_new_tokens(settings, len(request.tokens)),
+            tokens=list(request.tokens),
+        )
+        self._waiting.append(row)
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """End requests between forwards; other lanes' are passed over."""
         wanted = set(numbers)
-        for row in (*self.waiting, *self._joining, *self._running):
+        for row in self._rows:
             if row.request.number in wanted and row.finish is None:
                 row.finish = "cancelled"
-        self._ended += [row for row in self.waiting if row.finish]
-        self.waiting = deque(row for row in self.waiting if not row.finish)
+        self._ended += [row for row in self._waiting if row.finish]
+        self._waiting = deque(row for row in self._waiting if not row.finish)
+
+    @property
+    def _rows(self) -> list[RunningRow]:
+        return [*self._waiting, *self._joining, *self._running]
 
     @property
     def busy(self) -> bool:
         """True if any request has not ended."""
-        return bool(self.waiting or self._joining or self._running)
+        return bool(self._rows)
 
     @property
     def open_tokens(self) -> int:
         """Tokens that are still to be computed at most."""
-        rows = (*self.waiting, *self._joining, *self._running)
-        return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in rows)
+        return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in self._rows)
 
     # The turns
 
     def plan(self, *, eager: bool) -> Turn:
         """Decide on the next forward. `eager`: requests join as soon as a row is free, and not when several are."""
-        if not self._joining and self.waiting:
+        if not self._joining and self._waiting:
             self._admit(eager=eager)
         if self._joining and not self._columns():
             self._join()
@@ -207,11 +179,11 @@ class Lane:
     def _admit(self, *, eager: bool) -> None:
         """Choose who joins next: as many as there is room for, of prompts that are not much shorter than the first one's."""
         free = self._limits.rows - len(self._running)
-        if free < 1 or (self._running and not eager and free < min(len(self.waiting), -(-self._limits.rows // 8))):
+        if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._limits.rows // 8))):
             return
         running = max((row.cached + row.left for row in self._running), default=0)
-        longest = len(self.waiting[0].tokens)
-        for row in list(self.waiting)[: 2 * free]:
+        longest = len(self._waiting[0].tokens)
+        for row in list(self._waiting)[: 2 * free]:
             length = len(row.tokens)
             width = max(running, *(each.limit + len(each.tokens) for each in (*self._joining, row)))
             rows = len(self._running) + len(self._joining) + 1
@@ -219,7 +191,7 @@ class Lane:
                 break
             if longest <= 2 * length and length <= 2 * longest:
                 self._joining.append(row)
-                self.waiting.remove(row)
+                self._waiting.remove(row)
 
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the forward that was decided on."""
@@ -238,7 +210,7 @@ class Lane:
             return self._prompts()
         if self._turn is Turn.IDLE:
             one = torch.ones(1, 1, dtype=torch.long)
-            return self._model.arguments(0 * one, one, 0 * one) | {"use_cache": False}
+            return self._arguments(0 * one, one, 0 * one) | {"use_cache": False}
         self._cache.make_room(1)
         ids = torch.tensor([row.tokens[-1:] for row in self._running])
         lengths = torch.tensor([[row.cached] for row in self._running])
@@ -246,7 +218,20 @@ class Lane:
         positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in self._running])
         columns = torch.arange(self._cache.width + 1)
         mask = (columns >= self._cache.width - lengths).long()
-        return self._model.arguments(ids, mask, positions) | {"past_key_values": self._cache}
+        return self._arguments(ids, mask, positions) | {"past_key_values": self._cache}
+
+    def _arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        """The arguments of a forward, but for the cache, from tensors `[rows, columns]` on the CPU."""
+        found: dict[str, Any] = {
+            "input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), "use_cache": True, "return_dict": True,
+        }  # fmt: skip
+        if "position_ids" in self._takes:
+            found["position_ids"] = positions.to(self._device)
+        if "logits_to_keep" in self._takes:
+            found["logits_to_keep"] = 1
+        if hasattr(self._module.config, "output_router_logits"):
+            found["output_router_logits"] = False
+        return found
 
     def _prompts(self) -> dict[str, Any]:
         """A chunk of prompts."""
@@ -259,39 +244,36 @@ class Lane:
             ids[index, : len(part)] = torch.tensor(part, dtype=torch.long)
         positions = torch.arange(begin, end).expand(len(self._joining), -1)
         mask = torch.ones(len(self._joining), end, dtype=torch.long)
-        return self._model.arguments(ids, mask, positions) | {"past_key_values": cache}
+        return self._arguments(ids, mask, positions) | {"past_key_values": cache}
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose by logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64, the next tokens and the logarithms
         of their probabilities. After prompts nothing is chosen."""
         chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
         if self._turn is Turn.DECODE:
-            samplers, tokens = [row.sampler for row in self._running], [row.tokens for row in self._running]
-            found, logprobs = choose_tokens(logits, samplers, tokens)
-            chosen[0], chosen[1] = torch.tensor(found), torch.tensor(logprobs, dtype=torch.float64)
+            logits = widened(logits)
+            tokens = logits.argmax(dim=-1)
+            for index, row in enumerate(self._running):
+                if not row.sampler.is_plain:
+                    tokens[index] = row.sampler.choose(logits[index], row.tokens)
+            chosen[0], chosen[1] = tokens, logprobs_of(logits, tokens)
         return chosen
 
     def take(self, chosen: torch.Tensor) -> None:
         """Take what `choose` has returned, after the forward."""
         if self._turn is Turn.IDLE:
             return
-        self.work.forwards += 1
-        self.work.padded_tokens += self.shape()[0] * self.shape()[1]
         self._after_prefill = self._turn is Turn.PREFILL
         if self._turn is Turn.PREFILL:
             begin, new = self._joining_cache.width, self._columns()
-            self.work.tokens += sum(
-                max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining
-            )
+            self.computed += sum(max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining)
             self._joining_cache.added(len(self._joining), new)
         else:
-            self.work.tokens += sum(row.finish is None for row in self._running)
+            self.computed += sum(row.finish is None for row in self._running)
             self._cache.added(len(self._running), 1)
             for row, token, logprob in zip(self._running, chosen[0].tolist(), chosen[1].tolist(), strict=True):
                 row.cached += 1
                 row.add(int(token), logprob)
-        if not self._keeps_rows:
-            self.settle()
 
     def _join(self) -> None:
         """Let the rows whose prompts are over run."""
@@ -300,7 +282,7 @@ class Lane:
         lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
         self._cache.merge(self._joining_cache, *lengths, most_rows=self._limits.rows)
         self._running += self._joining
-        self._joining, self._joining_cache = [], RowCache(self._model.layers)
+        self._joining, self._joining_cache = [], RowCache(self._layers)
 
     def settle(self) -> None:
         """Take out the rows that have ended."""
@@ -322,10 +304,9 @@ class Lane:
 
     def longest_turns(self) -> int:
         """Turns until all that it has is over at most."""
-        prompts = sum(len(row.request.tokens) for row in (*self.waiting, *self._joining))
-        chunks = -(-prompts // self._limits.prefill_tokens) + len(self.waiting) + len(self._joining)
-        rows = (*self.waiting, *self._joining, *self._running)
-        return sum(row.left for row in rows) + chunks
+        prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
+        chunks = -(-prompts // self._limits.prefill_tokens) + len(self._waiting) + len(self._joining)
+        return sum(row.left for row in self._rows) + chunks
 
     def progress(self) -> list[Progress]:
         """Return the progress of all requests since the last call."""

@@ -125,19 +125,9 @@ class RowCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[RowLayer(self._extent) for _ in range(layers)])
 
     @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self._extent.rows
-
-    @property
     def width(self) -> int:
         """The columns of the longest row."""
         return self._extent.width
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all buffers."""
-        return sum(buffer.nbytes for layer in self._filled() for buffer in layer.buffers)
 
     def make_room(self, new: int) -> None:
         """Have room for `new` more columns, before a forward over them."""
@@ -147,7 +137,7 @@ class RowCache(Cache):  # type: ignore[misc]
         needed = extent.width + new
         # Columns that nobody needs any more make room where they are a quarter of all; otherwise buffers become longer by half.
         longer = extent.capacity if 4 * needed <= 3 * extent.capacity else max(needed, extent.capacity * 3 // 2)
-        self._move(rows=None, capacity=longer, end=extent.width)
+        self._move(self, rows=None, capacity=longer, end=extent.width)
 
     def added(self, rows: int, new: int) -> None:
         """Note that a forward over `rows` rows has added `new` columns, in all layers of this rank."""
@@ -162,17 +152,10 @@ class RowCache(Cache):  # type: ignore[misc]
         extent = self._extent
         rows, width = extent.rows + len(lengths), max(extent.width, *lengths)
         wider = width > extent.width
-        for layer, theirs in zip(self.layers, other.layers, strict=True):
-            if theirs.buffers and not layer.buffers:
-                layer.buffers = [
-                    each.new_zeros(rows, each.shape[1], extent.capacity, each.shape[3]) for each in theirs.buffers
-                ]
-                layer.is_initialized = True
-        short = any(len(layer.buffers[0]) < rows for layer in self._filled())
-        if short or width > extent.end:
-            more = min(most_rows, max(rows, 2 * extent.rows)) if short else None
-            capacity = max(extent.capacity, width + _FEWEST_COLUMNS)
-            self._move(rows=more, capacity=capacity, end=width)
+        held = min((len(layer.buffers[0]) for layer in self._filled()), default=0)
+        if held < rows or width > extent.end:
+            more = min(most_rows, max(rows, 2 * extent.rows)) if held < rows else held
+            self._move(other, rows=more, capacity=max(extent.capacity, width + _FEWEST_COLUMNS), end=width)
         extent.start = extent.end - width
         for layer, theirs in zip(self.layers, other.layers, strict=True):
             for index, buffer in enumerate(layer.buffers):
@@ -202,14 +185,16 @@ class RowCache(Cache):  # type: ignore[misc]
     def _filled(self) -> Iterator[RowLayer]:
         return (layer for layer in self.layers if layer.buffers)
 
-    def _move(self, *, rows: int | None, capacity: int, end: int) -> None:
-        """Have buffers of so many rows (None: as many as now) and columns, in which what there is ends at column `end`."""
+    def _move(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
+        """Have buffers of so many rows (None: as many as now) and columns, in which what there is ends at column `end`; where there
+        are none yet, by the shapes of `like`."""
         extent = self._extent
         kept, begin = slice(extent.start, extent.end), end - extent.width
-        for layer in self._filled():
-            for index, buffer in enumerate(layer.buffers):
-                shape = (rows or len(buffer), buffer.shape[1], capacity, buffer.shape[3])
-                moved = buffer.new_zeros(shape)
-                moved[: extent.rows, :, begin:end] = buffer[: extent.rows, :, kept]
-                layer.buffers[index] = moved
+        for layer, model in zip(self.layers, like.layers, strict=True):
+            moved = []
+            for buffer in layer.buffers or model.buffers:
+                moved.append(buffer.new_zeros(rows or len(buffer), buffer.shape[1], capacity, buffer.shape[3]))
+                if layer.buffers:
+                    moved[-1][: extent.rows, :, begin:end] = buffer[: extent.rows, :, kept]
+            layer.buffers, layer.is_initialized = moved, bool(moved)
         extent.start, extent.end, extent.capacity = begin, end, capacity

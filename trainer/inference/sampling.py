@@ -82,19 +82,12 @@ def _drawable(probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities.nan_to_num(nan=1.0)
 
 
-def choose_tokens(
-    logits: torch.Tensor, samplers: Sequence[RowSampler], tokens: Sequence[Sequence[int]]
-) -> tuple[list[int], list[float]]:
-    """Choose a token for each row of `logits` [rows, vocabulary]; `tokens` are those that the rows have, prompts included.
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of less than 32 bits in 32."""
+    return logits if logits.dtype is torch.float64 else logits.float()
 
-    Returns them, and of each the logarithm of the probability that the model gives it: NaN where logits are NaN or infinite. Logits
-    of less than 32 bits are widened.
-    """
-    logits = logits if logits.dtype is torch.float64 else logits.float()
-    chosen = logits.argmax(dim=-1)
-    for row, sampler in enumerate(samplers):
-        if not sampler.is_plain:
-            chosen[row] = sampler.choose(logits[row], tokens[row])
-    logprobs = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(dim=-1)
-    found: list[int] = chosen.tolist()
-    return found, logprobs.tolist()
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The logarithms of the probabilities that `logits` [rows, vocabulary] give these tokens, one of each row: NaN where logits are
+    NaN or infinite."""
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)

@@ -12,19 +12,21 @@ A pipeline has as many lanes as stages, so that none of them waits; other layout
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Placement
-from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.trainer.inference.batching.lane import Lane, LaneLimits, LaneModel, LaneWork, Turn
+from zeromesh.trainer.inference.lane import Lane, LaneLimits, Turn
+from zeromesh.trainer.inference.placed_model import PlacedModel
 from zeromesh.trainer.inference.requests import Inbox, News, Progress, Request
-from zeromesh.zero.engine import ZeroEngine
+from zeromesh.trainer.inference.settings import most_new_tokens
 
+_PREFILL_TOKENS = 2048
+"""Tokens of prompts in one forward."""
 _MOST_TURNS = 16
 """Turns between exchanges where nobody waits for single tokens."""
 _FEWEST_TURNS = 4
@@ -33,59 +35,39 @@ _IDLE_SECONDS = 0.5
 """The longest time that rank 0 waits for requests before the ranks exchange again."""
 
 
-@dataclass(slots=True)
-class _Share:
-    """The open requests of a replica, as all ranks know them."""
-
-    open: dict[int, int] = field(default_factory=dict)
-    """The most tokens of each request, by its number, that are still to be computed."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.open.values())
-
-    def take(self, made: Progress) -> None:
-        """Count what was made of a request, if it is one of these."""
-        if made.number in self.open:
-            self.open[made.number] -= len(made.tokens)
-            if made.finish is not None:
-                del self.open[made.number]
-
-
 class RequestLoop:
     """Continues the requests of an inbox. All ranks make one, and call `run` together.
 
     Args:
-        limits: of a replica, whatever lanes it has.
-        call: the model's own call.
-        cost_of: the tokens of a request, prompt included, at most.
+        fields: of `GenerationConfig`, on top of which are those of a request.
+        rows: requests that a replica runs at a time.
         on_progress: called on every rank with what was made of requests, wherever that was.
     """
 
     def __init__(
         self,
-        mesh: Mesh,
-        engine: ZeroEngine,
-        pipeline: Pipeline | None,
+        placed: PlacedModel,
+        fields: Mapping[str, Any],
         *,
-        model: LaneModel,
-        limits: LaneLimits,
-        call: Callable[..., Any],
-        cost_of: Callable[[Request], int],
-        on_progress: Callable[[Sequence[Progress]], object] = lambda progress: None,
+        rows: int,
+        on_progress: Callable[[Sequence[Progress]], object],
     ) -> None:
-        self._mesh, self._engine, self._call, self._cost_of = mesh, engine, call, cost_of
+        mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
+        self._mesh, self._engine, self._module, self._rows = mesh, engine, placed.module, rows
         self._on_progress = on_progress
-        self._rows = limits.rows
-        self._staged = pipeline.turns(call) if pipeline is not None else None
-        lanes = mesh.pipeline.size if self._staged is not None else 1
-        each = LaneLimits(
-            rows=-(-limits.rows // lanes),
-            prefill_tokens=limits.prefill_tokens,
-            cache_tokens=limits.cache_tokens // lanes,
+
+        def settings_of(request: Request) -> GenerationConfig:
+            return placed.settings.of({**fields, **request.fields}, len(request.tokens))
+
+        self._settings_of = settings_of
+        self._pipeline = pipeline
+        lanes = mesh.pipeline.size if pipeline is not None else 1
+        limits = LaneLimits(
+            rows=-(-rows // lanes), prefill_tokens=_PREFILL_TOKENS, cache_tokens=placed.cache_tokens() // lanes
         )
-        self._lanes = [Lane(model, each, keeps_rows=self._staged is not None) for _ in range(lanes)]
-        self._shares = [_Share() for _ in range(mesh.data.size)]
+        self._lanes = [Lane(placed.module, settings_of, limits, device=mesh.device) for _ in range(lanes)]
+        self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
+        """Of each replica, as all ranks know it, the most tokens that are still to be computed for each of its open requests."""
         self._queue: list[Request] = []
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
         """True if replicas need each other's parameters in every forward."""
@@ -109,18 +91,18 @@ class RequestLoop:
             elif news.stopping:
                 return
 
-    def work(self) -> LaneWork:
-        """Return the work of all lanes of this rank."""
-        lanes = [lane.work for lane in self._lanes]
-        return LaneWork(
-            forwards=sum(lane.forwards for lane in lanes),
-            tokens=sum(lane.tokens for lane in lanes),
-            padded_tokens=sum(lane.padded_tokens for lane in lanes),
-        )
+    @property
+    def computed(self) -> int:
+        """The tokens that this rank has computed so far, as `Lane.computed` counts them."""
+        return sum(lane.computed for lane in self._lanes)
+
+    def _cost_of(self, request: Request) -> int:
+        """The tokens of a request, prompt included, at most."""
+        return len(request.tokens) + most_new_tokens(self._settings_of(request), len(request.tokens))
 
     @property
     def _busy(self) -> bool:
-        return bool(self._queue) or any(share.open for share in self._shares)
+        return bool(self._queue) or any(self._open)
 
     def _exchange(self, inbox: Inbox | None) -> News:
         """Tell all ranks what is new, and what was made of requests."""
@@ -134,11 +116,12 @@ class RequestLoop:
         rows = mesh.world.gather_json(own, "requests and what was made of them")
         progress = [Progress(**each) for row in rows for each in row.get("made", ())]
         for each in progress:
-            for share in self._shares:
-                share.take(each)
-        self._on_progress(progress)
-        if inbox is not None:
-            inbox.deliver(progress)
+            for found in self._open:
+                if each.number in found:
+                    found[each.number] -= len(each.tokens)
+                if each.finish is not None:
+                    found.pop(each.number, None)
+        self._report(progress, inbox)
         news: dict[str, Any] = rows[0]["news"]
         return News(**{**news, "requests": [Request(**each) for each in news["requests"]]})
 
@@ -151,21 +134,24 @@ class RequestLoop:
         for lane in self._lanes:
             lane.cancel(numbers)
         nothing = [Progress(number=each.number, tokens=[], logprobs=[], finish="cancelled") for each in gone]
-        self._on_progress(nothing)
+        self._report(nothing, inbox)
+
+    def _report(self, progress: Sequence[Progress], inbox: Inbox | None) -> None:
+        self._on_progress(progress)
         if inbox is not None:
-            inbox.deliver(nothing)
+            inbox.deliver(progress)
 
     def _deal(self) -> None:
         """Hand out the queue in its order, each request to the replica with the fewest open tokens. Where there are several, none
         gets many more than it can run, since how much the others are done with shows only later."""
-        most = self._rows + -(-self._rows // 4) if len(self._shares) > 1 else sys.maxsize
+        most = self._rows + -(-self._rows // 4) if len(self._open) > 1 else sys.maxsize
         while self._queue:
-            takers = [index for index, share in enumerate(self._shares) if len(share.open) < most]
+            takers = [index for index, found in enumerate(self._open) if len(found) < most]
             if not takers:
                 return
-            taker = min(takers, key=lambda index: (self._shares[index].tokens, index))
+            taker = min(takers, key=lambda index: (sum(self._open[index].values()), index))
             request = self._queue.pop(0)
-            self._shares[taker].open[request.number] = self._cost_of(request)
+            self._open[taker][request.number] = self._cost_of(request)
             if taker == self._mesh.data_index:
                 min(self._lanes, key=lambda lane: lane.open_tokens).add(request)
 
@@ -175,10 +161,10 @@ class RequestLoop:
             lane.settle()
             lane.plan(eager=eager)
         turns = self._agreed_turns(most)
-        if self._staged is not None:
+        if self._pipeline is not None:
             if turns:
                 with self._engine.evaluation():
-                    self._staged.run(self._lanes, turns)
+                    self._pipeline.run_turns(self._lanes, turns, self._module)
             for lane in self._lanes:
                 lane.settle()
             return
@@ -188,13 +174,14 @@ class RequestLoop:
                 return
             inputs = lane.inputs()
             with self._engine.evaluation():
-                logits = self._call(**inputs).logits[:, -1]
+                logits = self._module(**inputs).logits[:, -1]
             lane.take(lane.choose(logits))
+            lane.settle()
 
     def _agreed_turns(self, most: int) -> int:
         """Return how many turns are made. Replicas that need each other's parameters all make the same number."""
         lanes = [lane for lane in self._lanes if lane.busy]
-        if self._staged is None:
+        if self._pipeline is None:
             own = min(most, max((lane.longest_turns() for lane in lanes), default=0))
             return int(self._mesh.data.max_(torch.tensor([own]), "turns")[0]) if self._together else own
         own = min((lane.steady_turns(fewest=_FEWEST_TURNS) for lane in lanes), default=0)
