@@ -16,6 +16,7 @@ from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
@@ -54,7 +55,7 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = plan_lines(plan, shown=options.top, more=more, width=width)
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_lines(lines)
     return 0 if plan.best is not None else 1
 
 
