@@ -22,7 +22,6 @@ from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import (
-    LaunchFacts,
     Translation,
     is_deepspeed,
     nested,
@@ -69,9 +68,8 @@ def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int 
         return Translation()
     sizes = parallel if isinstance(parallel, Mapping) else {}
     given = {name: whole(sizes.get(name)) for name in ("tensor", "pipeline")}
-    axes: dict[str, Any] = {name: size for name, size in given.items() if type(size) is int and size > 0}
-    place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, **axes)
-    return read_deepspeed(deepspeed, place)
+    axes = {name: size for name, size in given.items() if type(size) is int and size > 0}
+    return read_deepspeed(deepspeed, read_environment().world_size if ranks is None else ranks, **axes)
 
 
 _KINDS = ("model_type", "python")

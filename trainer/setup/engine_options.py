@@ -29,12 +29,9 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """The options of the engine; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, ema = config.precision, config.optimizer, config.ema
+    zero: dict[str, Any] = {name: None if value == "auto" else value for name, value in config.zero}
     return ZeroOptions(
-        stage=config.zero.stage,
-        prefetch=config.zero.prefetch,
-        gathered_budget=None if config.zero.gathered_budget == "auto" else config.zero.gathered_budget,
-        reduce_once=config.zero.reduce_once,
-        overlap=config.zero.overlap,
+        **zero,
         transport=config.parallel.transport,
         precision=Precision(
             **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
