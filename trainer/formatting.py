@@ -1,6 +1,7 @@
 """Numbers as people read them, with units, and tables."""
 
 import math
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -107,3 +108,9 @@ def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
             else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
             or [""]
         )
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Write lines to standard output at once; what a terminal would take for a command is shown as text."""
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stdout.flush()

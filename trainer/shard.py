@@ -41,7 +41,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
-from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys, require_directories
+from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import share_weights
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
@@ -117,25 +117,22 @@ def shard(
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
-    with errors_with_user_keys():
-        zero = replace(engine_options(resolved, accumulation), optimizer=settings)
-        mesh = connect(resolved)
-        if "tf32" in resolved.precision.model_fields_set:  # Else it is as the loop has set torch.
-            set_products(resolved, mesh.device)
-        mesh.recorder.enabled = False
-        built = wrap_passed_model(model, resolved.run.seed)
-        lost = materialize_buffers(model, mesh.device, resolved.run.seed, source=built.source)
-        if lost:
-            raise ConfigError(
-                f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built"
-            )
-        share_weights(model, mesh)
-        parallel = resolved.parallel
-        cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
-        divided = divide(model, mesh, cuts)
-        if resolved.precision.linear is not None:
-            use_float8_linear(model, mesh.device)
-        engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
+    zero = replace(engine_options(resolved, accumulation), optimizer=settings)
+    mesh = connect(resolved)
+    if "tf32" in resolved.precision.model_fields_set:  # Else it is as the loop has set torch.
+        set_products(resolved, mesh.device)
+    mesh.recorder.enabled = False
+    built = wrap_passed_model(model, resolved.run.seed)
+    lost = materialize_buffers(model, mesh.device, resolved.run.seed, source=built.source)
+    if lost:
+        raise ConfigError(f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built")
+    share_weights(model, mesh)
+    parallel = resolved.parallel
+    cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
+    divided = divide(model, mesh, cuts)
+    if resolved.precision.linear is not None:
+        use_float8_linear(model, mesh.device)
+    engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     for name, method in _METHODS.items():

@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zeromesh.errors import ConfigError
+from zeromesh.optim.fused_optimizer import torch_optimizer
 from zeromesh.trainer.config.sections.training import OptimizerSection
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -23,14 +24,7 @@ class TorchSchedule:
     """
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
-        parameters = [torch.zeros(1, requires_grad=True)]
-        optimizer: Optimizer
-        if settings.name == "sgd":
-            optimizer = SGD(parameters, lr=settings.lr, momentum=settings.momentum)
-        elif settings.name == "adagrad":
-            optimizer = Adagrad(parameters, lr=settings.lr)
-        else:
-            optimizer = Adam(parameters, lr=settings.lr, betas=settings.betas)
+        optimizer = torch_optimizer(settings, [torch.zeros(1, requires_grad=True)])
         try:
             scheduler = make(optimizer)
         except ValueError as error:

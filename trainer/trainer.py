@@ -45,7 +45,6 @@ from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.planning.auto import plan_inputs, settle
 from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
-from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.setup.named_objects import named_inputs
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
@@ -199,9 +198,8 @@ class Trainer:
                     self._open_repository()
             self.start_times.end("directory")
             run = self.run
-            with errors_with_user_keys():
-                samples = PromptSamples.of(run)
-                report = fit(run, directory, None if samples is None else samples.generate)
+            samples = PromptSamples.of(run)
+            report = fit(run, directory, None if samples is None else samples.generate)
         if self.config.hub.push:
             try:
                 self.push_to_hub()
@@ -549,8 +547,7 @@ class Trainer:
     def _beginning(self, mesh: Mesh) -> Iterator[None]:
         """Pass an error of this rank in the block on to the others, which wait for it; the mesh is of no use afterwards."""
         try:
-            with errors_with_user_keys():
-                yield
+            yield
         except BaseException as error:
             self._mesh = self._run = None
             mesh.refuse(error)

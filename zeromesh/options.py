@@ -13,7 +13,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 
-OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
 NO_GROUP = -1
 """The group of a parameter that no update changes."""
 UpdateOn = Literal["auto", "host", "device"]
@@ -89,7 +88,7 @@ class OptimizerClass:
 class OptimizerSettings:
     """The optimizer and its rates, under torch's names."""
 
-    name: OptimizerName = "adamw"
+    name: str = "adamw"
     own_class: OptimizerClass | None = None
     """The class that is run instead of the optimizer of that name."""
     lr: float = 3e-4
@@ -256,23 +255,23 @@ class ZeroOptions:
     def __post_init__(self) -> None:
         problems = []
         if self.stage not in STAGES:
-            problems.append(f"stage is {self.stage}; it must be one of {sorted(STAGES)}")
+            problems.append(f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}")
         if self.prefetch < 0:
-            problems.append(f"prefetch is {self.prefetch}; it must be 0 or more units")
+            problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
         if self.offload.parameters.away and self.stage != 3:
             problems.append(
                 f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "
-                "parameters around their use; set stage to 3, or offload.parameters to none"
+                "parameters around their use; set zero.stage to 3, or offload.parameters to none"
             )
         if self.optimizer_in_backward:
             if self.clip_norm:
-                problems.append("optimizer_in_backward needs clip_norm 0: the norm is known only after backward")
+                problems.append("optimizer.in_backward needs run.clip_norm 0: the norm is known only after backward")
             if self.precision.loss_scale:
-                problems.append("optimizer_in_backward cannot run with a loss scale, which may take a step back")
+                problems.append("optimizer.in_backward cannot run with a loss scale, which may take a step back")
             if self.optimizer.own_class is not None and self.optimizer.own_class.whole:
-                problems.append("optimizer_in_backward cannot run with an optimizer that needs whole tensors")
+                problems.append("optimizer.in_backward cannot run with an optimizer that needs whole tensors")
             if self.on_nonfinite != "stop":
-                problems.append("optimizer_in_backward needs on_nonfinite: stop: there is no step left to skip")
+                problems.append("optimizer.in_backward needs run.on_nonfinite: stop: there is no step left to skip")
         if problems:
             raise ConfigError(problems)
 

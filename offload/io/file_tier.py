@@ -60,7 +60,7 @@ def _open_swap_file(directory: Path, label: str) -> PositionalFile:
     except (OSError, StorageError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StorageError(
-            f"swap files cannot be made in {str(directory)!r}: {reason}; give a directory that can be written"
+            f"swap files cannot be made in {str(directory)!r}: {reason}; set offload.directory to one that can be written"
         ) from error
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.files import refusals, write_whole
+from zeromesh.files import refusals
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
@@ -28,7 +29,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: for a configuration, a machine or ranks that cannot be.
-        StorageError: when the machine file, the disk or the picture cannot be written.
+        StorageError: when the machine file or the disk cannot be written.
     """
     if options.measure:
         if options.config is not None:
@@ -40,26 +41,21 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
+    """Print the plan of a configuration, as a table or as JSON."""
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
+    from zeromesh.trainer.planning.report import plan_json, plan_lines
 
-    if options.picture is not None:
-        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # Without plotly this is an error before the work.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
-    if options.picture is not None:
-        with refusals(options.picture, "written", "; give another place with --picture"):
-            write_whole(options.picture, plan_picture(plan).encode())
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = plan_lines(plan, shown=options.top, more=more, width=width)
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_lines(lines)
     return 0 if plan.best is not None else 1
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from zeromesh.errors import StorageError, printable
 from zeromesh.files import refusals, write_whole
+from zeromesh.trainer.formatting import print_lines
 
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.doctor.software import Finding
@@ -44,7 +45,7 @@ def run_report(options: argparse.Namespace) -> int:
     for run in runs:
         for remark in run.remarks:
             sys.stderr.write(printable(f"zeromesh: {run.name}: {remark}") + "\n")
-    _print(str(out))
+    print_lines([str(out)])
     return 0
 
 
@@ -56,7 +57,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     for part, findings in _parts(options.directory or [_RUNS]):
         found.extend((part, finding) for finding in findings)
         if not options.json:
-            _print(*report_lines(part, findings))
+            print_lines(report_lines(part, findings))
     counts = {
         f"{level.value}s": sum(each.level is level for _, each in found) for level in (Level.PROBLEM, Level.WARNING)
     }
@@ -65,7 +66,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
     else:
         words = [f"{count or 'no'} {name if count != 1 else name[:-1]}" for name, count in counts.items()]
-        _print(", ".join(words))
+        print_lines([", ".join(words)])
     return 1 if counts["problems"] else 0
 
 
@@ -94,8 +95,8 @@ def run_init(options: argparse.Namespace) -> int:
     found = examples()
     if options.name is None:
         width = max(map(len, found))
-        _print(*(f"{name:{width}}  {_about(path)}" for name, path in sorted(found.items())))
-        _print("zeromesh init NAME writes one of them here")
+        print_lines(f"{name:{width}}  {_about(path)}" for name, path in sorted(found.items()))
+        print_lines(["zeromesh init NAME writes one of them here"])
         return 0
     path = Path(found[options.name].name)
     text = found[options.name].read_text(encoding="utf-8").replace("configs/", "")
@@ -104,7 +105,7 @@ def run_init(options: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         raise StorageError(f"{str(path)!r} was not written: {error.strerror or error}; move it away first") from error
-    _print(f"wrote {path}; train it with: zeromesh train {path}")
+    print_lines([f"wrote {path}; train it with: zeromesh train {path}"])
     return 0
 
 
@@ -117,8 +118,3 @@ def _about(path: Path) -> str:
     """Return the comment in the first line of an example. JSON has no comments."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"
-
-
-def _print(*lines: str) -> None:
-    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
-    sys.stdout.flush()

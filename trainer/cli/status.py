@@ -23,7 +23,7 @@ from rich.text import Text
 from zeromesh.errors import ConfigError, StorageError, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
-from zeromesh.trainer.formatting import table_lines, wrapped
+from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
@@ -58,7 +58,7 @@ def run_status(options: argparse.Namespace) -> int:
     """
     console = RichConsole(highlight=False, markup=False, emoji=False)
     with ExitStack() as stack:
-        show: Callable[[list[str]], None] = _print_lines
+        show: Callable[[list[str]], None] = print_lines
         if options.watch and not options.json and console.is_terminal and not console.is_dumb_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False, vertical_overflow="ellipsis"))
             show = lambda lines: live.update(Text("\n".join(map(printable, lines))), refresh=True)  # noqa: E731
@@ -202,9 +202,9 @@ def run_trace(options: argparse.Namespace) -> int:
         write_whole(out, trace_content(trace, packed=out.suffix == ".gz"), sync=False)
     for remark in remarks:
         sys.stderr.write(printable(f"zeromesh: {remark}") + "\n")
-    _print_lines([f"{out}: open it at https://ui.perfetto.dev"])
+    print_lines([f"{out}: open it at https://ui.perfetto.dev"])
     if profiled := sorted((options.run / "profile").glob("steps-*.json.gz")):
-        _print_lines([f"torch's profiler has recorded operators too: {', '.join(map(str, profiled))}"])
+        print_lines([f"torch's profiler has recorded operators too: {', '.join(map(str, profiled))}"])
     return 0
 
 
@@ -226,8 +226,3 @@ def _ask(run: Path) -> None:
         late = [rank for rank, ring in rings.items() if not ring.exists() or ring.stat().st_mtime_ns < asked]
     if late:
         sys.stderr.write(f"zeromesh: {ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds\n")
-
-
-def _print_lines(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
-    sys.stdout.flush()

@@ -67,18 +67,6 @@ Pairs = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchFacts:
-    """Numbers that some settings depend on: the `ranks` of the launch.
-
-    `tensor` and `pipeline` are axes that the configuration sets beside them; None: it does not.
-    """
-
-    ranks: int = 1
-    tensor: int | None = None
-    pipeline: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
     """A configuration that was read: `values` by dotted key, where each came from, lines for a person, and problems."""
 
@@ -91,13 +79,13 @@ class Translation:
 class Reading:
     """Settings of DeepSpeed while they are translated. Calling it gives a setting's value."""
 
-    def __init__(self, settings: Mapping[str, Any], place: LaunchFacts) -> None:
+    def __init__(self, settings: Mapping[str, Any], ranks: int, given: Mapping[str, int]) -> None:
         sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
         tensor = max([1, *(size for size in sizes if type(size) is int)])
         self.settings = {name: value for name, value in settings.items() if value != _AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == _AUTO)
         self.tensor = tensor
-        self.data_ranks = max(1, place.ranks // ((place.tensor or tensor) * (place.pipeline or 1)))
+        self.data_ranks = max(1, ranks // (given.get("tensor", tensor) * given.get("pipeline", 1)))
         """Ranks that train on samples of their own."""
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -158,11 +146,12 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
     return typed or any(key in _TREE and key not in _COMMON for key in data)
 
 
-def read_deepspeed(data: Mapping[str, Any], place: LaunchFacts) -> Translation:
-    """The keys that a DeepSpeed configuration asks for, in a world as `place` says."""
+def read_deepspeed(data: Mapping[str, Any], ranks: int, **given: int) -> Translation:
+    """The keys that a DeepSpeed configuration asks for in a launch of so many ranks, whose axes `tensor` and `pipeline` may be
+    `given` beside it."""
     settings: dict[str, Any] = {}
     problems = list(_flatten(data, _TREE, "", settings))
-    reading, values = Reading(settings, place), dict[str, Any]()
+    reading, values = Reading(settings, ranks, given), dict[str, Any]()
     reading.problems += problems
     present = [row for row in TABLE if row.name in reading.settings]
     for row in present:

@@ -3,7 +3,6 @@
 A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a mapping may also be a DeepSpeed configuration.
 """
 
-import difflib
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import (
-    LaunchFacts,
     Translation,
     is_deepspeed,
     nested,
@@ -33,6 +31,7 @@ from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED,
 from zeromesh.trainer.config.messages import (
     allowed,
     known_paths,
+    nearest,
     nearest_choice,
     nearest_path,
     section_of,
@@ -69,9 +68,8 @@ def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int 
         return Translation()
     sizes = parallel if isinstance(parallel, Mapping) else {}
     given = {name: whole(sizes.get(name)) for name in ("tensor", "pipeline")}
-    axes: dict[str, Any] = {name: size for name, size in given.items() if type(size) is int and size > 0}
-    place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, **axes)
-    return read_deepspeed(deepspeed, place)
+    axes = {name: size for name, size in given.items() if type(size) is int and size > 0}
+    return read_deepspeed(deepspeed, read_environment().world_size if ranks is None else ranks, **axes)
 
 
 _KINDS = ("model_type", "python")
@@ -253,8 +251,8 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
                 package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
         elif name not in registered:
-            near = difflib.get_close_matches(name.lower(), _TRACKERS, n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, _TRACKERS, cutoff=0.6)
+            hint = f"; did you mean {near}?" if near else ""
             yield (
                 f"tracking.backends: got {name!r}; allowed are {', '.join(_TRACKERS)}, and names of trackers that were given to "
                 f"accelerate.tracking.register_tracker_class{hint}"

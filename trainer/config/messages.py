@@ -65,7 +65,7 @@ def nearest_choice(word: str, field: FieldInfo) -> str | None:
     """The choice of `field` that `word` may be a slip of; a word that another key allows is none."""
     if any(word in choices(other) for other in known_paths().values()):
         return None
-    return _nearest(word, choices(field), cutoff=0.6)
+    return nearest(word, choices(field), cutoff=0.6)
 
 
 def nearest_path(path: str, known: Collection[str]) -> str | None:
@@ -75,13 +75,14 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
     if key in anywhere:
         return anywhere[key]
-    if slip := _nearest(key, beside, cutoff=0.6):
+    if slip := nearest(key, beside, cutoff=0.6):
         return beside[slip]
-    slip = _nearest(key, anywhere, cutoff=0.8)
+    slip = nearest(key, anywhere, cutoff=0.8)
     return anywhere[slip] if slip else None
 
 
-def _nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
+def nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
+    """Return the one of `words` that is most like `word`; None where none is, from `cutoff` on, at most 1."""
     return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
 
 

@@ -34,7 +34,6 @@ from zeromesh.trainer.inference.source import layout_of
 from zeromesh.trainer.models.generation import decoder_positions
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect
-from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.weight_digests import require_same_weights
@@ -91,7 +90,7 @@ class Generator:
         self._failure = ""
         try:
             console = Console(sys.stderr, shown=self.mesh.rank == 0)
-            with errors_with_user_keys(), self.mesh.call("zeromesh.Generator()"), console:
+            with self.mesh.call("zeromesh.Generator()"), console:
                 self._model: PlacedModel | None = PlacedModel.build(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.away):
                     require_same_weights(self.engine)
@@ -364,7 +363,7 @@ class Generator:
         watch = self.mesh.watch
         begun = watch.begun
         try:
-            with errors_with_user_keys(), self.mesh.call("generator.generate()"):
+            with self.mesh.call("generator.generate()"):
                 yield
         except BaseException as error:
             if watch.begun != begun or watch.in_doubt or not self.engine.abandon_pass():

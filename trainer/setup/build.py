@@ -1,6 +1,6 @@
 """`build_run`: from a configuration and the user's inputs to a run that can train, evaluate and save."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -44,17 +44,17 @@ from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.step_metrics import StartTimes
+from zeromesh.trainer.monitoring.step_metrics import StartTimes, leaves
 from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
-_OF_A_HOST = frozenset(
-    {"data.chat_template", "data.eval", "data.mixture", "data.tokenizer", "data.train"}
-    | {"model.source", "offload.directory", "run.output_dir", "tracking"}
+_OF_A_HOST = (
+    *("data.chat_template.", "data.eval.", "data.mixture.", "data.tokenizer.", "data.train."),
+    *("model.source.", "offload.directory.", "run.output_dir.", "tracking."),
 )
-"""Keys that may differ: where files lie on a host (what is in them is compared), and what rank 0 alone does."""
+"""Beginnings of keys that may differ: where files lie on a host (what is in them is compared), and what rank 0 alone does."""
 
 
 def connect(config: TrainerConfig) -> Mesh:
@@ -235,22 +235,12 @@ def build_run(
 
 def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
     """Compare the configurations and the inputs of the user on all ranks. Raises `ConfigError` where they differ."""
-    values = {**dict(_flat(config.model_dump(mode="json"))), **inputs}
+    flat = {".".join(keys): value for keys, value in leaves(config.model_dump(mode="json"))}
+    values = {key: value for key, value in flat.items() if not f"{key}.".startswith(_OF_A_HOST)} | dict(inputs)
     if config.checkpoint.resume not in ("auto", "never"):
         values["checkpoint.resume"] = "a path"
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
     mesh.world.require_same(values, ConfigError, advice=advice)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        key = prefix + name
-        if key in _OF_A_HOST:
-            continue
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str]:

@@ -1,16 +1,14 @@
 """The options of the engine that follow from a configuration, and the parameters that weight decay leaves out."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from zeromesh.errors import ConfigError, ZeromeshError
+from zeromesh.errors import ConfigError
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.options import AverageSettings, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
@@ -18,34 +16,6 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 # As in `transformers.Trainer.get_decay_parameter_names`, which a test compares: searched for in names in lower case.
 _LEFT_OUT = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-
-_USER_KEYS = {
-    r"on_nonfinite": "run.on_nonfinite",
-    r"clip_norm": "run.clip_norm",
-    r"optimizer_in_backward": "optimizer.in_backward",
-    r"prefetch(?= is)": "zero.prefetch",
-    r"stage(?= is \d|(?<=set stage) to)": "zero.stage",
-    r"give a directory(?= that can be written)": "set offload.directory to one",
-}
-"""Words of the engine's messages, as patterns, and what a configuration calls them."""
-
-
-@contextmanager
-def errors_with_user_keys() -> Iterator[None]:
-    """Let errors that leave the block name keys of a configuration where the engine has named its own options."""
-    try:
-        yield
-    except ZeromeshError as error:
-        error.args = tuple(_with_user_keys(each) if isinstance(each, str) else each for each in error.args)
-        if isinstance(error, ConfigError):
-            error.problems = tuple(map(_with_user_keys, error.problems))
-        raise
-
-
-def _with_user_keys(text: str) -> str:
-    for pattern, key in _USER_KEYS.items():
-        text = re.sub(rf"(?<![\w./-]){pattern}(?![\w/])", key, text)
-    return text
 
 
 def biases_and_norms(model: nn.Module) -> list[str]:
@@ -59,12 +29,9 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """The options of the engine; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, ema = config.precision, config.optimizer, config.ema
+    zero: dict[str, Any] = {name: None if value == "auto" else value for name, value in config.zero}
     return ZeroOptions(
-        stage=config.zero.stage,
-        prefetch=config.zero.prefetch,
-        gathered_budget=None if config.zero.gathered_budget == "auto" else config.zero.gathered_budget,
-        reduce_once=config.zero.reduce_once,
-        overlap=config.zero.overlap,
+        **zero,
         transport=config.parallel.transport,
         precision=Precision(
             **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
@@ -103,14 +70,13 @@ def require_directories(section: OffloadSection) -> None:
 
 def _offload(config: TrainerConfig) -> OffloadOptions:
     """The tiers on which states rest, and the directories of their files."""
-    section, gradients = config.offload, config.offload.gradients
+    section = config.offload
     named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
     directories = (named,) if isinstance(named, str) else named
+    shares = {name: getattr(section, name) for name in ("optimizer", "gradients", "parameters", "activations")}
+    tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in shares.items() if each.tier != "auto"}
     return OffloadOptions(
-        optimizer=TierChoice(tier=section.optimizer.tier, fraction=section.optimizer.fraction),
-        gradients=None if gradients.tier == "auto" else TierChoice(tier=gradients.tier, fraction=gradients.fraction),
-        parameters=TierChoice(tier=section.parameters.tier, fraction=section.parameters.fraction),
-        activations=TierChoice(tier=section.activations.tier, fraction=section.activations.fraction),
+        **tiers,
         files=FileSettings(
             directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
             label=config.run.name,

@@ -6,7 +6,7 @@ microbatches one after the other; gradients are summed, clipped and applied once
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
+from zeromesh.optim.fused_optimizer import torch_optimizer
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
@@ -303,13 +304,7 @@ def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exemp
         plain = any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
         groups.setdefault(0.0 if plain else section.weight_decay, []).append(parameter)
     listed: list[dict[str, Any]] = [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
-    make: Mapping[str, Callable[[], torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(listed, lr=section.lr, betas=section.betas, eps=section.eps),
-        "adam": lambda: torch.optim.Adam(listed, lr=section.lr, betas=section.betas, eps=section.eps),
-        "adagrad": lambda: torch.optim.Adagrad(listed, lr=section.lr, eps=section.eps),
-        "sgd": lambda: torch.optim.SGD(listed, lr=section.lr, momentum=section.momentum),
-    }
-    return make[section.name]()
+    return torch_optimizer(section, listed)
 
 
 def _average_of(

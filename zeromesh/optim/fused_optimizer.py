@@ -6,9 +6,10 @@ when their states rest on another tier. Element-wise rules give the same bits ho
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
@@ -45,8 +46,30 @@ class GroupRules:
         return [each for each in self._patterns if each not in names and not any(fnmatchcase(n, each) for n in fqns)]
 
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "adagrad": ("sum",)}
-"""torch's names of the moments of each optimizer; SGD has one with momentum."""
+class OptimizerRow(NamedTuple):
+    """An optimizer whose update is element by element: torch's class, and torch's names of its settings and moments."""
+
+    kind: type[Optimizer]
+    settings: tuple[str, ...]
+    """Those beside `lr` and `weight_decay`."""
+    moments: tuple[str, ...]
+    """SGD has one with momentum."""
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerRow(AdamW, ("betas", "eps"), ("exp_avg", "exp_avg_sq")),
+    "adam": OptimizerRow(Adam, ("betas", "eps"), ("exp_avg", "exp_avg_sq")),
+    "sgd": OptimizerRow(SGD, ("momentum",), ()),
+    "adagrad": OptimizerRow(Adagrad, ("eps",), ("sum",)),
+}
+"""The optimizers that `optimizer.name` may name; `fused_update` computes their updates."""
+
+
+def torch_optimizer(settings: Any, parameters: Iterable[Any]) -> Optimizer:
+    """Make torch's optimizer of `parameters` or groups of them, with the name and the values of `settings`, but for its decay."""
+    row = OPTIMIZERS[settings.name]
+    values: Any = {name: getattr(settings, name) for name in ("lr", *row.settings)}
+    return row.kind(parameters, **values)
 
 
 def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
@@ -54,14 +77,14 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     if settings.own_class is not None:
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
         return tuple(dict.fromkeys(name for plan in plans for name in plan.tensors))
-    if settings.name not in MOMENTS:
+    if settings.name not in OPTIMIZERS:
         raise ConfigError(
-            f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(MOMENTS)}. "
+            f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(OPTIMIZERS)}. "
             "Muon and Adafactor need whole matrices"
         )
     if settings.name == "sgd" and settings.momentum:
         return ("momentum_buffer",)
-    return MOMENTS[settings.name]
+    return OPTIMIZERS[settings.name].moments
 
 
 KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]

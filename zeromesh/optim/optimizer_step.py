@@ -417,7 +417,7 @@ class OptimizerStep:
         finite = math.isfinite(norm)
         cause = "" if finite else self._cause(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
-            unchanged = "no parameter was changed (on_nonfinite: stop)"
+            unchanged = "no parameter was changed (run.on_nonfinite: stop)"
             raise NonFiniteError(f"{cause}; {_HALF_DONE if options.optimizer_in_backward else unchanged}")
         self.scaler.update(overflow=not finite)
         self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)

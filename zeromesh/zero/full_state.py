@@ -346,7 +346,7 @@ class FullState:
             return None
         found = next(self._of_all_stages([name], self._gradients, self._gradient_dtype), None)
         if found is None:
-            raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer_in_backward)")
+            raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
         return found[1].clone()
 
     def nbytes_of(self, fqns: Iterable[str]) -> int:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.optim.class_optimizer import OptimizerDriver, try_class
-from zeromesh.options import OptimizerName, OptimizerSettings
+from zeromesh.optim.fused_optimizer import OPTIMIZERS
+from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _NUMBER = "optimizer"
@@ -210,7 +211,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
             "it before the first update, with initial_accumulator_value 0, or go on from a checkpoint by zeromesh.load"
         )
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
-    name = _FUSED.get(type(optimizer))
+    name = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
     if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
         return OptimizerSettings(own_class=try_class(optimizer), members=members)
@@ -218,11 +219,5 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
     return OptimizerSettings(name=name, members=members, momentum=momentum)
 
 
-_FUSED: dict[type[Optimizer], OptimizerName] = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-}
 _NOT_FUSED = ("amsgrad", "dampening")
-"""Options with which an update of these is that of their own class. SGD with dampening begins with a whole gradient, for one."""
+"""Options with which an update is that of the own class. SGD with dampening begins with a whole gradient, for one."""

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.deepspeed import LaunchFacts, is_deepspeed, read_deepspeed
+from zeromesh.trainer.config.deepspeed import is_deepspeed, read_deepspeed
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 
-PLACE = LaunchFacts(ranks=4)
+RANKS = 4
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
 ADAM = {"optimizer.type": "Adam"}
 WARMUP = {"scheduler.type": "WarmupLR"}
@@ -142,8 +142,8 @@ def test_a_key_does_what_its_row_says(row: SettingRow) -> None:
         return
     where = {"optimizer": ADAM, "scheduler": WARMUP}.get(row.name.partition(".")[0], {})
     value, with_it = OTHER.get(row.name, (3.5, where))
-    before = read_deepspeed(nested(with_it), PLACE)
-    after = read_deepspeed(nested(with_it | {row.name: value}), PLACE)
+    before = read_deepspeed(nested(with_it), RANKS)
+    after = read_deepspeed(nested(with_it | {row.name: value}), RANKS)
     assert not before.problems
     changed = {key for key in {*before.values, *after.values} if before.values.get(key) != after.values.get(key)}
     if row.fate is Fate.REFUSED:
