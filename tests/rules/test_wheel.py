@@ -46,9 +46,11 @@ for name in ("plotly", "fastapi", "uvicorn", "openai", "peft"):
     sys.modules[name] = None
 assert main(["init", "quickstart"]) == 0
 assert main(["config", "quickstart.yaml"]) == 0
-with contextlib.redirect_stderr(io.StringIO()) as said:
-    assert main(["report", "a"]) == 2
-assert "pip install 'zeromesh[report]'" in said.getvalue(), said.getvalue()
+planned = ["plan", "quickstart.yaml", "--ranks", "2", "--device", "h100", "--picture", "plan.html"]
+for words in (["report", "a"], planned):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(words) == 2, words
+    assert "pip install 'zeromesh[report]'" in said.getvalue(), said.getvalue()
 """
 
 

@@ -195,6 +195,8 @@ def make_parser() -> argparse.ArgumentParser:
     _value(command, "--device", "NAME|FILE", str, machine)
     _value(command, "--top", "N", _positive, "rows to print (default 12)", default=12)
     _flag(command, "--json", "print every row as JSON")
+    charts = "write charts of memory over a step and of time by phase, a page of HTML"
+    _value(command, "--picture", "FILE", Path, charts)
     _flag(command, "--measure", "measure the machine on its ranks, for about a minute, and write a machine file")
     where = (
         "the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.files import refusals
+from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
@@ -29,7 +29,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: for a configuration, a machine or ranks that cannot be.
-        StorageError: when the machine file or the disk cannot be written.
+        StorageError: when the machine file, the disk or the picture cannot be written.
     """
     if options.measure:
         if options.config is not None:
@@ -41,14 +41,19 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print the plan of a configuration, as a table or as JSON."""
+    """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines
+    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
+    if options.picture is not None:
+        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # Without plotly this is an error before the work.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
+    if options.picture is not None:
+        with refusals(options.picture, "written", "; give another place with --picture"):
+            write_whole(options.picture, plan_picture(plan).encode())
     if options.json:
         json.dump(plan_json(plan), sys.stdout, indent=1)
         sys.stdout.write("\n")

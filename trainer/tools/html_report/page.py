@@ -14,7 +14,7 @@ from zeromesh import __version__
 from zeromesh.mesh.mesh_shape import AXES, Coordinate
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
-from zeromesh.trainer.tools.html_report.charts import COLORS, charts_of, get_plotlyjs, to_json_plotly
+from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, get_plotlyjs, to_json_plotly
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
@@ -75,25 +75,35 @@ def _escaped(content: object) -> str:
 def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     """The page of one run, or of several beside each other. `now`: seconds since 1970, of the page's date."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    cards, figures = [], []
-    for chart in charts_of(runs):
-        button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
-        label = f"{chart.title}: {chart.note}"
-        plot = element("div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=label)
-        card = element("h3", chart.title, button), element("p", chart.note), plot
-        cards.append(element("figure", card, id=f"chart-{chart.name}"))
-        figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
+    charts = charts_of(runs)
     sections = {
         "": _figures(runs),
         "What differs": _differences(runs),
         "Notes": _each(runs, _notes),
-        "Over the steps": element("div", cards, class_="charts") if cards else None,
+        "Over the steps": charts,
         "Plan": _each(runs, _planned),
         "Mesh": _each(runs, _mesh),
         "Communication of a step": _each(runs, _communication),
         "Checkpoints": _each(runs, _checkpoints),
         "Configuration": _each(runs, _configuration),
     }
+    return document(title, sections, charts, ", ".join(str(run.path) for run in runs), now=now)
+
+
+def document(
+    title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
+) -> str:
+    """A page with sections by their headings, which are elements, or the `charts` of the page; `now` as for `page_of`."""
+    cards, figures = [], []
+    for chart in charts:
+        button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
+        label = f"{chart.title}: {chart.note}"
+        plot = element("div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=label)
+        card = element("h3", chart.title, button), element("p", chart.note), plot
+        cards.append(element("figure", card, id=f"chart-{chart.name}"))
+        figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
+    drawn = element("div", cards, class_="charts")
+    parts = {name: drawn if part is charts else part for name, part in sections.items() if part}
     scripts = get_plotlyjs(), _SCRIPT
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{each}'" for each in hashes)
@@ -113,8 +123,8 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     ]
     body = [
         element("header", element("h1", title), element("p", f"zeromesh {__version__}, {date}")),
-        [element("section", element("h2", name) if name else None, part) for name, part in sections.items() if part],
-        element("footer", element("p", ", ".join(str(run.path) for run in runs))),
+        [element("section", element("h2", name) if name else None, part) for name, part in parts.items()],
+        element("footer", element("p", footer)),
         element("script", Html(to_json_plotly(figures)), type="application/json", id="charts"),
         [element("script", Html(script)) for script in scripts],
     ]
