@@ -49,8 +49,9 @@ settings.load_profile("zeromesh")
 # Threads of torch turn while they wait for each other: where other processes have the cores, that is most of a test's time.
 torch.set_num_threads(1)
 
-# A shell starts what runs in the background with SIGINT ignored, and a run would leave it ignored.
+# A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP; a run would leave them ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _WORKERS = pytest.StashKey[Workers]()
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

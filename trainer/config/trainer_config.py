@@ -77,6 +77,9 @@ class TrainerConfig(Section):
         """The folders of the files that the configuration was read from, where Python code that it names is looked for."""
         return self._folders
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrainerConfig) and vars(self) == vars(other)
+
     def coming_from(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> TrainerConfig:
         """The same configuration with other notes and folders, which are no part of what it says."""
         config = self.model_copy()

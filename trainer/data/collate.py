@@ -200,17 +200,15 @@ def check_batch(
         ids = batch.get(field)
         if size is None or not isinstance(ids, Tensor) or ids.numel() == 0:
             continue
-        what, cure = (
-            f"vocabulary has {size} tokens (ids",
-            "use the tokenizer that belongs to the model, or raise vocab_size",
-        )
+        what, cure = f"vocabulary has {size} tokens (ids", "use the model's own tokenizer, or raise vocab_size"
+        needs = "token ids are integers"
         if field == "labels" and not causal:
             what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
-        if ids.is_floating_point() and field == "labels" and ids.ndim > 1 and not causal:
-            continue  # Each sample may be of several classes.
+            needs = "classes are integers, and a model with num_labels 1 takes numbers"
+            if ids.is_floating_point() and ids.ndim > 1:
+                continue  # Each sample may be of several classes.
         if ids.is_floating_point():
-            advice = "; a model with num_labels 1 takes numbers" if field == "labels" and not causal else ""
-            raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}, and have to be integers{advice}")
+            raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}; {needs}")
         wrong = (ids < 0) | (ids >= size)
         if field == "labels":
             wrong &= ids != IGNORED_LABEL

@@ -84,7 +84,7 @@ def test_a_new_head_on_an_encoder_is_the_same_on_any_number_of_ranks(workers: Wo
     folder = tmp_path / "model"
     encoder = ARCHITECTURES["bert"].build().bert
     encoder.save_pretrained(folder, max_shard_size="40KB")
-    model = {"head": "sequence_classification", "config": {"num_labels": 5}}
+    model = {"head": "sequence_classification", "config": {"num_labels": 97}}
     found = [read(workers, folder, "bert", ranks=ranks, **model)["parts"] for ranks in (1, 2)]
     assert found[0] == found[1]
     wanted = {f"bert.{name}": parameter.detach() for name, parameter in encoder.named_parameters()}

@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     ),
     "no layers": ("model.config.num_hidden_layers=-1", ["model.config: num_hidden_layers is -1; give 1 or more"]),
     "activation": ("model.config.hidden_act=gellu", ["hidden_act 'gellu' is not known to transformers; nearest: gelu"]),
-    "memory": ("model.config.hidden_size=4000000", ["parameters at stage 3 need at least", "TiB optimizer moments"]),
+    "memory": ("model.config.hidden_size=400000", ["parameters at stage 3 need at least", "TiB optimizer moments"]),
     "head": ("model.head=masked_lm", ["model.head: LlamaConfig has no masked_lm model; it has causal_lm"]),
     "labels": ("model.head=sequence_classification", ["does not predict the next token, so plain text has no labels"]),
     "decay": ("optimizer.no_decay=['*nrom*']", ["optimizer.no_decay: *nrom* matches no parameter of the model"]),

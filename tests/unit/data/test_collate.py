@@ -121,7 +121,7 @@ def test_ids_past_the_vocabulary_are_named(batch: dict[str, torch.Tensor], words
         ),
         ([-1, 0], r"sample 7: labels is -1"),
         ([[0, -100, 3], [1, 2, 0]], r"sample 7: labels\[2\] is 3"),
-        ([0.0, 1.0], "labels of samples 7, 8 are torch.float32, and have to be integers; a model with num_labels 1"),
+        ([0.0, 1.0], "labels of samples 7, 8 are torch.float32; classes are integers, and a model with num_labels 1"),
     ],
 )
 def test_labels_past_the_classes_are_named(labels: list[Any], words: str) -> None:
