@@ -230,4 +230,12 @@ def _merged(
     weights = form.of(
         ((names[stored.spec.name], each) for stored, each in read), torch.promote_types(torch.float32, widest)
     )
-    return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in weights)
+    return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in _of_checkpoint(weights))
+
+
+def _of_checkpoint(weights: Named) -> Named:
+    """The same weights; what is wrong with them is said of a checkpoint, and not of the configuration of a run."""
+    try:
+        yield from weights
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
