@@ -167,11 +167,13 @@ def _changes(config: Any, layers: int, skipped: str) -> dict[str, Any]:
 
 
 _AS_HEADS = {"num_key_value_heads": 4}
+_DECODER = {"is_decoder": True}
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _AS_HEADS),
     **dict.fromkeys(("minicpm3", "axk1", "axk2"), _AS_HEADS),
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl"), _ROTARY),
+    **dict.fromkeys(("bert-generation", "roc_bert"), _DECODER),
     "mamba2": {"num_heads": 8},
     "esm": {"vocab_size": _VOCABULARY, "pad_token_id": 0, "mask_token_id": 1},
     "dots1": {"n_routed_experts": 4},

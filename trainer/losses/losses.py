@@ -175,7 +175,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     if verdict.sees_later:
         raise ConfigError(
             f"{type(model).__name__} is to predict the next token and sees it (a trial shows): its logits depend on later tokens. "
-            "Set is_decoder: true in model.config, if it has that, or model.head: masked_lm",
+            "Set is_decoder: true in model.config, or model.head: masked_lm",
             where="model.head",
         )
     if verdict.causal is None:

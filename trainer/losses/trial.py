@@ -55,7 +55,7 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
     small.config.output_router_logits = auxiliary
     if causal is None:
         return Verdict(causal=None, reason="its loss is a mean over neither labels nor shifted labels")
-    if causal and _sees_later(small):
+    if causal and getattr(small.config, "is_decoder", None) is False and _sees_later(small):
         return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
     if auxiliary:
         auxiliary = not _is_mean_over(small, causal)
