@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns, format_of
+from zeromesh.trainer.data.text_sources import first_columns, format_of, holds_pictures
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -148,7 +147,6 @@ _RESOLVED = "config.resolved.yaml"
 
 _DEFAULTS = "-"
 """The source given in place of a configuration: all defaults, and the keys of the command line."""
-_PICTURES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -183,7 +181,7 @@ def _take_start(options: argparse.Namespace) -> None:
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes = _json_object(model / "config.json")
-    if first.is_dir() and any(each.suffix.lower() in _PICTURES for each in islice(first.glob("*/*"), 1000)):
+    if first.is_dir() and holds_pictures(first):
         kind, head = PICTURES, "image_classification"
     else:
         columns = first_columns(options.data)

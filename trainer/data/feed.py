@@ -36,7 +36,7 @@ class RunData:
     classes: tuple[str, ...] = ()
     """The names of the classes of labelled text or pictures."""
     processor: Any = None
-    """What has made pixels of pictures."""
+    """The image processor that has made pixels of pictures."""
     read: tuple[str, ...] = ()
     """Lines about how pictures were read."""
 
@@ -72,7 +72,7 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """What has made tokens or pixels by Hugging Face's code, to be saved with the model; None: nothing has."""
+        """The tokenizer or image processor of Hugging Face that reads the data, saved with the model; None: there is none."""
         tokenizer = self.tokenizer
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else self.processor
 

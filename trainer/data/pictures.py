@@ -17,7 +17,7 @@ from zeromesh.errors import DataError, library_errors, some
 from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_of
 from zeromesh.trainer.data.datasets import is_held_out
 from zeromesh.trainer.data.feed import RunData
-from zeromesh.trainer.data.text_sources import files_below
+from zeromesh.trainer.data.text_sources import files_below, picture_endings
 
 _KEY = "data.format"
 
@@ -79,9 +79,8 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
 def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
     """The path, the label and the name of each picture, sorted by names, once each is known to begin as a picture does."""
     import PIL.Image
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-    kinds, broken, found = tuple(ImageFolder.EXTENSIONS), list[str](), list[tuple[Path, str, str]]()
+    kinds, broken, found = picture_endings(), list[str](), list[tuple[Path, str, str]]()
     for root in map(Path, paths_of(source)):
         folder = root.expanduser()
         if not folder.is_dir():

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,6 +215,19 @@ def find_text(
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")
     return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
+
+
+def picture_endings() -> tuple[str, ...]:
+    """Return the ends of the names of files that datasets takes for pictures, such as `.png`, in lower case."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    return tuple(ImageFolder.EXTENSIONS)
+
+
+def holds_pictures(folder: Path) -> bool:
+    """Return True if one of the first files in sub-folders is named as a picture is."""
+    names, endings = [each.name.lower() for each in islice(folder.glob("*/*"), 1000)], picture_endings()
+    return any(name.endswith(endings) for name in names)
 
 
 def format_of(columns: Collection[str]) -> str:

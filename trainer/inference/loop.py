@@ -67,7 +67,7 @@ class RequestLoop:
         )
         self._lanes = [Lane(placed.module, settings_of, limits, device=mesh.device) for _ in range(lanes)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
-        """Of each replica, as all ranks know it, the most tokens that are still to be computed for each of its open requests."""
+        """The most tokens still to be computed for each open request, by replica, as all ranks know it."""
         self._queue: list[Request] = []
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
         """True if replicas need each other's parameters in every forward."""

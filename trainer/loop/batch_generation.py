@@ -79,7 +79,7 @@ class BatchGeneration:
     seed: str
     """Seeds sampling, together with the number of a batch's first sample."""
     asked: str = "predict_with_generate"
-    """What generates, for error messages."""
+    """The setting that asks for generation, for error messages."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
@@ -130,7 +130,7 @@ class BatchGeneration:
         return {"tokenizer": self.processing_class} if self.settings.stop_strings else {}
 
     def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
-        """What the model generates from, as `tokens` is given it. Raises `DataError` as that does."""
+        """Return the prompts of a batch, as `tokens` is given it. Raises `DataError` as that does."""
         if self.model.config.is_encoder_decoder:
             return without_targets(batch)
         inputs, lengths = prompts_of(batch, samples, self.padding)

@@ -172,7 +172,7 @@ _MOST = 10_000
 """Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
 _MOST_ELEMENTS = 2**62
 _MOST_MEMORIES = 1000
-"""How often the memory of this machine may be needed for a model in 16 bits: it can be divided among many, and lie on disks."""
+"""The most that a model in 16 bits may need, in memories of this machine: it can be divided among many, and lie on disks."""
 _MOST_SECONDS = 30
 """Seconds of the processor after which describing a model's parts is given up."""
 _SHOWN_NUMBERS = 3

@@ -31,7 +31,7 @@ from zeromesh.trainer.planning.tracing.work import Product, Work
 
 Place = Literal["device", "host"]
 _TURN_SECONDS = 2e-3
-"""How long a rank on a CPU waits at an exchange for one that has no core just then: a turn of Linux's scheduler, as measured."""
+"""Seconds that a rank on a CPU waits at an exchange for one that has no core just then: a turn of Linux's scheduler."""
 _ADAMW_FIXED, _ADAMW_MOMENT = 12, 8
 """Bytes of an element that an update moves in float32: the parameter is read and written and its gradient read; each moment is read
 and written."""
@@ -180,7 +180,7 @@ class Machine(Section):
         return max(products + moves, launches)
 
     def crowding(self, ranks_on_host: int) -> float:
-        """How many ranks of a CPU share a core when so many compute at once; 1 on accelerators."""
+        """The number of ranks that share a core of a CPU when so many compute at once; 1 on accelerators."""
         return max(1.0, ranks_on_host / self.host.cores) if self.is_cpu else 1.0
 
     def transport(self, hosts: int = 1) -> str:

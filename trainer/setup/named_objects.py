@@ -26,7 +26,7 @@ from zeromesh.trainer.loop.context import UserInputs
 
 
 class _CalledAnew:
-    """What a generator function yields, from its beginning each time."""
+    """Iterates over a generator function's samples, from their beginning each time."""
 
     def __init__(self, call: Callable[[], Iterator[Any]]) -> None:
         self._call = call

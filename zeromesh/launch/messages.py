@@ -31,7 +31,7 @@ MAX_PROCESSES = 1 << 16
 HELLO_SECONDS = 10.0
 """How long an end of a new connection may take until its first message."""
 SILENCE_SECONDS = 15.0
-"""How long an end may be silent afterwards."""
+"""Seconds that an end may be silent afterwards."""
 BEATS = 5
 """Beats within the time after which a follower counts as silent."""
 

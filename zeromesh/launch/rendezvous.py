@@ -335,7 +335,7 @@ class Follower:
     """A launcher that finds the leader at the endpoint."""
 
     rest_seconds = _REST_SECONDS
-    """How long ranks here have to end when the run is over; when the leader is gone, they have no time at all."""
+    """Seconds that ranks here have to end when the run is over; when the leader is gone, they have no time at all."""
 
     def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
         self._nodes, self._processes, self._stopped = nodes, processes, stopped

@@ -169,7 +169,7 @@ class _SshLeader(Leader):
         self._safe_at = 0.0
         """The time from which on nothing of the run is alive on the hosts that are lost, in seconds of the monotonic clock."""
         self._told = 0
-        """How many of the lost hosts were told of."""
+        """The number of lost hosts that were told of."""
         self._failed_at: float | None = None
 
     def first_start(self) -> RankRange | Result:

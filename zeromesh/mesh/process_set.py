@@ -143,7 +143,7 @@ class ProcessSet:
         kept: type[ZeromeshError] | None = None,
         first: bool = False,
     ) -> list[bytes]:
-        """As `all_or_raise`, of work that returns bytes."""
+        """Do the same as `all_or_raise` for work that returns bytes."""
         failure: Exception | None = None
         try:
             answer = b"+" + work()

@@ -41,7 +41,7 @@ class StagedForward(StageRunner):
         """The number of logits of a position, and the bytes of each."""
         self._batches: list[dict[str, Any]] = []
         self._logits: dict[int, torch.Tensor] = {}
-        """Of the call that runs: the arguments of each microbatch, and its logits on the last stage."""
+        """The arguments of each microbatch of the call that runs, and its logits on the last stage."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in

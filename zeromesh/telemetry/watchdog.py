@@ -77,7 +77,7 @@ class Watchdog:
         """`compare_events`: all events, since looking is free. `one_order`: gathers and reductions have one order, as devices need,
         which run them as they were launched. On CPUs reductions start as gradients come, on each rank between other gathers."""
         self.board = board
-        """Where all ranks say what they do."""
+        """The board on which all ranks say what they do."""
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
@@ -112,7 +112,7 @@ class Watchdog:
         """The latest events of this rank."""
         self._step_ended = 0.0
         self.disk_patience = 600.0
-        """For so many seconds this rank waits for a single call to a disk before the others count that as no progress."""
+        """Seconds that this rank waits for a single call to a disk before the others count that as no progress."""
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
         self._heartbeat.start()

@@ -113,7 +113,7 @@ class ModelSection(Section):
 
     @property
     def loss_mode(self) -> Literal["auto", "native", "liger"]:
-        """How the model's own loss is computed, where no function of a person's computes it."""
+        """The way to compute the model's own loss, where no function of a person's computes it."""
         return "native" if isinstance(self.loss, NamedFunction) else self.loss
 
     @property

@@ -183,7 +183,7 @@ class DataSection(Section):
         return {name: self.model_copy(update={"mixture": None, **part}) for name, part in given.items()}
 
     def evaluated(self) -> dict[str, Any]:
-        """What `eval` names, by the key of each set; empty where it is null."""
+        """Return the data that `eval` names, by the key of each set; empty where it is null."""
         if isinstance(self.eval, Mapping):
             return {f"{EVAL}.{name}": each for name, each in self.eval.items()}
         return {} if self.eval is None else {EVAL: self.eval}

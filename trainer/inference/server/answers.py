@@ -36,7 +36,7 @@ class Piece:
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """As parts of a streamed answer have them."""
+    """In the form of parts of a streamed answer."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None

@@ -185,7 +185,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 def _merged(
     reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: torch.dtype | None, moved: Callable[[int], object]
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """As `_plain`, of the model with its adapters merged, whose configuration takes the place of the adapter in `folder`.
+    """Do the same for a model with its adapters merged, whose configuration takes the place of the adapter in `folder`.
 
     Raises:
         CheckpointError: where the tensors are not those of the model that the files in `folder` describe.

@@ -1,4 +1,4 @@
-"""Which ranks see the same directory.
+"""Finds out which ranks see the same directory.
 
 All ranks see one directory on a shared file system; where each host has its own, only the ranks of a host do. Every rank puts a
 file into the directory, which shows that it can, and looks for those of the ranks before it. The first whose file it sees leads the
