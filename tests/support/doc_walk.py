@@ -22,7 +22,6 @@ SKIPPED = {
     r"(--nproc|--nproc-per-node|--ranks) [48]\b(?!.*--device)": "it needs more cores than two",
     r" /(mnt|data)/|--host 0\.0\.0\.0": "it names a disk or a network of the reader's",
     r"^python scripts/|^torchrun .* scripts/|^pytest ": "it is a program of the repository, with tests of its own",
-    r"^zeromesh plan --measure": "it measures this machine, for a minute, and has tests of its own",
 }
 """Commands that are not run, by a pattern, and why."""
 _SERVED = "http://127.0.0.1:8000/health"
