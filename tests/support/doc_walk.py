@@ -8,11 +8,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 from doc_blocks import ROOT, Block, blocks_of, links, scripts_of
 from doc_commands import PLACEHOLDER, commands
-from doc_pages import UNDER_TORCHRUN
+from doc_pages import NEEDED, UNDER_TORCHRUN
 from programs import Programs
 
 SKIPPED = {
@@ -22,6 +23,7 @@ SKIPPED = {
     r"(--nproc|--nproc-per-node|--ranks) [48]\b(?!.*--device)": "it needs more cores than two",
     r" /(mnt|data)/|--host 0\.0\.0\.0": "it names a disk or a network of the reader's",
     r"^python scripts/|^torchrun .* scripts/|^pytest ": "it is a program of the repository, with tests of its own",
+    **({} if find_spec("trl") else {r"/dpo\.yaml": "it needs trl, which is not installed"}),
 }
 """Commands that are not run, by a pattern, and why."""
 _SERVED = "http://127.0.0.1:8000/health"
@@ -83,6 +85,9 @@ class Walk:
                 if block.language in ("sh", "console"):
                     self._commands(block)
                 elif block.line in scripts and (script := scripts[block.line]).name:
+                    if find_spec(package := NEEDED.get(script.name, "zeromesh")) is None:
+                        self.skipped[script.name] = f"it needs {package}, which is not installed"
+                        continue
                     alone = [] if script.ranks > 1 else [f"python {script.name}"]
                     own = re.search(r"if __name__|init_process_group|OpenAI\(", script.code)
                     beside = [] if own else [f"torchrun --nproc-per-node {max(2, script.ranks)} {script.name}"]
