@@ -550,6 +550,8 @@ def test_arguments_and_methods_of_other_trainers_are_known() -> None:
         Trainer(None, tokenizer=object())
     with pytest.raises(ConfigError, match=r"no argument peft_config; it is model.lora here"):
         Trainer(None, peft_config=object())
+    with pytest.raises(ConfigError, match=r"no argument max_steps; config has the key run\.max_steps"):
+        Trainer(None, max_steps=2)
     with pytest.raises(AttributeError, match=r"has no train; it is trainer.fit\(\) here"):
         Trainer(None).train()
 
