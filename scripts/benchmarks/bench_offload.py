@@ -5,8 +5,8 @@
                 rounds of all in turn, each in fresh processes: `--parts steps`
     large       a Llama of 1.06 billion parameters on one CPU rank, everything on files: `--parts large` (18 GiB of disk, minutes)
 
-`python scripts/benchmarks/bench_offload.py --folder /a/disk` runs all of them. `--out` gets JSON, and a picture of one step. Progress
-goes to the standard error.
+`python scripts/benchmarks/bench_offload.py --folder /a/disk` runs all of them. `--out` gets JSON, and a picture of one step.
+Progress goes to the standard error.
 """
 
 import argparse
