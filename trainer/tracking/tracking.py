@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 
 from zeromesh.environment import kept_environment, secret_values
-from zeromesh.errors import summary
+from zeromesh.errors import counted, summary
 from zeromesh.files import read_whole, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
@@ -92,7 +92,7 @@ class Sender(threading.Thread):
         while self._warnings:
             yield self._warnings.popleft()
         if self._lost and self._closed:
-            yield f"WARNING: {self.name} was too slow for {self._lost} rows, which it misses; {HAS_ALL}"
+            yield f"WARNING: {self.name} was too slow for {counted(self._lost, 'row')}, which it misses; {HAS_ALL}"
             self._lost = 0
 
     def run(self) -> None:
