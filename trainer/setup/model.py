@@ -378,7 +378,7 @@ def _check_first_batches(
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
-        samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
+        samples = f"{len(train)} {plural(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
         if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):
