@@ -12,7 +12,7 @@ from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
-from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
+from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
 from zeromesh.trainer.monitoring.step_metrics import unstrict
