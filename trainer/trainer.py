@@ -516,7 +516,7 @@ class Trainer:
             self.start_times.begin()
             if self.config.parallel.auto:
                 self.config, planned = settle(self.config, self.inputs, read_environment())
-                self._planned = PlanCheck(prediction=planned.prediction())
+                self._planned = planned.check()
             self._mesh = connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh

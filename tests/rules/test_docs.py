@@ -132,9 +132,11 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_pictures_are_current() -> None:
-    pictures = runpy.run_path(str(ROOT / "scripts/pictures.py"))
+    pictures = runpy.run_path(str(ROOT / "scripts/pictures/pictures.py"))
     for name, draw in pictures["PICTURES"].items():
-        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), "run: python scripts/pictures.py"
+        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), (
+            "run: python scripts/pictures/pictures.py"
+        )
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -240,7 +242,7 @@ def test_blocks_are_found_wherever_they_stand() -> None:
         "make trian",
         "make setup PYTON=python3",
         "python scripts/gone.py",
-        "python scripts/bench_offload.py --no-such-option",
+        "python scripts/benchmarks/bench_offload.py --no-such-option",
         "torchrun --nproc 2 -m zeromesh train configs/gone.yaml",
         "srun --nodes 2 zeromesh train configs/gone.yaml",
         "sbatch scripts/gone.sbatch configs/quickstart.yaml",

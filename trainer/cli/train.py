@@ -27,7 +27,7 @@ from zeromesh.environment import (
     read_environment,
     setting,
 )
-from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
+from zeromesh.errors import ConfigError, ZeromeshError, counted, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
@@ -265,7 +265,7 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
         return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:
         raise ConfigError(
-            f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
+            f"--nproc {wanted}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
             "host, which are the ranks; leave --nproc out"
         )
     return environment.world_size, False
@@ -279,7 +279,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
         raise ConfigError(
             f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
         )
-    _hint(f"starting {processes} processes")
+    _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)

@@ -1,8 +1,8 @@
 """The configuration of a run as a whole: its sections, and the rules that join several keys.
 
-The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/config_reference.py`, and `load.py`
-reads files and reports all problems at once. A rule is left out when a key that its text names is wrong by itself, and all others
-are still reported.
+The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/pages/config_reference.py`, and
+`load.py` reads files and reports all problems at once. A rule is left out when a key that its text names is wrong by itself, and
+all others are still reported.
 """
 
 from __future__ import annotations

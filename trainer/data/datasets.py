@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.environment import available_cores
-from zeromesh.errors import DataError, some
+from zeromesh.errors import DataError, counted, some
 from zeromesh.trainer.config.sections.training import EVAL, DataSection, MixturePart, paths_of
 from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
 from zeromesh.trainer.data.packing import (
@@ -204,7 +204,9 @@ class _DatasetLoader:
         skipped = text.remarks["skipped"]
         if skipped:
             kind = "text" if section.format == "text" else "rows"
-            notes.append(f"{where}: left out {len(skipped)} files that are not {kind}, such as {skipped[0]!r}")
+            notes.append(
+                f"{where}: left out {counted(len(skipped), 'file')} that are not {kind}, such as {skipped[0]!r}"
+            )
         return train, evaluation, notes, entropy
 
     def mix(
@@ -382,7 +384,8 @@ class _DatasetLoader:
             raise DataError(f"{where} has no rows")
         if not amount.documents:
             raise DataError(
-                f"{where} holds {counts['rows']} rows, and none has a target of the loss in its first {length} tokens; raise "
+                f"{where} holds {counted(counts['rows'], 'row')}, and none has a target of the loss in its "
+                f"first {counted(length, 'token')}; raise "
                 "data.sequence_length, look whether the messages have an answer of role assistant, or set data.loss_on: all"
             )
         labelled = section.format == "labels"
@@ -398,7 +401,8 @@ class _DatasetLoader:
         )
         filled = amount.tokens / (len(found) * length)
         note = (
-            f"{where}: {amount.documents:,} rows, {amount.tokens:,} tokens, in {len(found):,} sequences of {length}, which they "
+            f"{where}: {amount.documents:,} rows, {amount.tokens:,} tokens, in "
+            f"{counted(len(found), 'sequence', ',')} of {length}, which they "
             f"fill to {filled:.0%}"
         )
         if labelled:

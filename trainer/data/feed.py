@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, counted, plural
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
@@ -124,7 +124,8 @@ class Feed:
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
                     return batch
         raise DataError(
-            f"every label of the first {plan.samples_of(steps - 1).stop} samples is {IGNORED_LABEL}: their loss is the mean of "
+            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: "
+            f"their loss is the mean of "
             "nothing; check how the dataset or the data_collator masks labels"
         )
 
@@ -180,7 +181,7 @@ class Feeds:
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
     """Compare the kinds and lengths of datasets by name, and `others`, on all ranks. Raises `DataError` where they differ."""
     kinds = {
-        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{len(dataset)} samples"
+        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{counted(len(dataset), 'sample')}"
         for name, dataset in sets.items()
     }
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
@@ -202,6 +203,6 @@ def require_same_batches(
     others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
     if others:
         raise DataError(
-            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {mesh.rank}, and they "
+            f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
             f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
         )

@@ -19,7 +19,7 @@ from zlib import crc32
 
 import torch
 
-from zeromesh.errors import CheckpointError, DataError, summary
+from zeromesh.errors import CheckpointError, DataError, counted, summary
 from zeromesh.rng import number_of, own_randomness, seed_all
 
 _LOG = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class StreamedDataset:
         line, done, total = self.reading
         if line != self._shown:
             self._shown = line
-            note(f"data: {_LINES[line]} ({total:,} samples to read, without collating)")
+            note(f"data: {_LINES[line]} ({counted(total, 'sample', ',')} to read, without collating)")
         if done < total:
             status(f"reading the stream [{'=' * (20 * done // total):20}] {done:,} of {total:,} samples")
 

@@ -23,7 +23,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from zeromesh.errors import DataError, summary
+from zeromesh.errors import DataError, counted, summary
 
 STDLIB = "stdlib"
 HUB = "hub:"
@@ -194,7 +194,7 @@ def find_text(
         every = "**" in path.parts  # Else a folder would be found beside its own files.
         fitting = sorted(each for each in glob.glob(str(path), recursive=True) if not every or Path(each).is_file())
         expanded += [(Path(each), each) for each in fitting]
-        notes.append(f"{where} {str(path)!r}: {len(fitting):,} file{'s' if len(fitting) > 1 else ''}")
+        notes.append(f"{where} {str(path)!r}: {counted(len(fitting), 'file', ',')}")
     for path, name in expanded:
         if str(path).startswith(HUB):
             files += _hub_files(str(path), where)

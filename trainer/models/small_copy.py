@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from zeromesh.errors import PhaseError, summary
-from zeromesh.overrides import override
+from zeromesh.overrides import replaced
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
@@ -75,12 +75,8 @@ def whole_passes_in_float64() -> Iterator[None]:
         with InFloat64():
             return own(*arguments, **named)
 
-    put_back = override(torch.autograd, "_engine_run_backward", run_backward)
-    try:
-        with InFloat64():
-            yield
-    finally:
-        put_back()
+    with replaced(torch.autograd, {"_engine_run_backward": run_backward}), InFloat64():
+        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

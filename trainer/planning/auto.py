@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from zeromesh.environment import LaunchEnvironment, available_cores
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.offload import TierChoice, accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules, is_library
@@ -110,7 +110,8 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     if plan.best is None:
         least = plan.least
         raise ConfigError(
-            f"no layout fits on {ranks} ranks; the least is {least.estimate.layout}: {least.lacks}; leave keys that are given to "
+            f"no layout fits on {counted(ranks, 'rank')}; the least is {least.estimate.layout}: {least.lacks}; "
+            f"leave keys that are given to "
             "the plan too, or take more ranks",
             where=", ".join(config.parallel.auto),
         )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from zeromesh.environment import export, read_environment, set_default, setting
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
@@ -282,7 +282,9 @@ def _over_data(
     steps = run.max_steps if run.epochs is None else plan.steps_of(run.epochs)
     if run.epochs is not None and run.most_steps is not None:
         shorter = "run.max_steps ends the run" if run.most_steps < steps else "run.epochs end the run"
-        console.note(f"run.epochs {run.epochs:g} are {steps} steps, and run.max_steps is {run.most_steps}: {shorter}")
+        console.note(
+            f"run.epochs {run.epochs:g} are {counted(steps, 'step')}, and run.max_steps is {run.most_steps}: {shorter}"
+        )
         steps = min(steps, run.most_steps)
     warmup = config.schedule.warmup_of(steps)
     if warmup > steps:
@@ -352,7 +354,7 @@ def _limited(data: RunData, count: int | None) -> RunData:
         for name, each in sets.items()
     }
     notes = tuple(
-        f"evaluation{f' of {name}' if name else ''}: {count:,} of {len(each):,} samples (data.eval_samples)"
+        f"evaluation{f' of {name}' if name else ''}: {count:,} of {counted(len(each), 'sample', ',')} (data.eval_samples)"
         for name, each in sets.items()
         if len(each) > count
     )

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
-from zeromesh.errors import ConfigError, DataError, LayoutError, some
+from zeromesh.errors import ConfigError, DataError, LayoutError, plural, some
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
@@ -182,7 +182,7 @@ def build_trained_model(
     if mesh.device.type == "cpu":
         settle_heap()
     here = " on this rank" if divided.pipeline is not None else ""
-    units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
+    units = f"{len(engine.units)} {plural(len(engine.units), 'unit')}{here}"
     reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if mesh.shard.size > 1 else ""
     shown = f"{human_count(parameters)} parameters"
     if learnt < parameters:
@@ -378,7 +378,7 @@ def _check_first_batches(
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
-        samples = f"{len(train)} samples are fewer than a global batch of {size}"
+        samples = f"{len(train)} {plural(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
         if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):

@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, StoredTensor, parse_json, read_header
 from zeromesh.checkpoint.io.reader import manifest_of
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, library_errors, some
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, counted, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile
@@ -181,7 +181,7 @@ def _planned(conversion: Conversion, entries: Mapping[str, StoredTensor], model:
     except INITIALISER_ERRORS as error:
         names = ", ".join(name for _, name in conversion.sources[:4])
         raise ConfigError(
-            f"{conversion.target} cannot be made from {names} ({len(conversion.sources)} tensors): {error}",
+            f"{conversion.target} cannot be made from {names} ({counted(len(conversion.sources), 'tensor')}): {error}",
             where="model.source: the files do not fit the model",
         ) from error
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, counted
 
 Axis = Literal["pipeline", "replicate", "shard", "tensor"]
 
@@ -74,18 +74,20 @@ class MeshShape:
         others = math.prod(fixed.values())
         fits, rest = divmod(world_size, others)
         if shard == "auto" and rest:
-            product = f"{_product(fixed)} = {others}, which does not divide the world of {_ranks(world_size)}"
-            more = _ranks(world_size + others - rest)
+            product = f"{_product(fixed)} = {others}, which does not divide the world of {counted(world_size, 'rank')}"
+            more = counted(world_size + others - rest, "rank")
             raise LayoutError(f"{product}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
         shard = fits if shard == "auto" else shard
         shape = cls(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
         if shape.world_size != world_size:
             sizes = dict(zip(AXES, shape.sizes, strict=True))
-            start = f"start {_ranks(shape.world_size)}"
+            start = f"start {counted(shape.world_size, 'rank')}"
             advice = f"{start}, or change parallel.{max(sizes, key=sizes.__getitem__)}"
             if not rest:
                 advice = f"set parallel.shard to {fits} or auto, or {start}"
-            raise LayoutError(f"{shape} = {shape.world_size}, but the world has {_ranks(world_size)}; {advice}")
+            raise LayoutError(
+                f"{shape} = {shape.world_size}, but the world has {counted(world_size, 'rank')}; {advice}"
+            )
         return shape
 
     @property
@@ -173,7 +175,3 @@ def _check_size(axis: str, size: object) -> None:
 
 def _product(sizes: Mapping[Axis, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

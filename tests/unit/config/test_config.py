@@ -582,9 +582,9 @@ def test_every_schedule_can_be_chosen() -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    reference = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))
+    reference = runpy.run_path(str(ROOT / "scripts/pages/config_reference.py"))
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference["page"](), "run: python scripts/config_reference.py"
+    assert page == reference["page"](), "run: python scripts/pages/config_reference.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.*")), ids=lambda path: path.name)

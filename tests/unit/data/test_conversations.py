@@ -275,7 +275,7 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
         (
             [{"messages": messages(CHATS[1][:1])}],
             {},
-            "1 rows, and none has a target of the loss in its first 96 tokens",
+            "1 row, and none has a target of the loss in its first 96 tokens",
         ),
         ([{"messages": messages(CHATS[1])}], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
     ],

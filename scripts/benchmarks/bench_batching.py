@@ -1,4 +1,4 @@
-"""Tokens per second of requests of mixed lengths: `python scripts/bench_batching.py`, on two ranks with a core each.
+"""Tokens per second of requests of mixed lengths: `python scripts/benchmarks/bench_batching.py`, on two ranks with a core each.
 
 Every rank has the whole of a Llama of 34 million parameters in float32. Prompts have 8 to 128 tokens, and 8 to 512 new ones are
 wanted, spread evenly over the logarithm, or with `--even` over the number itself; no text ends before. One after the other in each
@@ -28,7 +28,9 @@ from typing import Any
 
 import torch
 import transformers as tf
-from bench.processes import ONE_THREAD, SCRIPTS, end_all, start_ranks, tails, wait_for
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.processes import ONE_THREAD, end_all, start_ranks, tails, wait_for
 from bench.report import Spread
 
 RANKS, VOCABULARY = 2, 8192
@@ -133,7 +135,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_model().save_pretrained(folder / "model")
-        command = [sys.executable, str(SCRIPTS / "bench_batching.py"), "--worker", name]
+        command = [sys.executable, __file__, "--worker", name]
         command += [f"--{key}={getattr(options, key)}" for key in ("requests", "batch", "rounds")]
         command += ["--even"] if options.even else []
         logs = [folder / f"{rank}.log" for rank in range(RANKS)]

@@ -1,4 +1,4 @@
-"""The bytes of a rank by purpose, predicted and measured: `python scripts/memory_report.py`.
+"""The bytes of a rank by purpose, predicted and measured: `python scripts/benchmarks/memory_report.py`.
 
 For each configuration zeromesh trains in fresh processes. Bytes by purpose of the formula (`zero/memory_model.py`) stand beside the
 ledger's, which must be equal. States, activations (measured alone, without an engine) and a constant stand beside the highest
@@ -21,6 +21,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import beside, memory_tables
 from bench.account import Case, Growth, Line
 from bench.beside import Beside

@@ -1,4 +1,4 @@
-"""TRL's trainers over zeromesh beside themselves: `scripts/trl_suite.py [sft dpo reward grpo]`; needs `pip install trl peft`.
+"""TRL's trainers over zeromesh beside themselves: `scripts/suites/trl_suite.py [sft dpo reward grpo]`; needs trl and peft.
 
 Each is trained on a tiny Llama in float32, whole and with LoRA: as it is on one process, and over zeromesh on 2 ranks at stages 2
 and 3, on the same samples. GRPO draws its completions on each rank, and is compared with itself on 2 ranks. Printed are the largest
@@ -138,7 +138,7 @@ def _logits(kind: str, folder: Path) -> Any:
 def _run(kind: str, base: Path, out: Path, stage: int, ranks: int, lora: bool) -> list[float]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, __file__, "--train", kind, str(base), str(out), str(stage), str(int(lora))]
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

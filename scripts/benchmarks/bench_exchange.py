@@ -1,6 +1,6 @@
 """Sums of activations between ranks of one host: in shared memory, over gloo, and gloo's own all-reduce.
 
-    torchrun --nproc-per-node 2 scripts/bench_exchange.py
+    torchrun --nproc-per-node 2 scripts/benchmarks/bench_exchange.py
 
 Prints a table of milliseconds, the least of many sums each, taken in turn: other processes of the machine only ever add to them.
 All give a new tensor. `bare` is gloo's all-reduce in place, which overwrites the summand and so need not.

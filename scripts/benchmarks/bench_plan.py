@@ -1,7 +1,7 @@
 """The predictions of a plan beside measurements: memory and seconds of layouts over 1 to 4 ranks, and published tables.
 
-    python scripts/bench_plan.py --machine FILE        about 40 minutes on two cores; prints the tables of docs/benchmarks/plan.md
-    python scripts/bench_plan.py --machine FILE --from docs/benchmarks/plan.json    plans alone, beside what was measured then
+    python scripts/benchmarks/bench_plan.py --machine FILE   about 40 minutes on two cores; prints the tables of its page
+    python scripts/benchmarks/bench_plan.py --machine FILE --from docs/benchmarks/plan.json   plans alone, beside those measurements
 
 The machine file is that of `zeromesh plan --measure --ranks 4`. Ranks are fresh processes that train as a user does
 (`bench/planned.py`).
@@ -20,11 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.automatic import automatic_table, tried
-from bench.launch import run_ranks
-from bench.planned import WARM
-from bench.published import llama_table, megatron_table
-
 from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
@@ -32,6 +27,12 @@ from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.machine_files import read_machine
 from zeromesh.trainer.planning.subject import Subject
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.automatic import automatic_table, tried
+from bench.launch import run_ranks
+from bench.planned import WARM
+from bench.published import llama_table, megatron_table
 
 MEBIBYTE = 1 << 20
 SAMPLES = 8

@@ -1,4 +1,4 @@
-"""Saving and loading beside plain sequential I/O and other systems: `python scripts/bench_checkpoint.py`.
+"""Saving and loading beside plain sequential I/O and other systems: `python scripts/benchmarks/bench_checkpoint.py`.
 
 Each system runs in fresh processes and saves and loads the states of one model several times, in turn with plain sequential writes
 and reads of as many bytes by the same processes, past the page cache. Printed are medians over rounds (lowest, highest), the
@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.launch import RunError, installed, run_ranks, run_system
 from bench.options import list_of
 from bench.workload import Workload

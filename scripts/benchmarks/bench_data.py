@@ -1,4 +1,4 @@
-"""How long a step takes where its data takes long to collate: `OMP_NUM_THREADS=1 python scripts/bench_data.py`.
+"""How long a step takes where its data takes long to collate: `OMP_NUM_THREADS=1 python scripts/benchmarks/bench_data.py`.
 
 One rank computes 100 ms a microbatch, and each batch takes 50 ms to collate: it waits, as for a disk or a server, or it computes on
 one core, as a tokenizer does. Both are a fixed amount of work, measured at the start. Prints for each number of workers the median

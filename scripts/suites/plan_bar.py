@@ -1,8 +1,8 @@
 """A bar for plans: layouts that people chose by hand, each of which a plan has to find or beat by its own prediction.
 
-    python scripts/plan_bar.py                    all of them, about three minutes
-    python scripts/plan_bar.py --run 5 --machine FILE     then also runs that many small ones here, beside what was predicted for
-                                                  them with the machine file that `zeromesh plan --measure` wrote here
+    python scripts/suites/plan_bar.py                    all of them, about three minutes
+    python scripts/suites/plan_bar.py --run 5 --machine FILE   then also runs that many small ones here, beside what was predicted
+                                              for them with the machine file that `zeromesh plan --measure` wrote here
 
 A layout that the plan itself holds for too large is no bar, and is printed as such. The exit code is 1 where a plan is beaten.
 """

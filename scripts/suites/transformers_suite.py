@@ -1,4 +1,4 @@
-"""transformers' own tests of its Trainer, over zeromesh: `scripts/transformers_suite.py CHECKOUT [FILE ...]`.
+"""transformers' own tests of its Trainer, over zeromesh: `scripts/suites/transformers_suite.py CHECKOUT [FILE ...]`.
 
 CHECKOUT is a checkout of transformers near the installed version, whose tests are not part of its package. Its `tests/trainer` runs
 on one process, without accelerators: once as it is, and once with `Trainer` and `Seq2SeqTrainer` replaced by those of
@@ -75,7 +75,7 @@ def _run(checkout: Path, file: str, record: Path, *, replace: bool) -> dict[str,
     here = Path(__file__).resolve().parent
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]),
         "PYTEST_PLUGINS": "transformers_suite",  # Some tests start pytest themselves.
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),

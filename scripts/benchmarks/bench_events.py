@@ -1,6 +1,6 @@
 """The cost of recording a rank's latest events: nanoseconds of an event, and a step of a small model with and without it.
 
-    torchrun --nproc-per-node 2 scripts/bench_events.py
+    torchrun --nproc-per-node 2 scripts/benchmarks/bench_events.py
 
 Steps with and without alternate in one run, so that what else the machine does falls on both.
 """

@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule as text: `python scripts/schedule_picture.py [--ranks 2] [--microbatches 4] [NAME ...]`."""
+"""Draws a pipeline schedule as text: `python scripts/pictures/schedule_picture.py [--ranks 2] [--microbatches 4] [NAME ...]`."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Example scripts of transformers and accelerate, over zeromesh: `scripts/examples_suite.py TRANSFORMERS ACCELERATE [NAME ...]`.
+"""Examples of transformers and accelerate, over zeromesh: `scripts/suites/examples_suite.py TRANSFORMERS ACCELERATE [NAME ...]`.
 
 TRANSFORMERS and ACCELERATE are checkouts, whose examples are not part of the packages; NAMEs choose some of them. Each runs as it
 is on one process, and with its import of `Trainer` or `Accelerator` changed on one rank and on two, with half the batch for each.
@@ -429,7 +429,7 @@ def _run(
     here = Path(__file__).resolve().parent
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]),
         "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
         "WANDB_MODE": "disabled", "HF_HOME": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false",
         _RECORD: str(work / "losses"), _DATA: str(folder),

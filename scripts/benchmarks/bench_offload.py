@@ -5,8 +5,8 @@
                 rounds of all in turn, each in fresh processes: `--parts steps`
     large       a Llama of 1.06 billion parameters on one CPU rank, everything on files: `--parts large` (18 GiB of disk, minutes)
 
-`python scripts/bench_offload.py --folder /a/disk` runs all of them. `--out` gets JSON, and a picture of one step. Progress goes to
-the standard error.
+`python scripts/benchmarks/bench_offload.py --folder /a/disk` runs all of them. `--out` gets JSON, and a picture of one step.
+Progress goes to the standard error.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import report, timeline
 from bench.launch import Run, RunError, installed, run_system
 from bench.options import list_of
@@ -162,7 +164,7 @@ def _record(run: Run) -> dict[str, Any]:
 def _large(folder: str, steps: int, failures: list[str]) -> dict[str, Any]:
     """In a process of its own, whose highest resident memory the system tells."""
     command = [sys.executable, "-m", "bench.large", folder, str(steps)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     if done.returncode:
         failures.append(f"large: {done.stderr[-4000:]}")
         return {}

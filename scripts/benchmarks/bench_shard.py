@@ -1,11 +1,14 @@
-"""A plain loop over `zeromesh.shard` beside `zeromesh.Trainer`, at stage 3, in turn: `python scripts/bench_shard.py`.
+"""A plain loop over `zeromesh.shard` beside `zeromesh.Trainer`, at stage 3, in turn: `python scripts/benchmarks/bench_shard.py`.
 
 Both compute the model's own loss. Prints a table for a small and a middle model, with clipping: medians of rounds (lowest,
 highest), and what part of the loop's time the Trainer takes.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import report
 from bench.launch import Run, run_system
 from bench.workload import Workload

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism on two ranks beside PyTorch's own, on one workload, in turn: `python scripts/bench_parallel.py`.
+"""Tensor and pipeline parallelism on two ranks beside PyTorch's own, in turn: `python scripts/benchmarks/bench_parallel.py`.
 
 Every round runs every system once, in fresh processes, and each round begins with another one, so that what the machine does
 meanwhile falls on all alike. Printed are medians over rounds (lowest, highest), the least time of any step, ratios of the rounds,
@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from zeromesh.pipeline.schedule import UNIT_TIMES, make_schedule, simulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import bubbles, divided_predict, report
 from bench.divided import CHUNKS
 from bench.launch import Run, RunError, run_system
 from bench.options import list_of
 from bench.workload import TORCH_DTYPES, Workload
-
-from zeromesh.pipeline.schedule import UNIT_TIMES, make_schedule, simulate
 
 _KINDS = ("tensor", "pipeline")
 _SCHEDULES = ("1f1b", "zero_bubble", "interleaved", "gpipe")

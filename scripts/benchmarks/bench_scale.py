@@ -1,4 +1,4 @@
-"""The cost of building the mesh of many ranks: `python scripts/bench_scale.py`, on one core, without processes.
+"""The cost of building the mesh of many ranks: `python scripts/benchmarks/bench_scale.py`, on one core, without processes.
 
 For each number of ranks it builds what every one of them has: its coordinate, neighbours and groups on all axes, and its shards of
 the flat buckets of a Llama of 70 billion parameters, cut over pipeline and tensor; then what each rank computes of the world as

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/coming-from.md from those of settings: `python scripts/migration_tables.py [--check]`."""
+"""Writes the tables of docs/coming-from.md from those of settings: `python scripts/pages/migration_tables.py [--check]`."""
 
 import argparse
 import sys
@@ -8,9 +8,9 @@ from pathlib import Path
 from zeromesh.trainer.config.deepspeed_table import SECTIONS, Fate, SettingRow
 from zeromesh.trainer.config.foreign_names import NAMES
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming-from.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 
-BEGIN = "<!-- What follows is written by `python scripts/migration_tables.py`, from the tables in `trainer/config`. -->"
+BEGIN = "<!-- What follows is written by `python scripts/pages/migration_tables.py`, from the tables in `trainer/config`. -->"
 
 
 def page() -> str:
@@ -53,7 +53,7 @@ def main() -> int:
         PAGE.write_text(page(), encoding="utf-8")
         print(f"wrote {PAGE}")
     elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-        print(f"{PAGE.name} is out of date; run: python scripts/migration_tables.py", file=sys.stderr)
+        print(f"{PAGE.name} is out of date; run: python scripts/pages/migration_tables.py", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Draws the documentation's pictures from the code's own arithmetic and measurements: `python scripts/pictures.py [--check]`."""
+"""Draws the documentation's pictures from arithmetic and measurements: `python scripts/pictures/pictures.py [--check]`."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.options import STAGES, Placement
 from zeromesh.pipeline.schedule import Kind, make_schedule, simulate
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 COLOURS = "abcd"
 FLOORS_OF = {
     "trainer": (
@@ -330,7 +330,7 @@ def main() -> int:
         return 0
     stale = [name for name, draw in PICTURES.items() if (FOLDER / name).read_text(encoding="utf-8") != draw()]
     if stale:
-        print(f"{', '.join(stale)} out of date; run: python scripts/pictures.py", file=sys.stderr)
+        print(f"{', '.join(stale)} out of date; run: python scripts/pictures/pictures.py", file=sys.stderr)
     return int(bool(stale))
 
 
