@@ -9,7 +9,7 @@ from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
-from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
+from zeromesh.checkpoint.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh

@@ -8,16 +8,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, StoredTensor, TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor
-from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
+from zeromesh.offload.io.direct_io import BLOCK
 
 GRID = 4 << 20
 """Bytes between checksum boundaries."""
@@ -34,22 +34,6 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             found.append(interval)
     return [interval for interval in found if interval.length]
-
-
-def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals without the union of others, in order."""
-    found, gone = [], merged(others)
-    for interval in merged(intervals):
-        start = interval.start
-        for at in range(max(0, bisect_right(gone, start, key=attrgetter("start")) - 1), len(gone)):
-            if (other := gone[at]).start >= interval.end:
-                break
-            if other.start > start:
-                found.append(Interval(start=start, end=other.start))
-            start = max(start, other.end)
-        if start < interval.end:
-            found.append(Interval(start=start, end=interval.end))
-    return found
 
 
 def starts_in_blocks_of_others(extents: Sequence[Interval]) -> list[Interval]:
@@ -147,19 +131,6 @@ class FileSlice:
         self.rows.take(data.view(words), start, self.interval, found.view(words))
         return found
 
-    def to_row(self) -> list[Any]:
-        """The slice as JSON values, for other ranks."""
-        columns = [[each.start, each.end] for each in self.rows.columns]
-        shape = [self.rows.count, self.rows.width, columns, self.interval.start, self.interval.end]
-        return [self.path, self.origin, DTYPE_NAMES[self.dtype], *shape]
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> FileSlice:
-        """The slice of which another rank sent `to_row`."""
-        path, origin, dtype, count, width, columns, start, end = row
-        rows = StridedRows(count=count, width=width, columns=tuple(Interval(start=a, end=b) for a, b in columns))
-        return cls(path=path, origin=origin, dtype=DTYPES[dtype], rows=rows, interval=Interval(start=start, end=end))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedValues:
@@ -223,19 +194,6 @@ class PlacedValues:
     def fill(self, out: torch.Tensor) -> None:
         """Put the bytes of all elements, one after the other, into `out`, `[nbytes]` uint8."""
         self.values.copy_to(out.view(self.where.dtype))
-
-    def write(self, data: torch.Tensor, file: PositionalFile) -> None:
-        """Write what `fill` gave to its places in the file, and nothing between them."""
-        where, size = self.where, self.where.dtype.itemsize
-        for tile in where.rows.tiles(where.interval):
-            file.write_rows(
-                data[(tile.local - where.interval.start) * size :],
-                where.origin + tile.logical * size,
-                rows=tile.rows,
-                length=tile.length * size,
-                step=where.rows.taken * size,
-                stride=where.rows.width * size,
-            )
 
     def take(self, data: torch.Tensor, begin: int) -> None:
         """Take the elements that lie in `data`, the bytes of the file from `begin` on, 1-D uint8 that cut no element."""
