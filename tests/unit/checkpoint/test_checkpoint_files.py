@@ -29,9 +29,9 @@ from stored_cases import (
 
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
-from zeromesh.checkpoint.io.file_slices import FileSlice, PlacedValues
+from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter
@@ -297,8 +297,8 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 
 
 def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> PlacedValues:
-    where = FileSlice.contiguous(path, begin, memory.dtype, memory.numel())
-    return PlacedValues(where=where, values=TieredTensor.of(memory), owner=owner)
+    stored = StoredTensor(spec=spec("w", tuple(memory.shape), memory.dtype), path=path, begin=begin)
+    return PlacedValues.stored(stored, 0, TieredTensor.of(memory), owner)
 
 
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:

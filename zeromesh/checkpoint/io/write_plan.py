@@ -54,7 +54,7 @@ class WritePlan:
         """Plan the writes of a rank's shards; rank 0 writes the headers too."""
         tensors = {(each.spec.kind, each.spec.name): each for file in files for each in file.tensors}
         headers = [PlacedValues.of_bytes(file.path, 0, file.header) for file in files] if rank == 0 else []
-        runs = (PlacedValues.runs(tensors[shard.spec.kind, shard.spec.name], shard, shard.interval) for shard in shards)
+        runs = (PlacedValues.runs(tensors[shard.spec.kind, shard.spec.name], shard) for shard in shards)
         return cls(files=files, runs=_by_file(chain(headers, *runs)))
 
     def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
@@ -86,11 +86,11 @@ class WritePlan:
 
 def _by_file(sources: Iterable[PlacedValues]) -> dict[str, list[PlacedValues]]:
     found: dict[str, list[PlacedValues]] = {}
-    for source in sorted(sources, key=lambda each: (each.where.path, each.begin)):
+    for source in sorted(sources, key=lambda each: (each.path, each.begin)):
         if source.values.numel:
-            found.setdefault(source.where.path, []).append(source)
+            found.setdefault(source.path, []).append(source)
     return found
 
 
 def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:
-    return merged(run.where.hull for run in runs)
+    return merged(Interval(start=run.begin, end=run.end) for run in runs)

@@ -138,8 +138,8 @@ class ShardWriter:
         filled = 0
         for source in piece.sources:
             first = source.begin - piece.where.start
-            source.fill(data[first : first + source.where.nbytes])
-            filled += source.where.nbytes
+            source.fill(data[first : first + source.nbytes])
+            filled += source.nbytes
         if filled != piece.where.length:
             raise CheckpointError(
                 f"{piece.path}: {filled} of the bytes [{piece.where.start}, {piece.where.end}) belong to some rank; the ranks' "
