@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.multi_host.parts import merge, open_parts
+from zeromesh.checkpoint.parts import merge, open_parts
 from zeromesh.checkpoint.verify import find_damage
 from zeromesh.errors import CheckpointError, counted, some
 from zeromesh.trainer.monitoring.console import Console

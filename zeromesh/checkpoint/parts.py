@@ -10,7 +10,7 @@ Each part is a directory with the same files at their full sizes, of which its m
 see the part with a piece, one reads and verifies it, and sends it to all, in rounds of one piece from each rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -56,7 +56,9 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
     """Raise `CheckpointError` unless these, each with a name for messages, are all parts of one checkpoint."""
     name, first = parts[0]
     for other, manifest in parts[1:]:
-        differ = _differences(first, manifest)
+        shared = first.files.keys() & manifest.files.keys()
+        facts = _facts(manifest, shared)
+        differ = [what for what, fact in _facts(first, shared).items() if fact != facts[what]]
         if differ:
             raise CheckpointError(
                 f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
@@ -69,21 +71,16 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
         )
 
 
-def _differences(one: Manifest, two: Manifest) -> list[str]:
-    shared = one.files.keys() & two.files.keys()
-
-    def facts(part: Manifest) -> dict[str, Any]:
-        return {
-            "step": part.step,
-            "number of parts": part.part[1],
-            "the sizes of files": {path: part.files[path].nbytes for path in shared},
-            "tensors": set(part.tensors),
-            "aliases": dict(part.aliases),
-            "layout": dict(part.layout),
-        }
-
-    here, there = facts(one), facts(two)
-    return [what for what in here if here[what] != there[what]]
+def _facts(part: Manifest, shared: Iterable[str]) -> dict[str, Any]:
+    """What parts of one checkpoint have in common, of files those that are `shared`."""
+    return {
+        "step": part.step,
+        "number of parts": part.part[1],
+        "the sizes of files": {path: part.files[path].nbytes for path in shared},
+        "tensors": set(part.tensors),
+        "aliases": dict(part.aliases),
+        "layout": dict(part.layout),
+    }
 
 
 def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
