@@ -132,11 +132,6 @@ def run_verify(options: argparse.Namespace) -> int:
     return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
 
 
-def checks_of(text: str) -> tuple[str, ...]:
-    """The names in a list with commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:
     """The part of one rank. A worker's exit code says whether it has come to its end; what it found is in the certificate."""
     from zeromesh.trainer import Trainer

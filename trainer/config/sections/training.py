@@ -26,6 +26,7 @@ from zeromesh.trainer.config.sections.base import (
     Whole,
     tuple_from_list,
 )
+from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 
 class BatchSection(Section):
@@ -230,19 +231,7 @@ def default_warmup(steps: int) -> int:
 class ScheduleSection(Section):
     """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
 
-    name: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "warmup_stable_decay",
-        "wsd",
-        "inverse_sqrt",
-    ] = "cosine"
+    name: Literal[*SCHEDULE_NAMES] = "cosine"  # type: ignore[valid-type]
     """The curve after the warm-up. wsd is short for warmup_stable_decay."""
     warmup_steps: CountOrOff | None = None
     """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
