@@ -13,6 +13,7 @@ from zeromesh.trainer.config.sections.base import (
     Fraction,
     Named,
     NamedFunction,
+    NamedList,
     Names,
     NotNegative,
     Number,
@@ -270,11 +271,7 @@ class TrainSection(Section):
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
     """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
     the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
-    rewards: Annotated[
-        tuple[Named, ...],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list such as [{python: package.module:function}]"),
-    ] = ()
+    rewards: NamedList = ()
     """Functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
     options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
