@@ -94,7 +94,7 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
         directory=os.getcwd(),
         python_path=setting("PYTHONPATH"),
-        variables=_variables(options.env),
+        variables=_variables(options.env or ()),
         silence_seconds=options.host_timeout,
         port=options.port,
         least=options.min_hosts or len(hosts),
@@ -243,9 +243,12 @@ def _attached(options: argparse.Namespace) -> int:
     return result if isinstance(result, int) else result.exit_code
 
 
-def same_command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the arguments of a worker of this very command."""
-    return python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+def launch_same(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
+    """Run this very command as ranks, as `launch_workers` does."""
+    from zeromesh.launch.rendezvous import launch_workers
+
+    arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+    return launch_workers(arguments, processes=processes, notify=say, **how)
 
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:

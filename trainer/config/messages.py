@@ -5,7 +5,7 @@ models themselves.
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -80,6 +80,16 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
         return beside[slip]
     slip = nearest(key, anywhere, cutoff=0.8)
     return anywhere[slip] if slip else None
+
+
+def unknown_key(path: str, value: object, known: Collection[str], hint: str = "") -> str:
+    """Say that a key is not known, and which of the `known` paths it may mean, unless a `hint` says more."""
+    got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
+    if not hint and (near := nearest_path(path, known)):
+        hint = f"did you mean {near}?"
+    section = path.rpartition(".")[0]
+    beside = ", ".join(each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section)
+    return f"{path}: unknown key{got}; {hint or f'allowed are {beside}'}"
 
 
 def nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:

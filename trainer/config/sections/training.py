@@ -13,6 +13,7 @@ from zeromesh.trainer.config.sections.base import (
     Fraction,
     Named,
     NamedFunction,
+    NamedList,
     Names,
     NotNegative,
     Number,
@@ -26,6 +27,7 @@ from zeromesh.trainer.config.sections.base import (
     Whole,
     tuple_from_list,
 )
+from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 
 class BatchSection(Section):
@@ -230,19 +232,7 @@ def default_warmup(steps: int) -> int:
 class ScheduleSection(Section):
     """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
 
-    name: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "warmup_stable_decay",
-        "wsd",
-        "inverse_sqrt",
-    ] = "cosine"
+    name: Literal[*SCHEDULE_NAMES] = "cosine"  # type: ignore[valid-type]
     """The curve after the warm-up. wsd is short for warmup_stable_decay."""
     warmup_steps: CountOrOff | None = None
     """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
@@ -281,11 +271,7 @@ class TrainSection(Section):
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
     """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
     the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
-    rewards: Annotated[
-        tuple[Named, ...],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list such as [{python: package.module:function}]"),
-    ] = ()
+    rewards: NamedList = ()
     """Functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
     options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
