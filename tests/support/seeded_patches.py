@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -306,15 +305,13 @@ def own_targets(swap: Swap) -> None:
 
 
 def divided_twice(swap: Swap) -> None:
-    def make(microbatch: Any) -> Any:
-        @contextmanager
-        def planted(self: ZeroEngine, position: Any) -> Iterator[Any]:
-            with microbatch(self, position) as backward:
-                yield lambda loss, seed: backward(loss, seed / self.options.accumulation)
+    def make(start: Any) -> Any:
+        def planted(self: ZeroRunner, *given: Any) -> Any:
+            return [each / len(self.work) for each in start(self, *given)]
 
         return planted
 
-    swap(ZeroEngine, "microbatch", make)
+    swap(ZeroRunner, "_start", make)
 
 
 def replicas_unsummed(swap: Swap) -> None:
@@ -507,14 +504,14 @@ def other_dropout_again(swap: Swap) -> None:
 
 
 def same_dropout(swap: Swap) -> None:
-    def make(begin: Any) -> Any:
-        def planted(self: Passes, kind: str, microbatch: Any) -> Any:
+    def make(forward: Any) -> Any:
+        def planted(self: Passes, chunk: int, run: Any, microbatch: Any, **rest: Any) -> Any:
             alike = microbatch.first_sample // (2 * self._mesh.data.size)
-            return begin(self, kind, replace(microbatch, first_sample=alike))
+            return forward(self, chunk, run, replace(microbatch, first_sample=alike), **rest)
 
         return planted
 
-    swap(Passes, "_begin_forward", make)
+    swap(Passes, "forward", make)
 
 
 def same_dropout_of_heads(swap: Swap) -> None:

@@ -143,11 +143,12 @@ class Executor:
             self._incoming[schedule] = _incoming(schedule, rank)
             if self.group.on_stream:
                 self._orders[schedule] = MessageOrder.of(schedule, rank)
-        signatures = [runner.signature(number) for number in range(schedule.microbatches)]
-        # Shapes that one rank remembers and another does not would end in an abort.
-        passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
-        advice = "Every rank of a pipeline must be given the same data"
-        self.group.require_same(passed, CollectiveError, advice=advice)
+        signatures: list[Hashable] = []
+        if self.group.size > 1:  # Shapes that one rank remembers and another does not would end in an abort.
+            signatures = [runner.signature(number) for number in range(schedule.microbatches)]
+            passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
+            advice = "Every rank of a pipeline must be given the same data"
+            self.group.require_same(passed, CollectiveError, advice=advice)
         order = self._orders.get(schedule)
         run = _Run(schedule, rank, self._incoming[schedule], order, runner, signatures, self._channels)
         marks = [_now(self._channels.device)]

@@ -11,7 +11,7 @@ The backward of a microbatch may follow its forward at once, or after other micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -36,8 +36,6 @@ from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 
 Tensors = Sequence[torch.Tensor]
-Backward = Callable[[torch.Tensor, float], None]
-"""`backward(loss, seed)` runs backward from a scalar whose gradient is `seed`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,52 +102,42 @@ class Passes:
 
     # Training
 
-    @contextmanager
-    def microbatch(self, position: MicrobatchPosition) -> Iterator[Backward]:
-        """Forward and backward of a microbatch at once; see `ZeroEngine.microbatch`."""
-        streams = self._begin_forward("train", position)
-        with streams.in_force(), torch.enable_grad(), ExitStack() as forward:
-            forward.enter_context(self._recorder.span(StepPhase.FORWARD))
-
-            def backward(loss: torch.Tensor, seed: float) -> None:
-                forward.close()
-                self._end_forward([loss])
-                outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
-                done = Forward(chunk=0, microbatch=position, outputs=outputs, progress=self._progress)
-                self.mode = PassMode.BACKWARD
-                self._reduce_during(done, lambda: self._run_backward(done, seeds))
-
-            yield backward
-            if self.mode is not PassMode.BACKWARD:
-                raise PhaseError(
-                    "a microbatch ended without backward, which the other ranks run; call it with the loss"
-                )
-        self.end()
-
     def forward(
-        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition
+        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition, *, goes_on: bool
     ) -> tuple[Tensors, Forward]:
-        """Run forward of a microbatch through a chunk by `run()`, and return what that returns. Backward comes later."""
-        streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
+        """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
+
+        `goes_on`: backward of the same microbatch comes next, in the same pass.
+        """
+        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
+        kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
         with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             made = run()
             self._end_forward(made)
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
         done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, progress=self._progress)
-        self.end()
+        if not goes_on:
+            self.end()
         return made, done
 
     def backward(self, forward: Forward, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its outputs."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        self._enter_backward(forward)
         with own_randomness():
             self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
         self.end()
 
+    def _enter_backward(self, forward: Forward) -> None:
+        """Go on in the pass of the forward that has just run, or begin one."""
+        if self.mode is not PassMode.FORWARD or self._progress is not forward.progress:
+            self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        self.mode = PassMode.BACKWARD
+
     def backward_input(self, forward: Forward, gradients: Tensors) -> None:
         """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        self._enter_backward(forward)
         self._holding = forward
         forward.progress.begin_backward(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
@@ -223,10 +211,10 @@ class Passes:
     # Any pass
 
     @contextmanager
-    def evaluation(self, streams: Streams | None = None) -> Iterator[Passes]:
+    def evaluation(self) -> Iterator[Passes]:
         """Forward passes under no_grad; see `ZeroEngine.evaluation`."""
-        with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
-            self._begin(PassMode.EVALUATION, "eval", PassProgress(streams))
+        with torch.no_grad():
+            self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.begun
             try:
                 yield self
@@ -251,11 +239,6 @@ class Passes:
         self._hold(self.units[0])
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
-
-    def _begin_forward(self, kind: str, microbatch: MicrobatchPosition) -> Streams:
-        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
-        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
-        return streams
 
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._entry is not None:
