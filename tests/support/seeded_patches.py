@@ -362,7 +362,7 @@ def stale_gradient(swap: Swap) -> None:
     def make(take: Any) -> Any:
         def planted(self: OptimizerStep, bucket: Bucket) -> None:
             if self._last and _holds(bucket, r"layers\.1\."):
-                self.shards.make_room(bucket)
+                self.shards.allocate(bucket)
                 gradient = gradient_of(bucket)
                 gradient += vars(bucket).get("left", 0.0)
                 vars(bucket)["left"] = gradient.clone()
@@ -370,7 +370,7 @@ def stale_gradient(swap: Swap) -> None:
 
         return planted
 
-    swap(OptimizerStep, "take", make)
+    swap(OptimizerStep, "reduced", make)
 
 
 def stale_gather(swap: Swap) -> None:
@@ -576,13 +576,13 @@ def moments_of_neighbour(swap: Swap) -> None:
 
 
 def sum_not_read_back(swap: Swap) -> None:
-    def make(make_room: Any) -> Any:
+    def make(allocate: Any) -> Any:
         def planted(self: GradientShards, bucket: Bucket) -> None:
             rests = bucket.grad is None and bucket.grad_rest is not None and not self._first
-            make_room(self, bucket)
+            allocate(self, bucket)
             if rests and bucket.grad is not None and _holds(bucket, r"layers\.1\."):
                 bucket.grad.zero_()
 
         return planted
 
-    swap(GradientShards, "make_room", make)
+    swap(GradientShards, "allocate", make)

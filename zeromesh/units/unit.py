@@ -184,6 +184,8 @@ class Bucket:
     ) -> None:
         self.layout = layout
         self.name = layout.name
+        self.unit = 0
+        """The number of its unit."""
         self.spec = layout.first
         """The first parameter, with which the others share dtype and ranks."""
         self.dtype = self.spec.dtype
@@ -323,6 +325,8 @@ class Unit:
         self.module = module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
+        for bucket in self.buckets:
+            bucket.unit = index
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
         self.follow()

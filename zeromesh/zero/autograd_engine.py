@@ -341,19 +341,14 @@ class AutogradPasses(Passes):
             )
         if self._closed:
             return
-        self.find_missing()
         self._closed = True
-        if self._summed:
-            return
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
-        self._updater.begin_backward(buckets, first=False, last=True)
-        if self._options.sums_before_reducing:
-            self.gradients.begin(buckets, reduce=True, first=False)
+        if not self._summed:
+            self._updater.begin_backward(buckets, first=False, last=True)
+            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False)
             self.gradients.flush()
-        else:
-            for bucket in buckets:
-                self._updater.take(bucket)
-        self._updater.end_backward(self.units)
+            self._updater.end_backward(self.units)
+        self.gradients.find_missing(buckets, self._updater.sharing)
 
     def forget_gradients(self) -> None:
         """Begin anew: the next backward is the first of its step."""
@@ -493,7 +488,7 @@ class AutogradEngine(ZeroEngine):
         self._passes.require_no_failure()
         self._optimizer_step.drop_gradients()
         self._passes.forget_gradients()
-        self._passes.keep_zeros = zeros
+        self._passes.gradients.keep_zeros = zeros
         self._norm, self._clip = None, 1.0
 
     def _next_generation(self) -> None:

@@ -271,7 +271,7 @@ class ZeroEngine:
     def lacks_gradients(self) -> bool:
         """True if a trained parameter has had no gradient on this rank in the present step, or on any in the latest."""
         trained = [bucket for bucket in self._buckets if any(bucket.training)]
-        return any(bucket.missing or self._passes.lacking(bucket) for bucket in trained)
+        return any(bucket.missing or self._passes.gradients.lacking(bucket) for bucket in trained)
 
     @property
     def without_gradient(self) -> list[str]:
@@ -296,8 +296,12 @@ class ZeroEngine:
             if squares is None:
                 squares = self._sum_squares()
             if lacking:
-                self._passes.find_missing()
+                self._find_missing()
             return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
+
+    def _find_missing(self) -> None:
+        trained = [bucket for unit in self.units for bucket in unit.trainable]
+        self._passes.gradients.find_missing(trained, self._optimizer_step.sharing)
 
     def end_without_update(self) -> None:
         """End a step whose gradients are of nothing: they are forgotten, and the optimizer's states and the weights stay."""

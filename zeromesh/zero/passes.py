@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
-from weakref import proxy
 
 import torch
 from torch import nn
@@ -52,7 +51,7 @@ class Forward:
 
 
 class Passes:
-    """The passes of one engine, one at a time. `Hooks` and the `GradientReducer` call them."""
+    """The passes of one engine, one at a time. ``Hooks` call them."""
 
     reading: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -79,7 +78,6 @@ class Passes:
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, not only their sum at the end of a step."""
-        self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
@@ -89,16 +87,7 @@ class Passes:
         self._weights_alone = False
         """True if the running backward computes gradients of weights from kept tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
-        self._reductions_settled = False
-        self.gradients = GradientReducer(
-            built.reduction.reducer,
-            proxy(self),  # No cycle, which would keep what a closed engine has until the interpreter looks for garbage.
-            options,
-            direct=mesh.shard.size == 1,
-            recorder=mesh.recorder,
-        )
-        self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        self.gradients = GradientReducer(built.reduction.reducer, updater.shards, mesh, options, updater.reduced)
 
     # Training
 
@@ -139,7 +128,6 @@ class Passes:
         """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
         self._enter_backward(forward)
         self._holding = forward
-        forward.progress.begin_backward(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
         try:
             with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
@@ -194,12 +182,11 @@ class Passes:
         reduce = microbatch.last or self._reduces_each
         own = {unit.index for unit in units}
         order = [index for index in forward.progress.reduction_order(range(len(self.units))) if index in own]
-        self._reductions_settled = order == self._last_reductions.get(forward.chunk)
+        settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        forward.progress.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
-        self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
+        self.gradients.begin(buckets, reduce=reduce, first=microbatch.first, settled=settled)
         self._need_held()
 
     def _end_reducing(self, forward: Forward) -> None:
@@ -418,7 +405,7 @@ class Passes:
         if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
             return
-        for index in self._progress.leave_passed(place):
+        for index in self._progress.leave_passed(place, self.gradients.owes):
             self._leave_backward(self.units[index])
         if not self._progress.reach(unit.index):
             return
@@ -432,7 +419,7 @@ class Passes:
     def _need_in_backward(self, unit: Unit) -> None:
         if self._progress.enter(unit.index):
             for bucket in unit.trainable:
-                self._updater.shards.expect(bucket)
+                self.gradients.shards.prefetch(bucket)
             self.gathers.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -456,43 +443,6 @@ class Passes:
                 "as its forward returns them, checkpoint activations with use_reentrant=False, or train at stage 2"
             )
         self.gradients.take(bucket, index)
-
-    # What the gradient reducer asks for and reports
-
-    def make_room(self, bucket: Bucket) -> None:
-        """A bucket is about to be summed: have memory in `bucket.grad`."""
-        self._updater.shards.make_room(bucket)
-
-    def before_reduction(self, bucket: Bucket) -> None:
-        """A bucket's sum over its group is about to start."""
-        self.gathers.announce(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
-
-    def on_complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket have arrived."""
-        self._progress.complete(self._unit_of[id(bucket)].index)
-
-    def on_reduced(self, bucket: Bucket) -> None:
-        """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
-        # As far as this rank knows: `find_missing` asks the others.
-        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
-        self._updater.take(bucket)
-
-    def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
-        came = self.gradients.came.get(id(bucket), ())
-        return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
-
-    def find_missing(self) -> None:
-        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
-        buckets = [bucket for unit in self.units for bucket in unit.trainable]
-        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
-        sums = torch.tensor([each for row in came for each in row])
-        self._mesh.data.sum_(sums, "parameters with gradients")
-        for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
-                self._updater.sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
-            missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
-            bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:
