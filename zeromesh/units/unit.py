@@ -137,17 +137,9 @@ class Phase(Enum):
     """A gather is in flight."""
     LIVE = "live"
     """Parameters are whole and current."""
-    REDUCING = "reducing"
-    """Backward has passed; gradients are being summed."""
 
 
-_LEGAL: dict[Phase, frozenset[Phase]] = {
-    Phase.RESTING: frozenset({Phase.GATHERING}),
-    Phase.GATHERING: frozenset({Phase.LIVE}),
-    # A unit that stays live through its reduction (replicated parameters) goes back from REDUCING to LIVE.
-    Phase.LIVE: frozenset({Phase.RESTING, Phase.REDUCING}),
-    Phase.REDUCING: frozenset({Phase.RESTING, Phase.LIVE}),
-}
+_NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
@@ -371,15 +363,11 @@ class Unit:
         return next(filter(None, [bucket.written() for bucket in self.buckets]), None)
 
     def enter(self, phase: Phase) -> None:
-        """Go to the next phase.
-
-        Raises:
-            PhaseError: when the table of transitions does not allow it.
-        """
-        if phase not in _LEGAL[self.phase]:
-            allowed = ", ".join(sorted(each.value for each in _LEGAL[self.phase]))
+        """Go to the next phase. Raises `PhaseError` when `phase` is another."""
+        if phase is not _NEXT[self.phase]:
             raise PhaseError(
-                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become {allowed}"
+                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
+                f"{_NEXT[self.phase].value}"
             )
         self.phase = phase
 
@@ -401,7 +389,7 @@ class Unit:
     def point(self) -> None:
         """Let the parameters look at what they have in this phase, whatever has replaced their data."""
         for bucket in self.buckets:
-            if self.phase in (Phase.LIVE, Phase.REDUCING):
+            if self.phase is Phase.LIVE:
                 bucket.show()
             else:
                 bucket.hide()

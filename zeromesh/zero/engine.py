@@ -29,7 +29,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome, UpdateDevice
-from zeromesh.options import Placement, ZeroOptions
+from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import Built, build_units, open_tiers
@@ -84,7 +84,7 @@ class ZeroEngine:
         """How long this rank has stood still for bytes of other tiers."""
         self.transport = built.transport
         self._reduction = built.reduction
-        self._sharded = options.placements.parameters is Placement.SHARDED
+        self._releases = built.releases
         self._optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
         self._passes = self.passes_class(
             built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts())
@@ -103,7 +103,7 @@ class ZeroEngine:
         self._states_followed: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
         """This rank's part of all states, by the names of whole tensors."""
-        if not self._sharded:
+        if not self._releases:
             self._gather_all()
 
     @classmethod
@@ -330,8 +330,6 @@ class ZeroEngine:
         if self._mixed:
             return False
         for unit in self.units:
-            if unit.phase is Phase.REDUCING:
-                unit.enter(Phase.LIVE)
             for bucket in unit.trainable:
                 for parameter in bucket.parameters:
                     parameter.grad = None
@@ -344,7 +342,7 @@ class ZeroEngine:
         """Let all units rest after an update, as their parameters are out of date, and start to gather replicated ones again."""
         for unit in self.units:
             unit.leave()
-        if not self._sharded:
+        if not self._releases:
             self._gather_all()
         self.transport.poll()
 

@@ -75,7 +75,7 @@ class Passes:
         self._options = options
         self._updater = updater
         self._transport = built.transport
-        self._sharded = options.placements.parameters is Placement.SHARDED
+        self._releases = built.releases
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, not only their sum at the end of a step."""
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
@@ -245,9 +245,8 @@ class Passes:
     def end(self) -> None:
         """End the pass, whether it went well or not."""
         self._recorder.end_ranges()
-        for unit in self.units:
-            if self._sharded:
-                unit.leave()
+        for unit in self.units if self._releases else ():
+            unit.leave()
         self.gathers.end()
         self._calls.reset()
         self.mode = PassMode.IDLE
@@ -271,7 +270,7 @@ class Passes:
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
         self.writes.look_at(unit, len(self.units))
-        if self.mode is PassMode.FORWARD and self._sharded and unit.index != 0:
+        if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
             self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._progress.streams is not None:
@@ -298,7 +297,7 @@ class Passes:
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
             return
-        if self._sharded and self._mesh.shard.size > 1:
+        if self._releases and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
                 f"{self._mesh.shard.size} ranks. {self.reading.format(name)}. Load values by the whole model's load_state_dict, "
@@ -346,13 +345,15 @@ class Passes:
         if self._recorder.profiling:
             self._recorder.end_range()
         tensors = list(tensors_in(output))
-        self.writes.refuse_in_pass([unit])
-        if self._sharded:
+        ends = self._entry is unit.module
+        if self._releases or ends:
+            self.writes.refuse_in_pass(self.units if ends else [unit])
+        if self._releases:
             self._keep_returned(unit, tensors)
         self._hook_backward(unit, tensors)
-        if self._sharded and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
+        if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
-        if self._entry is unit.module:
+        if ends:
             self.end()
 
     def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
@@ -377,7 +378,7 @@ class Passes:
             hooked and self._progress.streams is not None
         ):  # Only a microbatch of the engine's own has a backward in any case.
             self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
-        looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0
+        looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
@@ -447,10 +448,7 @@ class Passes:
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:
             return
-        unit.enter(Phase.REDUCING)
-        if self._sharded:
+        if self._releases:
             unit.rest()
-        else:
-            unit.enter(Phase.LIVE)
         if self._holding is None:
             self._updater.leave([unit])
