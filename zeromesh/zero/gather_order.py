@@ -95,12 +95,11 @@ class PassProgress:
         Autograd runs what is ready in the reverse order of its creation, so units that forward began to use only later will
         not be read again. That a parameter has its gradient is no such sign: it may be frozen, or be read through `detach`.
         """
-        passed = [
-            unit
-            for unit in self._inside
-            if self._first_visits.get(unit, 0) > call and not owes(unit) and unit not in self.held
-        ]
-        self._inside = [unit for unit in self._inside if unit not in passed]
+        passed: list[int] = []
+        inside, self._inside = self._inside, []
+        for unit in inside:
+            done = self._first_visits.get(unit, 0) > call and not owes(unit) and unit not in self.held
+            (passed if done else self._inside).append(unit)
         return passed
 
 

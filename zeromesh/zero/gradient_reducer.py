@@ -297,18 +297,18 @@ def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, a
     dtype."""
     if not indices:
         return
-    slots = [bucket.layout.slots[index] for index in indices]
-    parameters = [bucket.parameters[index] for index in indices]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if flat is None or len(gradients) < len(slots):
-        raise PhaseError(f"bucket {bucket.name}: no slot or no gradient of {slots[0].spec.fqn} to put into it")
-    places = [flat[slot.where.start : slot.where.end].view(slot.spec.shape) for slot in slots]
+    places, gradients = [], []
+    for index in indices:
+        slot, parameter = bucket.layout.slots[index], bucket.parameters[index]
+        if flat is None or parameter.grad is None:
+            raise PhaseError(f"bucket {bucket.name}: no slot or no gradient of {slot.spec.fqn} to put into it")
+        places.append(flat[slot.where.start : slot.where.end].view(slot.spec.shape))
+        gradients.append(parameter.grad)
+        parameter.grad = None
     if add:
         torch._foreach_add_(places, gradients)
     else:
         torch._foreach_copy_(places, gradients)
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:
