@@ -332,7 +332,7 @@ class OptimizerStep:
     def reduced(self, bucket: Bucket) -> None:
         """Go on with a bucket that is summed over its shard group."""
         if not self._last:
-            if bucket.grad is not None:
+            if bucket.grad is not None and bucket.grad_rest is not None:
                 self.shards.offload(bucket, last=False)
             return
         self.shards.allocate(bucket)

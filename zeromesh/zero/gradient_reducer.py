@@ -67,6 +67,7 @@ class GradientReducer:
         """True if this rank's own sums are the result."""
         self._overlap = options.overlap
         self._mesh = mesh
+        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._reduced = reduced
         self._settled = False
@@ -228,8 +229,8 @@ class GradientReducer:
 
     def _announce(self, bucket: Bucket) -> None:
         """Let the other ranks compare which sum starts now. Replicas too: they sum over one another in the order of reductions."""
-        if self._mesh.data.size > 1:
-            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._mesh.data.ranks, settled=self._settled)
+        if self._compared:
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
 
     def _keep(self, arrivals: BucketArrivals) -> None:
         """Take what has waited into this rank's sum, in which the gradients of frozen and of unused parameters are zeros."""
