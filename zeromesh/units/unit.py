@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -140,6 +141,7 @@ class Phase(Enum):
 
 
 _NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
+_version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
@@ -246,7 +248,7 @@ class Bucket:
         """Parameters become views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             set_values(parameter, view)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_version_of, self.parameters))
         if self._miscounts:
             self.note_values()
 
@@ -263,13 +265,13 @@ class Bucket:
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
         replaced = self._moved(cast=False)  # Parameters that have got other memory, as by `parameter.data = values`.
-        for parameter, view in ((self.parameters[number], self._views[number]) for number in replaced):
-            view.copy_(parameter.detach())
-            set_values(parameter, view)
-        versions = [parameter._version for parameter in self.parameters]
-        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
-        if not (counted or self._digests or replaced):
+        for number in replaced:
+            self._views[number].copy_(self.parameters[number].detach())
+            set_values(self.parameters[number], self._views[number])
+        versions = list(map(_version_of, self.parameters))
+        if versions == self._versions and not (self._digests or replaced):
             return None
+        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
         noted, self._versions, self._digests = self._digests, versions, []
         changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
@@ -294,6 +296,8 @@ class Bucket:
 
     def _moved(self, *, cast: bool) -> list[int]:
         """The numbers of live parameters that are not in the gathered buffer, of another dtype or of its own."""
+        if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
+            return []
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
         outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
@@ -360,7 +364,10 @@ class Unit:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place; see `Bucket.written`."""
-        return next(filter(None, [bucket.written() for bucket in self.buckets]), None)
+        found: str | None = None
+        for bucket in self.buckets:  # All of them, since each notes what it has found.
+            found = bucket.written() or found
+        return found
 
     def enter(self, phase: Phase) -> None:
         """Go to the next phase. Raises `PhaseError` when `phase` is another."""

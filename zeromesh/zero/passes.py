@@ -344,13 +344,14 @@ class Passes:
             return
         if self._recorder.profiling:
             self._recorder.end_range()
-        tensors = list(tensors_in(output))
         ends = self._entry is unit.module
         if self._releases or ends:
             self.writes.refuse_in_pass(self.units if ends else [unit])
-        if self._releases:
-            self._keep_returned(unit, tensors)
-        self._hook_backward(unit, tensors)
+        if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
+            tensors = list(tensors_in(output))
+            if self._releases:
+                self._keep_returned(unit, tensors)
+            self._hook_backward(unit, tensors)
         if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
         if ends:
