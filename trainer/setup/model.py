@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, some
+from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
@@ -320,12 +321,13 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
-    """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
+    """Overwrite a tensor with what the first rank has, in place."""
     content = tensor_bytes(tensor).clone()
-    if world.index:
-        content.zero_()
-    for start in range(0, len(content), _CHUNK):
-        world.sum_(content[start : start + _CHUNK], "initial weights of rank 0")
+    for part in torch.split(content, _CHUNK):
+        held, everywhere = on_one_rank(len(part), world.size, 0), replicated(len(part), world.size)
+        part.copy_(
+            redistribute(part if not world.index else part[:0], held, everywhere, world, "initial weights of rank 0")
+        )
     if world.index:
         tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
 

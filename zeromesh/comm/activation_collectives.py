@@ -31,16 +31,13 @@ from enum import IntEnum
 from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
-from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
+from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import AsyncWork
 
 _CHUNK = 1 << 15
 """Elements that are summed at a time over more than two ranks, so that the sum stays in a core's cache."""
@@ -185,62 +182,46 @@ class GroupExchange(Exchange):
         self._group = group
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        group, traffic = self._group, self._group.traffic
-        group.require_member()
-        with traffic.timed(kind.collective):
-            launched = self._launch(kind, tensor, dim, lengths)
-        moved, finish = launched[1:]
-        traffic.count(
-            kind.collective, sum(each.nbytes for each in moved) if kind is ExchangeKind.GATHER else tensor.nbytes
-        )
-
-        def read() -> torch.Tensor:
-            with traffic.timed(kind.collective):
-                for work in launched[0]:  # What goes round is kept with it.
-                    group.order(work, f"{kind.phrase} of activations over axis {group.name}")
-                return finish()
-
-        return Pending(read)
-
-    def _launch(
-        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
-    ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
-        """The collectives, the tensors that go round, and what makes the result of them. What a device's collectives write is never
-        the caller's tensor, which autograd may keep."""
-        group, tensor, size = self._group.data_group, tensor.detach(), self.size
-        on_device, even = self._group.on_stream, len(set(lengths)) == 1
+        """Begin the collective. What a device's collectives write is never the caller's tensor, which autograd may keep."""
+        group, tensor, size = self._group, tensor.detach(), self.size
+        what = f"{kind.phrase} of activations over axis {group.name}"
+        on_device, even = group.on_stream, len(set(lengths)) == 1
+        start = partial(group.start, what=what, counts_as=kind.collective)
         if kind is ExchangeKind.SCATTERED_SUM and on_device and even:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
-            work = reduce_scatter_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
-            return [work], [pieces], lambda: out
+            return _arriving(start(Collective.REDUCE_SCATTER, out.view(-1), pieces.view(-1)), lambda: out)
         if kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
             received = sent.new_empty(size, own.numel())
-            sizes = [own.numel()] * size, [part.numel() for part in parts]
-            work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
-            return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
+            flight = start(Collective.ALL_TO_ALL, received.view(-1), sent, sent=[part.numel() for part in parts])
+            return _arriving(flight, lambda: sum_in_ranks([part.view(own.shape) for part in received]))
         if kind is not ExchangeKind.GATHER and on_device:
             whole = tensor.clone(memory_format=torch.contiguous_format)
-            work = dist.all_reduce(whole, group=group, async_op=True)
-            start = sum(lengths[: self.index])
+            begin = sum(lengths[: self.index])
             cut = kind is ExchangeKind.SCATTERED_SUM
-            return [work], [whole], lambda: whole.narrow(dim, start, lengths[self.index]).contiguous() if cut else whole
-        if on_device and even:
-            own = tensor.contiguous()
-            whole = own.new_empty(size, *own.shape)
-            work = all_gather_single(whole.view(-1), own.view(-1), group=group, async_op=True)
-            return [work], [whole], lambda: torch.cat(whole.unbind(), dim) if dim else whole.flatten(0, 1)
-        parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
-        parts[self.index] = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
-        # gloo's all-gather copies.
-        return self._broadcasts(parts), parts, lambda: self._combine(kind, parts, dim, lengths)
+            flight = start(Collective.ALL_REDUCE, whole.view(-1))
+            return _arriving(
+                flight, lambda: whole.narrow(dim, begin, lengths[self.index]).contiguous() if cut else whole
+            )
+        shapes = self._shapes(kind, tensor, dim, lengths)
+        sizes = list(map(math.prod, shapes))
+        flat = tensor.new_empty(sum(sizes))
+        times = 1.0 if kind is ExchangeKind.GATHER else 1 / size
+        flight = start(Collective.ALL_GATHER, flat, tensor.reshape(-1), received=sizes, times=times)
+        if kind is ExchangeKind.GATHER and not dim:
+            return _arriving(flight, lambda: flat.view(-1, *tensor.shape[1:]))
+        gathered = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        return _arriving(flight, lambda: self._combine(kind, gathered, dim, lengths))
 
-    def _broadcasts(self, parts: Sequence[torch.Tensor]) -> list[AsyncWork]:
-        """One collective for each part that is not empty, from its rank to all."""
-        group, pairs = self._group.data_group, zip(self._group.ranks, parts, strict=True)
-        return [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
+
+def _arriving(flight: InFlight, result: Callable[[], torch.Tensor]) -> Pending:
+    def read() -> torch.Tensor:
+        flight.wait()
+        return result()
+
+    return Pending(read)
 
 
 def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:

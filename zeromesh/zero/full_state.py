@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
+from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import TieredTensor
@@ -470,9 +472,12 @@ class FullState:
         self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """The tensor that the ranks of a stage give as `value`, on all ranks of the pipeline."""
+        pipeline, numel = self._mesh.pipeline, prod(spec.shape)
         if value is None:
-            value = torch.empty(spec.shape, dtype=dtype or spec.dtype, device=self._mesh.device)
-        return self._mesh.pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
+            value = torch.empty(0, dtype=dtype or spec.dtype, device=self._mesh.device)
+        held, everywhere = on_one_rank(numel, pipeline.size, stage), replicated(numel, pipeline.size)
+        flat = value.contiguous().view(-1)
+        return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
 
     def _of_this_stage(
         self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
@@ -489,18 +494,7 @@ class FullState:
         regions = self._regions.get(slot.spec.name)
         if regions is None:
             return local.view(slot.spec.shape)
-        tensor = self._mesh.tensor
-        longest = max(region.numel for region in regions)
-        own = torch.zeros(longest, dtype=local.dtype, device=local.device)
-        own[: local.numel()] = local
-        everyone = torch.empty(tensor.size * longest, dtype=local.dtype, device=local.device)
-        tensor.all_gather_flat(everyone, own, f"reading of {slot.spec.name}")
-        made = torch.empty(slot.spec.region.shape, dtype=local.dtype, device=local.device)
-        for region, flat in zip(regions, everyone.chunk(tensor.size), strict=True):
-            part = flat[: region.numel].view(region.local_shape)
-            for here, there in region.boxes():
-                made[there] = part[here]
-        return made
+        return join_regions(local, regions, self._mesh.tensor, f"reading of {slot.spec.name}")
 
     def _weights(self, bucket: Bucket) -> torch.Tensor:
         return self._whole(bucket, self._weights_of(bucket).load(self._mesh.device))
@@ -512,11 +506,10 @@ class FullState:
         return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
-        if shard.numel() == bucket.layout.padded:
-            return shard.detach()
-        full = torch.empty(bucket.layout.padded, dtype=shard.dtype, device=shard.device)
-        self._mesh.shard.all_gather_flat(full, shard.detach(), f"reading of {bucket.name}")
-        return full
+        layout, ranks = bucket.layout, self._mesh.shard
+        held = of_bucket(layout, ranks.size, whole=shard.numel() == layout.padded)
+        whole = replicated(layout.padded, ranks.size)
+        return redistribute(shard.detach(), held, whole, ranks, f"reading of {bucket.name}")
 
     def _find(self, fqn: str) -> TensorSpec:
         if fqn not in self._specs:
