@@ -145,7 +145,7 @@ def build_trained_model(
             ),
         )
         checked = _check_first_batches(feeds, config, forward, loss, inputs)
-        divided = divide(model, mesh, cuts_of(config), feeds.example() if mesh.pipeline.size > 1 else None)
+        divided = divide(model, mesh, cuts_of(config), feeds.example)
         if config.precision.linear is not None:
             console.note(use_float8_linear(model, mesh.device))
         away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
@@ -178,7 +178,7 @@ def build_trained_model(
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
     )
-    if options.placements.parameters is Placement.SHARDED or mesh.tensor.size * mesh.pipeline.size > 1:
+    if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
     if mesh.device.type == "cpu":
         settle_heap()

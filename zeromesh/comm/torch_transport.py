@@ -143,7 +143,7 @@ class CollectiveReducer(Reducer):
         return Reduction(
             traffic=group.traffic,
             kind=kind,
-            parts=parts,
+            parts=lambda: parts,
             sums=sums,
             add=add,
             arrived=flight.done,

@@ -71,8 +71,9 @@ def _reduce_scatter(call: CollectiveCall) -> Launched:
 
 
 def _all_to_all(call: CollectiveCall) -> Launched:
-    sizes = (list(call.received), list(call.sent)) if len({*call.received, *call.sent}) > 1 else (None, None)
-    work = dist.all_to_all_single(call.out, call.given, *sizes, group=call.group, async_op=True)
+    even = len({*call.received, *call.sent}) == 1
+    received, sent = (None, None) if even else (list(call.received), list(call.sent))
+    work = dist.all_to_all_single(call.out, call.given, received, sent, group=call.group, async_op=True)
     return Launched(works=[work], nbytes=call.given.nbytes)
 
 

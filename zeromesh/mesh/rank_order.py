@@ -136,7 +136,7 @@ def _line(
     at = shape.coordinate(rank)
     digits = len(str(shape.world_size - 1))
     words = [f"rank {rank:<{digits}} "]
-    words += [f"{axis} {getattr(at, axis):<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
+    words += [f"{axis} {at[axis]:<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
     if place is not None:
         words.append(f"island {place.island}")
     if rank == here:

@@ -89,9 +89,9 @@ class CheckpointState:
             if self._updater.sharing.counts(bucket):
                 found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
-        buffers, here = saved_buffers(self._model), self._mesh.coordinate
-        specs = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
-        first = here.tensor == self._mesh.data_index == 0
+        buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
+        specs = buffers_of_stages(self._model, pipeline)[pipeline.index]
+        first = self._mesh.tensor.index == self._mesh.data_index == 0
         return [*found, *(_of_buffer(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
     def wanted(self) -> list[TensorShard]:
