@@ -14,6 +14,7 @@ Nothing is added up here: summands become sums in a `Reducer`, or an `Exchange`.
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -73,19 +74,19 @@ def redistribute(
         group.start(kind, out, None if out is flat else flat, what, received=received, purpose=purpose).wait()
         return out
     moves = [_moves(before, after, index) for index in range(group.size)]
-    for at, source, place in moves[own] if out is not flat else ():
-        if source == own:
-            out[place : place + at.length] = _cut(flat, here, at)
-    gets = [[move for move in moves[own] if move[1] == index != own] for index in range(group.size)]
-    gives = [[at for at, source, _ in moves[index] if source == own != index] for index in range(group.size)]
-    if any(source != index for index, each in enumerate(moves) for _, source, _ in each):
-        given = torch.cat([flat[:0], *(_cut(flat, here, at) for each in gives for at in each)])
-        received, sent = [_length([at for at, _, _ in each]) for each in gets], [_length(each) for each in gives]
-        out_of = flat.new_empty(sum(received))
-        group.start(Collective.ALL_TO_ALL, out_of, given, what, received=received, sent=sent, purpose=purpose).wait()
-        parts = [(at, place) for each in gets for at, _, place in each]
-        for (at, place), part in zip(parts, torch.split(out_of, [at.length for at, _ in parts]), strict=True):
-            out[place : place + at.length] = part
+    for each in moves[own] if out is not flat else ():
+        if each.source == own:
+            out[each.to : each.to + each.length] = flat[each.at : each.at + each.length]
+    gets = [[each for each in moves[own] if each.source == index != own] for index in range(group.size)]
+    gives = [[each for each in moves[index] if each.source == own != index] for index in range(group.size)]
+    if any(each.source != index for index, found in enumerate(moves) for each in found):
+        given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for found in gives for each in found)])
+        received, sent = ([sum(each.length for each in found) for found in side] for side in (gets, gives))
+        arrived = flat.new_empty(sum(received))
+        group.start(Collective.ALL_TO_ALL, arrived, given, what, received=received, sent=sent, purpose=purpose).wait()
+        parts = [each for found in gets for each in found]
+        for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
+            out[each.to : each.to + each.length] = part
     return out
 
 
@@ -101,25 +102,36 @@ def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessS
     return whole
 
 
-@lru_cache(maxsize=1024)
-def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[tuple[Interval, int, int]]:
-    """Return what the rank at `index` gets, in order: the elements, the rank that has them, and their place in its memory.
+class _Move(NamedTuple):
+    """Elements on their way: from the place `at` in the memory of the rank at position `source` to the place `to` in another's."""
 
-    What it has already comes from itself; else the first rank that has it gives it.
-    """
+    source: int
+    at: int
+    to: int
+    length: int
+
+
+@lru_cache(maxsize=1024)
+def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
+    """What the rank at `index` gets, in order: from itself what it has already, else from the first rank that has it."""
     order = [index, *(each for each in range(len(before)) if each != index)]
-    holders = [(held, source) for source in order for held in before[source] if held.length]
-    found: list[tuple[Interval, int, int]] = []
+    holders = [
+        (held, source, end - held.length)
+        for source in order
+        for held, end in zip(before[source], accumulate(each.length for each in before[source]), strict=True)
+    ]
+    found: list[_Move] = []
     place = 0
     for wanted in after[index]:
-        at = wanted.start
-        while at < wanted.end:
-            holder = next((each for each in holders if each[0].start <= at < each[0].end), None)
+        begin = wanted.start
+        while begin < wanted.end:
+            holder = next((each for each in holders if each[0].start <= begin < each[0].end), None)
             if holder is None:
-                raise LayoutError(f"no rank holds element {at}, which the rank at position {index} is to get")
-            end = min(holder[0].end, wanted.end)
-            found.append((Interval(start=at, end=end), holder[1], place))
-            place, at = place + end - at, end
+                raise LayoutError(f"no rank holds element {begin}, which the rank at position {index} is to get")
+            held, source, at = holder
+            length = min(held.end, wanted.end) - begin
+            found.append(_Move(source, at + begin - held.start, place, length))
+            place, begin = place + length, begin + length
     return found
 
 
@@ -136,13 +148,3 @@ def _joined(placement: FlatPlacement) -> list[Interval]:
 
 def _length(spans: Sequence[Interval]) -> int:
     return sum(each.length for each in spans)
-
-
-def _cut(flat: torch.Tensor, spans: Sequence[Interval], wanted: Interval) -> torch.Tensor:
-    """The elements `wanted` of a flat tensor that has `spans`, one of which has all of them."""
-    place = 0
-    for each in spans:
-        if each.start <= wanted.start and wanted.end <= each.end:
-            return flat[place + wanted.start - each.start :][: wanted.length]
-        place += each.length
-    raise LayoutError(f"elements {wanted.start} to {wanted.end} are not in {list(spans)}")
