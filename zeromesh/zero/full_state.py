@@ -261,31 +261,32 @@ class FullState:
         self._units = units
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
-        slots = [
-            (bucket, *each)
-            for bucket in all_buckets(units)
-            for each in zip(bucket.layout.slots, bucket.training, strict=True)
-        ]
-        specs = [
-            TensorSpec(kind=MODEL, name=slot.spec.name, dtype=bucket.master.dtype, shape=slot.spec.region.shape)
-            for bucket, slot, _ in slots
-        ]
-        self._stages = of_stages(specs, mesh.pipeline, "parameters of all stages")
+        self._stages: list[list[TensorSpec]] = []
         """By stage its parameters in the dtype of their master weights; what several stages have counts for the first one alone."""
-        details = {slot.spec.name: (slot.spec.other_names, trained) for _, slot, trained in slots}
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its own first."""
         self._trained: dict[str, bool] = {}
-        for row in mesh.pipeline.gather_json(details, "names of tied parameters"):
-            for name, (others, trained) in row.items():
-                self._names.setdefault(name, (name, *others))
-                self._trained.setdefault(name, trained)
         self._specs: dict[str, TensorSpec] = {}
-        for spec in chain.from_iterable(self._stages):
-            self._specs |= {name: spec for name in self._names[spec.name] if name not in self._specs}
+        own, slots = [], []
+        for bucket in all_buckets(units):
+            dtype = str(bucket.master.dtype).removeprefix("torch.")
+            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True):
+                spec = slot.spec
+                slots.append(slot)
+                own.append([spec.name, spec.other_names, trained, dtype, spec.region.shape])
+        for stage in mesh.pipeline.gather_json(own, "parameters of all stages"):
+            new = [row for row in stage if row[0] not in self._names]
+            self._names |= {name: (name, *others) for name, others, *_ in new}
+            self._trained |= {name: trained for name, _, trained, *_ in new}
+            specs = [
+                TensorSpec(kind=MODEL, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+                for name, _, _, dtype, shape in new
+            ]
+            self._stages.append(specs)
+            self._specs = {name: spec for spec in specs for name in self._names[spec.name]} | self._specs
         divided = {
             slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
-            for _, slot, _ in slots
+            for slot in slots
             if slot.spec.part is not None and not slot.spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}

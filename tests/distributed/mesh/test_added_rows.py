@@ -50,7 +50,6 @@ ROWS = {
 PROGRAM = """
 import json
 import os
-import sys
 
 import torch
 
@@ -76,9 +75,7 @@ def trained(**parallel):
     return {"weights": weights, "shares": shares, "moved": moved.get("reduce-scatter"), "mesh": str(mesh.shape)}
 
 
-found = {"shard": trained(transport="shared"), "wire": trained(transport="gloo")}
-if "island" in sys.argv:
-    found["island"] = trained(island=2, transport="shared")
+found = {"shard": trained(transport="shared"), "wire": trained(transport="gloo"), "island": trained(island=2, transport="shared")}
 if os.environ["RANK"] == "0":
     print(json.dumps(found))
 """
@@ -97,16 +94,19 @@ def _edited(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def _run(source: Path, *arguments: str) -> Mapping[str, Any]:
-    """What rank 0 of two prints."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]]:
+    """What two ranks have trained with the copy: over shared memory, over gloo, and along the new axis."""
+    folder = tmp_path_factory.mktemp("rows")
+    _edited(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(source)},
-            cwd=source,
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(folder)},
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -115,30 +115,20 @@ def _run(source: Path, *arguments: str) -> Mapping[str, Any]:
     ]
     told = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], told
-    found: Mapping[str, Any] = json.loads(told[0][0].splitlines()[-1])
-    return found
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The same steps by the sources as they are, and by a copy with more rows."""
-    folder = tmp_path_factory.mktemp("rows")
-    _edited(folder)
-    yield _run(ROOT), _run(folder, "island")
+    yield json.loads(told[0][0].splitlines()[-1])
     shutil.rmtree(folder)
 
 
-def test_an_axis_of_states_is_one_row(runs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-    plain, edited = runs
-    assert edited["island"]["mesh"] == "pipeline 1 x replicate 1 x shard 1 x island 2 x tensor 1"
-    assert edited["island"]["shares"] == plain["shard"]["shares"], "states are divided over it"
-    assert edited["island"]["weights"] == plain["shard"]["weights"]
+def test_an_axis_of_states_is_one_row(found: Mapping[str, Any]) -> None:
+    island, shard = found["island"], found["shard"]
+    assert island["mesh"] == "pipeline 1 x replicate 1 x shard 1 x island 2 x tensor 1"
+    assert island["shares"] == shard["shares"], "states are divided over it"
+    assert island["weights"] == shard["weights"]
 
 
-def test_a_codec_on_the_wire_is_one_row(runs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-    plain, edited = runs
-    assert plain["wire"]["weights"] == plain["shard"]["weights"]
-    assert 2 * edited["wire"]["moved"] == plain["wire"]["moved"]
-    for name, values in plain["wire"]["weights"].items():
-        assert edited["wire"]["weights"][name] == pytest.approx(values, abs=2e-3)
-    assert edited["wire"]["weights"] != plain["wire"]["weights"]
+def test_a_codec_on_the_wire_is_one_row(found: Mapping[str, Any]) -> None:
+    wire, memory = found["wire"], found["shard"]
+    assert 2 * wire["moved"] == memory["moved"]
+    for name, values in memory["weights"].items():
+        assert wire["weights"][name] == pytest.approx(values, abs=2e-3)
+    assert wire["weights"] != memory["weights"]
