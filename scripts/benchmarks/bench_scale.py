@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, build_layout
-from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
+from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 from zeromesh.mesh.rank_order import ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.pipeline.schedule import ScheduleName, make_schedule, simulate, validate
 
@@ -39,7 +39,7 @@ SCHEDULES: tuple[tuple[ScheduleName, int, int, int], ...] = (
 """Name, ranks, chunks and microbatches."""
 
 Layouts = dict[tuple[int, int], list[BucketLayout]]
-RankParts = tuple[Coordinate, list[tuple[int, ...]], list[int], list[tuple[ShardPiece, ...]]]
+RankParts = tuple[dict[str, int], list[tuple[int, ...]], list[int], list[tuple[ShardPiece, ...]]]
 Made = TypeVar("Made")
 
 
@@ -82,7 +82,7 @@ def part_of(shape: MeshShape, layouts: Layouts, rank: int) -> RankParts:
     groups = [shape.group_of(rank, *axes) for axes in GROUPS]
     numbers = [shape.group_index(rank, *axes) for axes in GROUPS]
     numbers += [shape.neighbour(rank, "pipeline", step, wrap=True) or 0 for step in (-1, 1)]
-    return at, groups, numbers, [each.pieces(each.shard(at.shard)) for each in layouts[at.pipeline, at.tensor]]
+    return at, groups, numbers, [each.pieces(each.shard(at["shard"])) for each in layouts[at["pipeline"], at["tensor"]]]
 
 
 def parts_of(shape: MeshShape, layouts: Layouts) -> list[RankParts]:

@@ -186,7 +186,7 @@ def mesh() -> str:
     where: dict[int, tuple[float, float]] = {}
     for rank in range(shape.world_size):
         at = shape.coordinate(rank)
-        where[rank] = (60 + at.pipeline * 400 + at.tensor * 160, 62 + at.shard * 110)
+        where[rank] = (60 + at["pipeline"] * 400 + at["tensor"] * 160, 62 + at["shard"] * 110)
     for stage in range(shape.pipeline):
         drawing.rect(30 + stage * 400, 34, 330, 218, "box", 10)
         drawing.text(44 + stage * 400, 24, f"host {stage}: pipeline stage {stage}", "soft")
@@ -197,15 +197,15 @@ def mesh() -> str:
                 drawing.path([(x + 55, y + 28), (to_x + 55, to_y + 28)], f"l{colour} thick")
                 continue
             at = shape.coordinate(group[0])
-            edge, away = (y, -1) if at.shard == 0 else (y + 56, 1)
-            over = edge + away * (8 + 8 * at.tensor)
+            edge, away = (y, -1) if at["shard"] == 0 else (y + 56, 1)
+            over = edge + away * (8 + 8 * at["tensor"])
             drawing.path([(x + 55, edge), (x + 55, over), (to_x + 55, over), (to_x + 55, edge)], f"l{colour} thick")
     for rank, (x, y) in where.items():
         at = shape.coordinate(rank)
         drawing.rect(x, y, 110, 56, "on", 7)
         drawing.rect(x, y, 110, 56, "box", 7)
         drawing.text(x + 55, y + 24, f"rank {rank}", "middle bold")
-        drawing.text(x + 55, y + 42, f"shard {at.shard}, tensor {at.tensor}", "middle small soft")
+        drawing.text(x + 55, y + 42, f"shard {at['shard']}, tensor {at['tensor']}", "middle small soft")
     told = {
         "tensor": ("a", "sums of activations, in every layer"),
         "shard": ("b", "parameters and gradients, once a step or microbatch"),

@@ -45,10 +45,10 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_on_the_architecture_names_todays_lines() -> None:
-    names = runpy.run_path(str(ROOT / "scripts" / "line_numbers.py"))
+    names = runpy.run_path(str(ROOT / "scripts" / "pages" / "line_numbers.py"))
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert text.count(".py:") >= 20
-    assert text == names["renewed"](text), "run: python scripts/line_numbers.py"
+    assert text == names["renewed"](text), "run: python scripts/pages/line_numbers.py"
     with pytest.raises(LookupError, match=r"zeromesh/errors\.py defines no Nothing"):
         names["renewed"]("`zeromesh/errors.py:1` | `Nothing`")
 

@@ -194,7 +194,7 @@ def require_same_batches(
     cure: str = "datasets and collators must give the same samples for the same index on every rank",
 ) -> None:
     """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
-    if mesh.shape.tensor == mesh.shape.pipeline == 1:
+    if mesh.model_size == 1:
         return
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]

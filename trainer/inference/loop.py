@@ -111,7 +111,7 @@ class RequestLoop:
         own: dict[str, Any] = {}
         if inbox is not None:
             own["news"] = asdict(inbox.take(wait_seconds=0.0 if self._busy else _IDLE_SECONDS))
-        if mesh.tensor.index == 0 and mesh.pipeline.index == 0:
+        if mesh.model_index == 0:
             own["made"] = [asdict(each) for each in made]
         rows = mesh.world.gather_json(own, "requests and what was made of them")
         progress = [Progress(**each) for row in rows for each in row.get("made", ())]

@@ -249,7 +249,7 @@ def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[st
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
     notes = [f"{config.run.name}: ZeRO stage {config.zero.stage} on {ranks}"]
-    if shape.tensor > 1 or shape.pipeline > 1:
+    if mesh.model_size > 1:
         notes.append(mesh.picture())
     return [*notes, f"batch: {plan.equation()}"]
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, plural, some
+from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
@@ -144,7 +145,7 @@ def build_trained_model(
             ),
         )
         checked = _check_first_batches(feeds, config, forward, loss, inputs)
-        divided = divide(model, mesh, cuts_of(config), feeds.example() if mesh.pipeline.size > 1 else None)
+        divided = divide(model, mesh, cuts_of(config), feeds.example)
         if config.precision.linear is not None:
             console.note(use_float8_linear(model, mesh.device))
         away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
@@ -177,7 +178,7 @@ def build_trained_model(
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
     )
-    if options.placements.parameters is Placement.SHARDED or mesh.tensor.size * mesh.pipeline.size > 1:
+    if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
     if mesh.device.type == "cpu":
         settle_heap()
@@ -320,12 +321,13 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
-    """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
+    """Overwrite a tensor with what the first rank has, in place."""
     content = tensor_bytes(tensor).clone()
-    if world.index:
-        content.zero_()
-    for start in range(0, len(content), _CHUNK):
-        world.sum_(content[start : start + _CHUNK], "initial weights of rank 0")
+    for part in torch.split(content, _CHUNK):
+        held, everywhere = on_one_rank(len(part), world.size, 0), replicated(len(part), world.size)
+        part.copy_(
+            redistribute(part if not world.index else part[:0], held, everywhere, world, "initial weights of rank 0")
+        )
     if world.index:
         tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
 

@@ -12,7 +12,7 @@ from statistics import median
 
 from zeromesh import __version__
 from zeromesh.errors import counted, plural
-from zeromesh.mesh.mesh_shape import AXES, Coordinate
+from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
 from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, get_plotlyjs, to_json_plotly
@@ -201,7 +201,7 @@ def _mesh(run: RunRecord) -> Html | None:
 
     def boxes(axes: Sequence[str], at: Mapping[str, int]) -> Html:
         if not axes:
-            rank = shape.rank(Coordinate(**at))
+            rank = shape.rank(at)
             state = states.get(rank, {})
             doing = f"rank {rank}: step {state.get('step')}, {state.get('failure') or state.get('doing')}"
             kind = "rank failed" if state.get("failure") else "rank"

@@ -1,4 +1,4 @@
-"""Renew the line numbers of docs/architecture.md: `scripts/line_numbers.py`.
+"""Renew the line numbers of docs/architecture.md: `scripts/pages/line_numbers.py`.
 
 The page follows a step and a prompt through the source: a row names a file with a line, and then what is defined there.
 """
@@ -7,7 +7,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 _ROW = re.compile(r"`(?P<path>[\w/]+\.py):(?P<line>\d+)` \| `(?P<name>[\w.]+)`")
 
