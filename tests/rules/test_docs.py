@@ -25,7 +25,7 @@ from workers import Workers
 
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
-from zeromesh.trainer.data.text_sources import _ROW_FORMATS
+from zeromesh.trainer.data.text_sources import ROW_FILES
 
 LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
@@ -179,7 +179,7 @@ def test_every_method_of_callbacks_is_in_the_guide() -> None:
 def test_the_guide_names_all_kinds_of_files() -> None:
     """The other pages refer to it."""
     text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-    assert [suffix for suffix in _ROW_FORMATS if f"`{suffix}`" not in text and suffix != ".arrow"] == []
+    assert [suffix for suffix in ROW_FILES.split(", ") if f"`{suffix}`" not in text and suffix != ".arrow"] == []
 
 
 def test_the_table_of_stages_is_the_same_everywhere() -> None:

@@ -34,11 +34,11 @@ from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached,
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
-from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns, format_of, holds_pictures
+from zeromesh.trainer.data.text_sources import first_columns, holds_pictures
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -182,7 +182,7 @@ def _take_start(options: argparse.Namespace) -> None:
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes = _json_object(model / "config.json")
     if first.is_dir() and holds_pictures(first):
-        kind, head = PICTURES, "image_classification"
+        kind, head = "pictures", "image_classification"
     else:
         columns = first_columns(options.data)
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}

@@ -73,7 +73,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
     chosen: Any = sets.get(EVAL, sets or None)
     evaluated = chosen if len(chosen or ()) else None
-    return RunData(train=train, eval=evaluated, loaded=None, classes=tuple(classes), processor=processor, read=notes)
+    return RunData(train=train, eval=evaluated, classes=tuple(classes), processor=processor, notes=notes)
 
 
 def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:

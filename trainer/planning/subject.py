@@ -314,10 +314,7 @@ def tokens_of(config: TrainerConfig) -> Batches:
         batch["labels" if head != "question_answering" else "start_positions"] = places
         if head == "question_answering":
             batch["end_positions"] = places
-        separate = config.data.separate_documents
-        if separate or (
-            separate is None and config.data.packing and any(p.format != "text" for p in config.data.parts().values())
-        ):
+        if config.data.separates:
             batch["position_ids"] = torch.arange(length).expand(micro, length).contiguous()
         return batch
 

@@ -26,7 +26,7 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, PICTURES, paths_of
+from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
@@ -307,13 +307,13 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
-        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
+        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation)
         whole = {} if train is None or streams else {"train_dataset": train}
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
-    if config.data.format == PICTURES:
+    if config.data.rows.holds == "pictures":
         made, mode = image_processor(config.model, inputs.model)
         console.status("looking at the pictures")
         return _limited(
@@ -337,11 +337,11 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
     elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
-        while_posting(mesh, lambda: find_text(names, text_field="", where="data.train"))
+        while_posting(mesh, lambda: find_text(names, where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded, classes=loaded.classes), count)
+    return _limited(loaded, count)
 
 
 def _limited(data: RunData, count: int | None) -> RunData:
@@ -353,12 +353,15 @@ def _limited(data: RunData, count: int | None) -> RunData:
         name: each if len(each) <= count else Subset(each, [index * len(each) // count for index in range(count)])
         for name, each in sets.items()
     }
-    notes = tuple(
-        f"evaluation{f' of {name}' if name else ''}: {count:,} of {counted(len(each), 'sample', ',')} (data.eval_samples)"
+    notes = [
+        Detail(
+            f"evaluation{f' of {name}' if name else ''}: {count:,} of {counted(len(each), 'sample', ',')} (data.eval_samples)"
+        )
         for name, each in sets.items()
         if len(each) > count
-    )
-    return replace(data, eval=parts if isinstance(data.eval, Mapping) else parts[""], limited=notes)
+    ]
+    chosen = parts if isinstance(data.eval, Mapping) else parts[""]
+    return replace(data, eval=chosen, notes=(*data.notes, *notes), limited=bool(notes))
 
 
 def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:

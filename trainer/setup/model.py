@@ -93,8 +93,8 @@ def build_trained_model(
     options = exempted(options, config, model)
     if data.classes:
         _require_classes(model, data)
-    if data.loaded is not None:
-        console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
+    if data.tokenizer is not None:
+        console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
     changes = ExitStack()
     changes.callback(keep_attributes(model))
     if config.model.attention is not None:
@@ -118,11 +118,11 @@ def build_trained_model(
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
         )
-        if config.data.separates if data.loaded is not None else config.data.separate_documents:
+        if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
             require_separate_documents(model)
         start_times.end("loss")
         if (
-            data.loaded is not None
+            data.tokenizer is not None
             and inputs.collate is None
             and type(pretrained_of(model)).__name__.endswith("ForMaskedLM")
         ):
@@ -141,7 +141,7 @@ def build_trained_model(
                 classes=loss.classes,
                 fields=forward.fields,
                 reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
-                cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,
+                cut_to=_cut_to(config) if data.tokenizer is not None and inputs.collate is None else None,
             ),
         )
         checked = _check_first_batches(feeds, config, forward, loss, inputs)
@@ -151,7 +151,7 @@ def build_trained_model(
         away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
         console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
         console.note(*checked)
-        length = config.data.sequence_length if data.loaded is not None else 0
+        length = config.data.sequence_length if data.tokenizer is not None else 0
         kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
         engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
     except BaseException:
@@ -376,7 +376,7 @@ def _check_first_batches(
     Raises:
         ConfigError, DataError: for settings and data that cannot be trained with.
     """
-    _check_settings(config, forward, loss, inputs, text=feeds.data.loaded is not None)
+    _check_settings(config, forward, loss, inputs, text=feeds.data.tokenizer is not None)
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
@@ -423,7 +423,7 @@ def _check_settings(
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
-        labelled = any(part.format == "labels" for part in config.data.parts().values())
+        labelled = any(each.label for each in config.data.formats)
         if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
             raise ConfigError(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
@@ -451,7 +451,7 @@ def _require_classes(model: nn.Module, data: RunData) -> None:
 
 def _cut_to(config: TrainerConfig) -> int | None:
     """The number of tokens of which a microbatch of rows has a multiple, once its padding is cut off; None where there is none."""
-    if all(part.format == "text" for part in config.data.parts().values()):
+    if all(each.joined for each in config.data.formats):
         return None
     return config.parallel.tensor if config.parallel.sequence else 1
 

@@ -18,8 +18,10 @@ from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval
+from zeromesh.mesh.process_groups import GroupPurpose
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor
+from zeromesh.telemetry.step_recorder import Collective
 
 LONGEST_ROW = 512 << 10
 """Bytes. Runs of longer rows are few enough to be pieces of their own."""
@@ -85,14 +87,19 @@ def _exchange(
 ) -> torch.Tensor:
     """Return the whole rows of this rank, flat and on the CPU, given its columns of all; each rank's begin at one of `cuts`."""
     count = cuts[axis.index + 1] - cuts[axis.index]
-    sent = torch.split(values, [(end - begin) * rows.taken for begin, end in pairwise(cuts)])
     widths = [[end - begin for begin, end in each] for each in columns]
-    received = [values.new_empty((count, sum(each))) for each in widths]
-    # Of bytes a collective changes no bit, NaNs' neither.
-    out, into = ([[each.view(-1).view(torch.uint8)] for each in side] for side in (sent, received))
-    axis.exchange(out, into, values.view(torch.uint8), "rows of divided tensors")
+    received = values.new_empty(count * sum(map(sum, widths)))
+    lengths = {
+        "received": [count * sum(each) * values.itemsize for each in widths],
+        "sent": [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)],
+    }
+    # Of bytes a collective changes no bit, NaNs' neither. The values are on the CPU, as checkpoints are written from there.
+    out, given = received.view(torch.uint8), values.view(torch.uint8)
+    purpose: GroupPurpose = "control" if axis.on_stream else "data"
+    axis.start(Collective.ALL_TO_ALL, out, given, "rows of divided tensors", **lengths, purpose=purpose).wait()
+    parts = torch.split(received, [count * sum(each) for each in widths])
     whole = torch.empty((count, rows.width), dtype=values.dtype)
-    for part, lengths, places in zip(received, widths, columns, strict=True):
-        for (begin, end), column in zip(places, torch.split(part, lengths, 1), strict=True):
+    for part, width, places in zip(parts, widths, columns, strict=True):
+        for (begin, end), column in zip(places, torch.split(part.view(count, sum(width)), width, 1), strict=True):
             whole[:, begin:end] = column
     return whole.view(-1)
