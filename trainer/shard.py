@@ -32,7 +32,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.offload import settle_heap
 from zeromesh.options import OptimizerSettings
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.parallelize import Divided
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
@@ -43,7 +43,7 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
-from zeromesh.trainer.setup.model import share_weights
+from zeromesh.trainer.setup.model import divide_model, share_weights
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
@@ -130,9 +130,7 @@ def shard(
     if lost:
         raise ConfigError(f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built")
     share_weights(model, mesh)
-    parallel = resolved.parallel
-    cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
-    divided = divide(model, mesh, cuts)
+    divided = divide_model(model, mesh, resolved)
     if resolved.precision.linear is not None:
         use_float8_linear(model, mesh.device)
     engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)

@@ -22,11 +22,11 @@ from typing import Any
 
 from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.machine_files import read_machine
-from zeromesh.trainer.planning.subject import Subject
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.automatic import automatic_table, tried
@@ -180,7 +180,7 @@ def measure(model: str, layout: Layout) -> dict[str, Any]:
 def cases(measured: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[Case]:
     """Yield the cases that were measured, with predictions."""
     for model, layouts in LAYOUTS.items():
-        subject = Subject.of(load_config(None, overrides(model)))
+        subject = subject_of(load_config(None, overrides(model)))
         known = {str(placed(layout)): placed(layout) for layout in layouts}
         for line in measured:
             if line["model"] == model and line["layout"] in known:

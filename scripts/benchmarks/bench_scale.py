@@ -142,9 +142,9 @@ def print_plans(counts: Sequence[int]) -> None:
     """The table of plans. Each is made anew, with its model and traces."""
     # Later than the mesh, whose memory would be that of the trainer's libraries too.
     from zeromesh.trainer.config.load import load_config
+    from zeromesh.trainer.planning.auto import subject_of
     from zeromesh.trainer.planning.machine_files import find_machine
     from zeromesh.trainer.planning.planner import Plan, Planner
-    from zeromesh.trainer.planning.subject import Subject
 
     machine = find_machine("h100")
     model = f"{{model_type: llama, hidden_size: {HIDDEN}, intermediate_size: {WIDE}, num_hidden_layers: {BLOCKS}, "
@@ -157,7 +157,7 @@ def print_plans(counts: Sequence[int]) -> None:
     ]
 
     def plan(ranks: int) -> Plan:
-        return Planner(Subject.of(load_config(None, keys), device=machine.device.kind), machine).plan(ranks)
+        return Planner(subject_of(load_config(None, keys), device=machine.device.kind), machine).plan(ranks)
 
     print("| ranks | layouts | that fit | planned, s | exponent | peak MiB |")
     print("|---|---|---|---|---|---|")

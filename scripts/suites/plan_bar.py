@@ -24,6 +24,7 @@ from typing import Any
 from zeromesh.offload import Purpose, TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
+from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
@@ -132,7 +133,7 @@ def _subject(model: str, lora: bool, samples: int, length: int) -> Subject:
         "batch.global_size": samples,
         **({"model.lora": {"rank": 16}} if lora else {}),
     }
-    return Subject.of(load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]), device="cuda")
+    return subject_of(load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]), device="cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ def _runs(count: int, machine: Machine) -> Iterator[tuple[str, ...]]:
             placed = replace(layout, accumulation=-(-8 // (layout.micro * layout.data)))
             words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
             config = load_config(None, words)
-            estimate = Estimator(Subject.of(config), machine, layout.ranks).estimate(placed)
+            estimate = Estimator(subject_of(config), machine, layout.ranks).estimate(placed)
             file = Path(folder, "config.yaml")
             file.write_text("{}\n")
             command = [sys.executable, "-m", "zeromesh", "train", str(file), "--nproc", str(layout.ranks), *words]

@@ -25,7 +25,8 @@ ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, Asserti
 # Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
 _SMALL = {
     "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64,
+    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64, "max_source_positions": 64, "image_size": 32,
+    "num_frames": 4,
     "hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48,
     "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
     "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
@@ -64,6 +65,15 @@ class InFloat64(TorchFunctionMode):
         widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
         return func(*widened, **named)
+
+
+def vary(model: nn.Module) -> None:
+    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
 
 
 @contextmanager

@@ -89,14 +89,13 @@ def _exchange(
     count = cuts[axis.index + 1] - cuts[axis.index]
     widths = [[end - begin for begin, end in each] for each in columns]
     received = values.new_empty(count * sum(map(sum, widths)))
-    lengths = {
-        "received": [count * sum(each) * values.itemsize for each in widths],
-        "sent": [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)],
-    }
+    gets = [count * sum(each) * values.itemsize for each in widths]
+    gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
     # Of bytes a collective changes no bit, NaNs' neither. The values are on the CPU, as checkpoints are written from there.
     out, given = received.view(torch.uint8), values.view(torch.uint8)
     purpose: GroupPurpose = "control" if axis.on_stream else "data"
-    axis.start(Collective.ALL_TO_ALL, out, given, "rows of divided tensors", **lengths, purpose=purpose).wait()
+    what = "rows of divided tensors"
+    axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives, purpose=purpose).wait()
     parts = torch.split(received, [count * sum(each) for each in widths])
     whole = torch.empty((count, rows.width), dtype=values.dtype)
     for part, width, places in zip(parts, widths, columns, strict=True):
