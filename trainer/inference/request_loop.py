@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from zeromesh.options import Placement
 from zeromesh.trainer.inference.requests import Inbox, News, Progress, Request
 from zeromesh.trainer.inference.row_cache import numbers_kept
 from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
-from zeromesh.trainer.inference.settings import ModelSettings, most_new_tokens
+from zeromesh.trainer.inference.settings import most_new_tokens
 from zeromesh.trainer.inference.source import ServedModel
 from zeromesh.trainer.model_on_mesh import least_free_bytes
 
@@ -57,19 +56,17 @@ class RequestLoop:
     ) -> None:
         mesh, engine = placed.mesh, placed.require_engine()
         self._mesh, self._engine, self._module, self._rows = mesh, engine, placed.module, rows
-        self._on_progress = on_progress
-        # Memory is free when the last reference is gone, which one in a circle of objects never is.
-        self._settings_of = partial(_settings_of, placed.settings, fields)
+        self._settings, self._fields, self._on_progress = placed.settings, fields, on_progress
         self._pipeline = placed.divided.pipeline
         batches = mesh.pipeline.size if self._pipeline is not None else 1
         limits = {"rows": -(-rows // batches), "cache_tokens": _cache_tokens(placed) // batches}
         self._batches = [
-            RunningBatch(placed.module, self._settings_of, prefill_tokens=_PREFILL_TOKENS, device=mesh.device, **limits)
+            RunningBatch(placed.module, prefill_tokens=_PREFILL_TOKENS, device=mesh.device, **limits)
             for _ in range(batches)
         ]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The most tokens still to be computed for each open request, by replica, as all ranks know it."""
-        self._queue: list[Request] = []
+        self._queue: list[tuple[Request, GenerationConfig]] = []
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
         """True if replicas need each other's parameters in every forward."""
 
@@ -81,11 +78,12 @@ class RequestLoop:
         """
         while True:
             news = self._exchange(inbox)
-            self._queue += news.requests
+            for each in news.requests:
+                self._queue.append((each, self._settings.of({**self._fields, **each.fields}, len(each.tokens))))
             # Who has asked may be gone before any rank has heard of the request.
             self._cancel(news.cancelled, inbox)
             if news.requests and not news.streams:
-                self._queue.sort(key=self._cost_of, reverse=True)
+                self._queue.sort(key=_cost_of, reverse=True)
             self._partition()
             if self._busy:
                 self._forwards(1 if news.streams else _MOST_FORWARDS, eager=news.streams)
@@ -96,10 +94,6 @@ class RequestLoop:
     def computed(self) -> int:
         """The tokens that this rank has computed so far, as `RunningBatch.computed` counts them."""
         return sum(batch.computed for batch in self._batches)
-
-    def _cost_of(self, request: Request) -> int:
-        """The tokens of a request, prompt included, at most."""
-        return len(request.tokens) + most_new_tokens(self._settings_of(request), len(request.tokens))
 
     @property
     def _busy(self) -> bool:
@@ -130,8 +124,8 @@ class RequestLoop:
         """End requests: those of a batch with what they have, and those of the queue with nothing."""
         if not numbers:
             return
-        gone = [request.number for request in self._queue if request.number in numbers]
-        self._queue = [request for request in self._queue if request.number not in numbers]
+        gone = [request.number for request, _ in self._queue if request.number in numbers]
+        self._queue = [each for each in self._queue if each[0].number not in numbers]
         for batch in self._batches:
             batch.cancel(numbers)
         self._report([Progress(number=each, tokens=[], logprobs=[], finish="cancelled") for each in gone], inbox)
@@ -150,10 +144,10 @@ class RequestLoop:
             if not takers:
                 return
             taker = min(takers, key=lambda index: (sum(self._open[index].values()), index))
-            request = self._queue.pop(0)
-            self._open[taker][request.number] = self._cost_of(request)
+            request, settings = queued = self._queue.pop(0)
+            self._open[taker][request.number] = _cost_of(queued)
             if taker == self._mesh.data_index:
-                min(self._batches, key=lambda batch: batch.open_tokens).add(request)
+                min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
     def _forwards(self, most: int, *, eager: bool) -> None:
         """Make up to so many forwards of each batch before ranks hear of each other again."""
@@ -192,8 +186,10 @@ class RequestLoop:
         return 0 if -fewest > most else -fewest
 
 
-def _settings_of(settings: ModelSettings, fields: Mapping[str, Any], request: Request) -> GenerationConfig:
-    return settings.of({**fields, **request.fields}, len(request.tokens))
+def _cost_of(queued: tuple[Request, GenerationConfig]) -> int:
+    """The tokens of a request, prompt included, at most."""
+    request, settings = queued
+    return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
 
 
 def _cache_tokens(placed: ServedModel) -> int:

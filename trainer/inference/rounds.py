@@ -144,9 +144,9 @@ def partition_prompts(
 ) -> list[list[list[int]]]:
     """Return for each round the numbers of the prompts, of these lengths, that each rank generates together.
 
-    In a round a rank has at most `batch`, the longest come first, and the sums of lengths over all rounds are as even as giving
-    each to the rank with the least makes them. Every prompt is in one place. What a rank, or with `whole_rounds` all ranks,
-    generate together is of nearly one length, or with `one_length` of exactly one.
+    In a round a rank has at most `batch`, and the longest come first, in turn, so that over all rounds the sums of lengths are not
+    further apart than one prompt is long. What a rank, or with `whole_rounds` all ranks, generate together is of nearly one length,
+    or with `one_length` of exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     groups, at_once = [[[number] for number in order]], ranks * batch
@@ -158,17 +158,10 @@ def partition_prompts(
             size = min(batch, -(-len(alike) // ranks))
             groups.append([alike[begin : begin + size] for begin in range(0, len(alike), size)])
         groups = groups if whole_rounds else [list(chain.from_iterable(groups))]
-    loads, rounds = [0] * ranks, []
+    rounds = []
     for group in groups:
         parts = sorted(group, key=lambda part: -len(part) * lengths[part[0]])
         for begin in range(0, len(parts), at_once):
             given = parts[begin : begin + at_once]
-            places = [-(-len(given) // ranks)] * ranks
-            dealt: list[list[int]] = [[] for _ in range(ranks)]
-            for part in given:
-                rank = min((rank for rank in range(ranks) if places[rank]), key=lambda rank: (loads[rank], rank))
-                dealt[rank] += part
-                places[rank] -= 1
-                loads[rank] += len(part) * lengths[part[0]]
-            rounds.append(dealt)
+            rounds.append([list(chain.from_iterable(given[rank::ranks])) for rank in range(ranks)])
     return rounds

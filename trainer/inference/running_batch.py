@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -81,7 +81,6 @@ class RunningBatch:
 
     Args:
         module: the model that computes the forwards.
-        settings_of: the settings of a request, checked.
         rows: requests that run at a time.
         prefill_tokens: tokens of prompts in one forward, padding included.
         cache_tokens: places for keys and values, padding included; one request runs in any case.
@@ -90,14 +89,13 @@ class RunningBatch:
     def __init__(
         self,
         module: Any,
-        settings_of: Callable[[Request], GenerationConfig],
         *,
         rows: int,
         prefill_tokens: int,
         cache_tokens: int,
         device: torch.device,
     ) -> None:
-        self._module, self._settings_of, self._device = module, settings_of, device
+        self._module, self._device = module, device
         self._most_rows, self._prefill_tokens, self._cache_tokens = rows, prefill_tokens, cache_tokens
         self._layers = layers_of(module.config) or 0
         takes = inspect.signature(module.forward).parameters
@@ -120,9 +118,8 @@ class RunningBatch:
         self.computed = 0
         """Tokens of prompts so far, and tokens after which a next one was chosen."""
 
-    def add(self, request: Request) -> None:
-        """Take on a request."""
-        settings = self._settings_of(request)
+    def add(self, request: Request, settings: GenerationConfig) -> None:
+        """Take on a request, whose settings, which were checked, are nobody else's from now on."""
         row = RunningRow(
             request=request,
             sampler=RowSampler.of(self._module, settings, request.tokens, request.seed, self._device),

@@ -33,13 +33,12 @@ def _model(kind: str) -> Any:
 
 
 def _batch(model: Any, *, rows: int, prefill_tokens: int = 64, cache_tokens: int = 1 << 30) -> RunningBatch:
-    settings = ModelSettings(model, None)
-
-    def settings_of(request: Request) -> Any:
-        return settings.of(request.fields, len(request.tokens))
-
     sizes = {"rows": rows, "prefill_tokens": prefill_tokens, "cache_tokens": cache_tokens}
-    return RunningBatch(model, settings_of, device=torch.device("cpu"), **sizes)
+    return RunningBatch(model, device=torch.device("cpu"), **sizes)
+
+
+def _add(batch: RunningBatch, request: Request) -> None:
+    batch.add(request, ModelSettings(batch._module, None).of(request.fields, len(request.tokens)))
 
 
 def _run(
@@ -50,7 +49,7 @@ def _run(
     most = 0
     while coming or batch.busy:
         while coming and draw.random() < 0.4:
-            batch.add(coming.pop(0))
+            _add(batch, coming.pop(0))
         if batch.plan(eager=eager) is ForwardKind.IDLE:
             continue
         most = max(most, batch.shape()[0])
@@ -145,7 +144,7 @@ def test_a_request_leaves_when_it_is_cancelled() -> None:
     model = _model("full")
     batch = _batch(model, rows=2)
     for number in range(3):
-        batch.add(Request(number=number, tokens=[9 + number], fields={"max_new_tokens": 6, "eos_token_id": -1}))
+        _add(batch, Request(number=number, tokens=[9 + number], fields={"max_new_tokens": 6, "eos_token_id": -1}))
     finishes = {}
     for turn in range(20):
         if turn == 3:
@@ -198,6 +197,6 @@ def test_prompts_of_up_to_twice_a_length_join_together_within_the_cache(
     batch = _batch(_model("full"), rows=8, prefill_tokens=1000, cache_tokens=cache_tokens)
     for number, length in enumerate(lengths):
         fields = {"max_new_tokens": 6, "eos_token_id": -1}
-        batch.add(Request(number=number, tokens=[9] * length, fields=fields))
+        _add(batch, Request(number=number, tokens=[9] * length, fields=fields))
     assert batch.plan(eager=True) is ForwardKind.PREFILL
     assert batch.shape()[0] == rows
