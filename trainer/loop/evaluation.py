@@ -122,12 +122,8 @@ def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> Bat
     """
     model = run.model
     return BatchGeneration(
-        model=model.module,
-        mesh=run.mesh,
-        engine=model.engine,
-        pipeline=model.divided.pipeline,
+        placed=model,
         settings=settings_of(model.module, fields, model.processing_class, asked),
-        processing_class=model.processing_class,
         seed=f"{run.config.run.seed}/{run.progress.step}",
         asked=asked,
     )

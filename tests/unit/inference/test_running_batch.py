@@ -1,4 +1,4 @@
-"""A lane gives every request what the model's own `generate` gives it alone, whoever joins and leaves meanwhile."""
+"""A running batch gives every request what the model's own `generate` gives it alone, whoever joins and leaves meanwhile."""
 
 import random
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers as tf
 
-from zeromesh.trainer.inference.lane import Lane, LaneLimits, Turn
 from zeromesh.trainer.inference.requests import Request
+from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
 from zeromesh.trainer.inference.settings import ModelSettings
 
 SMALL: dict[str, Any] = {
@@ -32,29 +32,31 @@ def _model(kind: str) -> Any:
     return made.double().eval()
 
 
-def _lane(model: Any, limits: LaneLimits) -> Lane:
-    settings = ModelSettings(model, None)
-
-    def settings_of(request: Request) -> Any:
-        return settings.of(request.fields, len(request.tokens))
-
-    return Lane(model, settings_of, limits, device=torch.device("cpu"))
+def _batch(model: Any, *, rows: int, prefill_tokens: int = 64, cache_tokens: int = 1 << 30) -> RunningBatch:
+    sizes = {"rows": rows, "prefill_tokens": prefill_tokens, "cache_tokens": cache_tokens}
+    return RunningBatch(model, device=torch.device("cpu"), **sizes)
 
 
-def _run(model: Any, lane: Lane, requests: list[Request], *, eager: bool, draw: random.Random) -> dict[int, Any]:
+def _add(batch: RunningBatch, request: Request) -> None:
+    batch.add(request, ModelSettings(batch._module, None).of(request.fields, len(request.tokens)))
+
+
+def _run(
+    model: Any, batch: RunningBatch, requests: list[Request], *, eager: bool, draw: random.Random
+) -> dict[int, Any]:
     """Let requests come in at random times, and collect what is made of them."""
     coming, made = list(requests), {request.number: ([], [], None) for request in requests}
     most = 0
-    while coming or lane.busy:
+    while coming or batch.busy:
         while coming and draw.random() < 0.4:
-            lane.add(coming.pop(0))
-        if lane.plan(eager=eager) is Turn.IDLE:
+            _add(batch, coming.pop(0))
+        if batch.plan(eager=eager) is ForwardKind.IDLE:
             continue
-        most = max(most, lane.shape()[0])
+        most = max(most, batch.shape()[0])
         with torch.no_grad():
-            lane.take(lane.choose(model(**lane.inputs()).logits[:, -1]))
-        lane.settle()
-        for progress in lane.progress():
+            batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
+        batch.settle()
+        for progress in batch.progress():
             tokens, logprobs, _ = made[progress.number]
             made[progress.number] = (tokens + progress.tokens, logprobs + progress.logprobs, progress.finish)
     assert most > 1, "nothing ran together"
@@ -72,8 +74,8 @@ def test_greedy_requests_are_as_if_alone(kind: str) -> None:
         )
         for number in range(24)
     ]
-    lane = _lane(model, LaneLimits(rows=4, prefill_tokens=24, cache_tokens=1 << 30))
-    made = _run(model, lane, requests, eager=True, draw=draw)
+    batch = _batch(model, rows=4, prefill_tokens=24)
+    made = _run(model, batch, requests, eager=True, draw=draw)
     ends = set()
     for request in requests:
         ids = torch.tensor([request.tokens])
@@ -113,8 +115,8 @@ def test_processors_see_what_they_see_of_a_prompt_alone(fields: dict[str, Any], 
         model.generation_config.update(**fields)
     given = {} if of_the_model else fields
     requests = [Request(number=n, tokens=[*range(8, 10 + 3 * n)], fields=given) for n in range(4)]
-    lane = _lane(model, LaneLimits(rows=4, prefill_tokens=24, cache_tokens=1 << 30))
-    made = _run(model, lane, requests, eager=True, draw=draw)
+    batch = _batch(model, rows=4, prefill_tokens=24)
+    made = _run(model, batch, requests, eager=True, draw=draw)
     plain, differ = _model("full"), 0
     for request in requests:
         ids = torch.tensor([request.tokens])
@@ -132,37 +134,37 @@ def test_draws_do_not_depend_on_the_company() -> None:
     requests = [Request(number=n, tokens=[7 + n, 9], fields=fields, seed=n % 3) for n in range(6)]
     found = []
     for rows, eager in ((6, True), (2, False)):
-        lane = _lane(model, LaneLimits(rows=rows, prefill_tokens=64, cache_tokens=1 << 30))
-        found.append(_run(model, lane, requests, eager=eager, draw=random.Random(rows)))
+        batch = _batch(model, rows=rows)
+        found.append(_run(model, batch, requests, eager=eager, draw=random.Random(rows)))
     assert {n: each[0] for n, each in found[0].items()} == {n: each[0] for n, each in found[1].items()}
     assert len({tuple(each[0]) for each in found[0].values()}) > 3
 
 
 def test_a_request_leaves_when_it_is_cancelled() -> None:
     model = _model("full")
-    lane = _lane(model, LaneLimits(rows=2, prefill_tokens=64, cache_tokens=1 << 30))
+    batch = _batch(model, rows=2)
     for number in range(3):
-        lane.add(Request(number=number, tokens=[9 + number], fields={"max_new_tokens": 6, "eos_token_id": -1}))
+        _add(batch, Request(number=number, tokens=[9 + number], fields={"max_new_tokens": 6, "eos_token_id": -1}))
     finishes = {}
     for turn in range(20):
         if turn == 3:
-            lane.cancel([0, 7])
-        if lane.plan(eager=True) is not Turn.IDLE:
+            batch.cancel([0, 7])
+        if batch.plan(eager=True) is not ForwardKind.IDLE:
             with torch.no_grad():
-                lane.take(lane.choose(model(**lane.inputs()).logits[:, -1]))
-            lane.settle()
-        finishes |= {each.number: each.finish for each in lane.progress() if each.finish}
+                batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
+            batch.settle()
+        finishes |= {each.number: each.finish for each in batch.progress() if each.finish}
     assert finishes == {0: "cancelled", 1: "length", 2: "length"}
-    assert not lane.busy
+    assert not batch.busy
 
 
 def test_the_cache_has_a_bound() -> None:
     model, draw = _model("full"), random.Random(2)
     requests = [Request(number=n, tokens=[8 + n] * 10, fields={"max_new_tokens": 10}) for n in range(6)]
-    lane = _lane(model, LaneLimits(rows=6, prefill_tokens=512, cache_tokens=45))
-    made = _run(model, lane, requests, eager=True, draw=draw)
+    batch = _batch(model, rows=6, prefill_tokens=512, cache_tokens=45)
+    made = _run(model, batch, requests, eager=True, draw=draw)
     assert all(finish for *_, finish in made.values())
-    assert lane._cache.width == 0, "all rows have left"
+    assert batch._cache.width == 0, "all rows have left"
 
 
 def test_what_cannot_join_a_running_batch_is_named() -> None:
@@ -192,9 +194,9 @@ def test_what_cannot_join_a_running_batch_is_named() -> None:
 def test_prompts_of_up_to_twice_a_length_join_together_within_the_cache(
     lengths: list[int], cache_tokens: int, rows: int
 ) -> None:
-    lane = _lane(_model("full"), LaneLimits(rows=8, prefill_tokens=1000, cache_tokens=cache_tokens))
+    batch = _batch(_model("full"), rows=8, prefill_tokens=1000, cache_tokens=cache_tokens)
     for number, length in enumerate(lengths):
         fields = {"max_new_tokens": 6, "eos_token_id": -1}
-        lane.add(Request(number=number, tokens=[9] * length, fields=fields))
-    assert lane.plan(eager=True) is Turn.PREFILL
-    assert lane.shape()[0] == rows
+        _add(batch, Request(number=number, tokens=[9] * length, fields=fields))
+    assert batch.plan(eager=True) is ForwardKind.PREFILL
+    assert batch.shape()[0] == rows

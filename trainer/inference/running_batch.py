@@ -1,7 +1,7 @@
-"""`Lane`: a batch of requests that join and leave it, and the forwards that it wants of a model.
+"""`RunningBatch`: requests that join and leave while a model generates, and the forwards that they want of it.
 
 A forward is a chunk of the prompts of those who join (prefill), or one token of each who runs (decode); they take turns, so that
-long prompts do not hold up the others. Where several ranks run one model, each of them has the lane, and all come to the same.
+long prompts do not hold up the others. Where several ranks run one model, each of them has the batch, and all come to the same.
 
     prefill     a b c d         prompts but for their last tokens, padded on the right, which nothing before looks at
                 e . . .
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -29,24 +29,12 @@ from zeromesh.trainer.inference.settings import most_new_tokens
 from zeromesh.trainer.models.generation import ends_of
 
 
-class Turn(Enum):
-    """The kind of a lane's next forward."""
+class ForwardKind(Enum):
+    """The kind of a batch's next forward."""
 
     IDLE = "idle"
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaneLimits:
-    """The limits of a lane."""
-
-    rows: int
-    """Requests that run at a time."""
-    prefill_tokens: int
-    """Tokens of prompts in one forward, padding included."""
-    cache_tokens: int
-    """Places for keys and values, padding included; one request runs in any case."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -81,58 +69,60 @@ class RunningRow:
             self.logprobs.append(logprob)
             self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None
 
-    def progress(self) -> Progress | None:
-        """Return what was not reported yet; None if there is nothing."""
+    def progress(self) -> Progress:
+        """Return what was not reported yet."""
         begin, self.reported = self.reported, len(self.logprobs)
-        if begin == self.reported and self.finish is None:
-            return None
-        prompt = len(self.request.tokens)
-        return Progress(
-            number=self.request.number,
-            tokens=self.tokens[prompt + begin :],
-            logprobs=self.logprobs[begin:],
-            finish=self.finish,
-        )
+        tokens, logprobs = self.tokens[len(self.request.tokens) + begin :], self.logprobs[begin:]
+        return Progress(number=self.request.number, tokens=tokens, logprobs=logprobs, finish=self.finish)
 
 
-class Lane:
+class RunningBatch:
     """See the module. Rows that have ended stay until `settle`, so that shapes do not depend on tokens.
 
     Args:
         module: the model that computes the forwards.
-        settings_of: the settings of a request, checked.
+        rows: requests that run at a time.
+        prefill_tokens: tokens of prompts in one forward, padding included.
+        cache_tokens: places for keys and values, padding included; one request runs in any case.
     """
 
     def __init__(
         self,
         module: Any,
-        settings_of: Callable[[Request], GenerationConfig],
-        limits: LaneLimits,
         *,
+        rows: int,
+        prefill_tokens: int,
+        cache_tokens: int,
         device: torch.device,
     ) -> None:
-        self._module, self._settings_of, self._limits, self._device = module, settings_of, limits, device
-        self._takes = frozenset(inspect.signature(module.forward).parameters)
+        self._module, self._device = module, device
+        self._most_rows, self._prefill_tokens, self._cache_tokens = rows, prefill_tokens, cache_tokens
         self._layers = layers_of(module.config) or 0
+        takes = inspect.signature(module.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        """Arguments of every forward."""
+        if "logits_to_keep" in takes:
+            self._fixed["logits_to_keep"] = 1
+        if hasattr(module.config, "output_router_logits"):
+            self._fixed["output_router_logits"] = False
         self._waiting: deque[RunningRow] = deque()
         self._running: list[RunningRow] = []
         self._cache = RowCache(self._layers)
         self._joining: list[RunningRow] = []
         self._joining_cache = RowCache(self._layers)
         self._ended: list[RunningRow] = []
-        self._turn = Turn.IDLE
+        self._kind = ForwardKind.IDLE
         self._after_prefill = False
         """True if the latest forward computed prompts."""
         self.computed = 0
         """Tokens of prompts so far, and tokens after which a next one was chosen."""
 
-    def add(self, request: Request) -> None:
-        """Take on a request."""
-        settings = self._settings_of(request)
-        sampler = RowSampler.of(self._module, settings, request.tokens, request.seed, self._device)
+    def add(self, request: Request, settings: GenerationConfig) -> None:
+        """Take on a request, whose settings, which were checked, are nobody else's from now on."""
         row = RunningRow(
             request=request,
-            sampler=sampler,
+            sampler=RowSampler.of(self._module, settings, request.tokens, request.seed, self._device),
             ends=ends_of(settings),
             limit=most_new_tokens(settings, len(request.tokens)),
             tokens=list(request.tokens),
@@ -140,10 +130,9 @@ class Lane:
         self._waiting.append(row)
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """End requests between forwards; other lanes' are passed over."""
-        wanted = set(numbers)
+        """End requests between forwards; those of other batches are passed over."""
         for row in self._rows:
-            if row.request.number in wanted and row.finish is None:
+            if row.request.number in numbers and row.finish is None:
                 row.finish = "cancelled"
         self._ended += [row for row in self._waiting if row.finish]
         self._waiting = deque(row for row in self._waiting if not row.finish)
@@ -155,31 +144,29 @@ class Lane:
     @property
     def busy(self) -> bool:
         """True if any request has not ended."""
-        return bool(self._rows)
+        return bool(self._waiting or self._joining or self._running)
 
     @property
     def open_tokens(self) -> int:
         """Tokens that are still to be computed at most."""
         return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in self._rows)
 
-    # The turns
-
-    def plan(self, *, eager: bool) -> Turn:
+    def plan(self, *, eager: bool) -> ForwardKind:
         """Decide on the next forward. `eager`: requests join as soon as a row is free, and not when several are."""
         if not self._joining and self._waiting:
             self._admit(eager=eager)
         if self._joining and not self._columns():
             self._join()
         if self._joining and not (self._running and self._after_prefill):
-            self._turn = Turn.PREFILL
+            self._kind = ForwardKind.PREFILL
         else:
-            self._turn = Turn.DECODE if self._running else Turn.IDLE
-        return self._turn
+            self._kind = ForwardKind.DECODE if self._running else ForwardKind.IDLE
+        return self._kind
 
     def _admit(self, *, eager: bool) -> None:
         """Choose who joins next: as many as there is room for, of prompts that are not much shorter than the first one's."""
-        free = self._limits.rows - len(self._running)
-        if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._limits.rows // 8))):
+        free = self._most_rows - len(self._running)
+        if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._most_rows // 8))):
             return
         running = max((row.cached + row.left for row in self._running), default=0)
         longest = len(self._waiting[0].tokens)
@@ -187,7 +174,7 @@ class Lane:
             length = len(row.tokens)
             width = max(running, *(each.limit + len(each.tokens) for each in (*self._joining, row)))
             rows = len(self._running) + len(self._joining) + 1
-            if len(self._joining) == free or (rows > 1 and rows * width > self._limits.cache_tokens):
+            if len(self._joining) == free or (rows > 1 and rows * width > self._cache_tokens):
                 break
             if longest <= 2 * length and length <= 2 * longest:
                 self._joining.append(row)
@@ -195,62 +182,47 @@ class Lane:
 
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the forward that was decided on."""
-        if self._turn is Turn.PREFILL:
+        if self._kind is ForwardKind.PREFILL:
             return len(self._joining), self._columns()
         return max(1, len(self._running)), 1
 
     def _columns(self) -> int:
         """Columns of the next chunk of prompts; 0 where they are over."""
         left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.width
-        return min(left, max(1, self._limits.prefill_tokens // len(self._joining)))
+        return min(left, max(1, self._prefill_tokens // len(self._joining)))
 
     def inputs(self) -> dict[str, Any]:
-        """The arguments of that forward; of an idle lane, something that nothing is kept of."""
-        if self._turn is Turn.PREFILL:
-            return self._prompts()
-        if self._turn is Turn.IDLE:
+        """The arguments of that forward; of an idle batch, something that nothing is kept of."""
+        if self._kind is ForwardKind.IDLE:
             one = torch.ones(1, 1, dtype=torch.long)
             return self._arguments(0 * one, one, 0 * one) | {"use_cache": False}
-        self._cache.make_room(1)
-        ids = torch.tensor([row.tokens[-1:] for row in self._running])
-        lengths = torch.tensor([[row.cached] for row in self._running])
-        # A row that has ended may be computed in vain beyond the positions that the model has.
-        positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in self._running])
-        columns = torch.arange(self._cache.width + 1)
-        mask = (columns >= self._cache.width - lengths).long()
-        return self._arguments(ids, mask, positions) | {"past_key_values": self._cache}
+        rows, cache = self._running, self._cache
+        if self._kind is ForwardKind.PREFILL:
+            rows, cache, new = self._joining, self._joining_cache, self._columns()
+            begin, end = cache.width, cache.width + new
+            chunks = [row.request.tokens[begin : min(end, len(row.request.tokens) - 1)] for row in rows]
+            ids = torch.tensor([[*chunk, *[0] * (new - len(chunk))] for chunk in chunks])
+            positions = torch.arange(begin, end).expand(len(rows), -1)
+            mask = torch.ones(len(rows), end, dtype=torch.long)
+        else:
+            new, width = 1, cache.width
+            ids = torch.tensor([row.tokens[-1:] for row in rows])
+            # A row that has ended may be computed in vain beyond the positions that the model has.
+            positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in rows])
+            mask = (torch.arange(width + 1) >= torch.tensor([[width - row.cached] for row in rows])).long()
+        cache.make_room(new)
+        return self._arguments(ids, mask, positions) | {"past_key_values": cache}
 
     def _arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
         """The arguments of a forward, but for the cache, from tensors `[rows, columns]` on the CPU."""
-        found: dict[str, Any] = {
-            "input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), "use_cache": True, "return_dict": True,
-        }  # fmt: skip
-        if "position_ids" in self._takes:
-            found["position_ids"] = positions.to(self._device)
-        if "logits_to_keep" in self._takes:
-            found["logits_to_keep"] = 1
-        if hasattr(self._module.config, "output_router_logits"):
-            found["output_router_logits"] = False
-        return found
-
-    def _prompts(self) -> dict[str, Any]:
-        """A chunk of prompts."""
-        cache, new = self._joining_cache, self._columns()
-        cache.make_room(new)
-        begin, end = cache.width, cache.width + new
-        ids = torch.zeros(len(self._joining), new, dtype=torch.long)
-        for index, row in enumerate(self._joining):
-            part = row.request.tokens[begin : min(end, len(row.request.tokens) - 1)]
-            ids[index, : len(part)] = torch.tensor(part, dtype=torch.long)
-        positions = torch.arange(begin, end).expand(len(self._joining), -1)
-        mask = torch.ones(len(self._joining), end, dtype=torch.long)
-        return self._arguments(ids, mask, positions) | {"past_key_values": cache}
+        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._fixed}
+        return found | ({"position_ids": positions.to(self._device)} if self._takes_positions else {})
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose by logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64, the next tokens and the logarithms
         of their probabilities. After prompts nothing is chosen."""
         chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
-        if self._turn is Turn.DECODE:
+        if self._kind is ForwardKind.DECODE:
             logits = widened(logits)
             tokens = logits.argmax(dim=-1)
             for index, row in enumerate(self._running):
@@ -261,10 +233,10 @@ class Lane:
 
     def take(self, chosen: torch.Tensor) -> None:
         """Take what `choose` has returned, after the forward."""
-        if self._turn is Turn.IDLE:
+        if self._kind is ForwardKind.IDLE:
             return
-        self._after_prefill = self._turn is Turn.PREFILL
-        if self._turn is Turn.PREFILL:
+        self._after_prefill = self._kind is ForwardKind.PREFILL
+        if self._after_prefill:
             begin, new = self._joining_cache.width, self._columns()
             self.computed += sum(max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining)
             self._joining_cache.added(len(self._joining), new)
@@ -280,7 +252,7 @@ class Lane:
         for row in self._joining:
             row.cached = len(row.request.tokens) - 1
         lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
-        self._cache.merge(self._joining_cache, *lengths, most_rows=self._limits.rows)
+        self._cache.merge(self._joining_cache, *lengths, most_rows=self._most_rows)
         self._running += self._joining
         self._joining, self._joining_cache = [], RowCache(self._layers)
 
@@ -288,29 +260,26 @@ class Lane:
         """Take out the rows that have ended."""
         for index in range(len(self._running) - 1, -1, -1):
             row = self._running[index]
-            if row.finish is None:
-                continue
-            self._ended.append(row)
-            self._running[index] = self._running[-1]
-            self._running.pop()
-            self._cache.remove(index, [each.cached for each in self._running])
+            if row.finish is not None:
+                self._ended.append(row)
+                self._running[index] = self._running[-1]
+                self._running.pop()
+                self._cache.remove(index, [each.cached for each in self._running])
 
-    def steady_turns(self, *, fewest: int) -> int:
-        """For how many turns shapes stay as they are: one while prompts wait, else until some row comes to its limit, or `fewest`,
-        in the last of which such a row is computed in vain."""
-        if self._turn is not Turn.DECODE or self._joining:
+    def steady_forwards(self, *, fewest: int) -> int:
+        """For how many forwards shapes stay as they are: one while prompts wait, else until some row comes to its limit, or
+        `fewest`, in the last of which such a row is computed in vain."""
+        if self._kind is not ForwardKind.DECODE or self._joining:
             return 1
         return max(fewest, min((row.left for row in self._running if row.finish is None), default=1))
 
-    def longest_turns(self) -> int:
-        """Turns until all that it has is over at most."""
+    def most_forwards(self) -> int:
+        """Forwards until all that it has is over at most."""
         prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
-        chunks = -(-prompts // self._limits.prefill_tokens) + len(self._waiting) + len(self._joining)
+        chunks = -(-prompts // self._prefill_tokens) + len(self._waiting) + len(self._joining)
         return sum(row.left for row in self._rows) + chunks
 
     def progress(self) -> list[Progress]:
         """Return the progress of all requests since the last call."""
-        rows = (*self._ended, *self._joining, *self._running)
-        found = [made for row in rows if (made := row.progress()) is not None]
-        self._ended = []
-        return found
+        rows, self._ended = [*self._ended, *self._joining, *self._running], []
+        return [row.progress() for row in rows if row.finish or len(row.logprobs) > row.reported]
