@@ -28,7 +28,7 @@ GLOBAL_STEP = "train/global_step"
 _EVALUATED = "eval/global_step"
 """The same of evaluations alone, in wandb."""
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
-"""wandb's service writes a row down at once, so that a kill of the run loses none that its own file counts as sent."""
+"""The first: wandb's service writes a row down at once, so that a kill loses none that `tracking-wandb.json` counts as sent."""
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
