@@ -32,8 +32,14 @@ def some(names: Collection[object], shown: int = 3) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a regular noun in the number that goes with `count`: `step`, or `steps`."""
-    return noun if count == 1 else noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
+    """Return a noun in the number that goes with `count`: `step`, `steps`; `batch`, `batches`; `directory`, `directories`."""
+    if count == 1:
+        return noun
+    return (
+        noun.removesuffix("y") + "ies"
+        if noun.endswith("ry")
+        else f"{noun}{'es' * noun.endswith(('ch', 's', 'x')) or 's'}"
+    )
 
 
 def counted(count: int, noun: str, spec: str = "") -> str:

@@ -426,3 +426,8 @@ def test_what_tests_share_has_names_of_its_own() -> None:
     paths = [path for path in (ROOT / "tests").rglob("*.py") if not (path.parent / "__init__.py").exists()]
     names = [path.stem for path in paths if not path.stem.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_the_root_of_scripts_has_few_files() -> None:
+    """Those that others call by name; benchmarks, suites, pictures and pages have folders."""
+    assert len([path for path in (ROOT / "scripts").iterdir() if path.is_file()]) <= 12

@@ -13,6 +13,7 @@ from zeromesh.errors import counted, plural, ranks_text
         (1200, "file", ",", "1,200 files"),
         (2, "batch", "", "2 batches"),
         (3, "process", "", "3 processes"),
+        (2, "more directory", "", "2 more directories"),
         (1, "whole step", "", "1 whole step"),
     ],
 )

@@ -314,7 +314,7 @@ class _DatasetLoader:
         )
         filled = amount.tokens / (len(found) * length)
         note = (
-            f"{where}: {amount.documents:,} rows, {amount.tokens:,} tokens, in "
+            f"{where}: {counted(amount.documents, 'row', ',')}, {counted(amount.tokens, 'token', ',')}, in "
             f"{counted(len(found), 'sequence', ',')} of {length}, which they "
             f"fill to {filled:.0%}"
         )

@@ -28,7 +28,7 @@ GLOBAL_STEP = "train/global_step"
 _EVALUATED = "eval/global_step"
 """The same of evaluations alone, in wandb."""
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
-"""wandb's service writes a row down at once, so that a kill of the run loses none that its own file counts as sent."""
+"""The first: wandb's service writes a row down at once, so that a kill loses none that `tracking-wandb.json` counts as sent."""
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
@@ -90,7 +90,7 @@ class Tracker:
 
         run, kind = self.run, LOGGER_TYPE_TO_CLASS[self.name]
         folder = [run.folder(self.name)] if kind.requires_logging_directory else []
-        self._make(run.project, *folder, **_row(self.name).arguments(run))
+        self._make(run.project, *folder, **kind_of(self.name).arguments(run))
         self.tracker.store_init_configuration(dict(run.settings))
         self.sent, _ = self._noted()
 
@@ -261,10 +261,6 @@ def _pass_second(folder: Path) -> None:
     time.sleep(max(0.0, wait))
 
 
-def _aim(run: TrackedRun) -> dict[str, Any]:
-    return {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
-
-
 def _clearml(run: TrackedRun) -> dict[str, Any]:
     if not run.online:
         from clearml import Task
@@ -297,18 +293,6 @@ def _comet_ml(run: TrackedRun) -> dict[str, Any]:
     return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
 
 
-def _dvclive(run: TrackedRun) -> dict[str, Any]:
-    # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
-    # each file once more with every step.
-    paths = {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}
-    return {**paths, "resume": run.step > 0, "save_dvc_exp": False}
-
-
-def _mlflow(run: TrackedRun) -> dict[str, Any]:
-    # Its tags have names, of few characters.
-    return {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
-
-
 def _swanlab(run: TrackedRun) -> dict[str, Any]:
     from swanlab import Settings
 
@@ -319,12 +303,7 @@ def _swanlab(run: TrackedRun) -> dict[str, Any]:
     return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}
 
 
-def _trackio(run: TrackedRun) -> dict[str, Any]:
-    # It knows runs by their names alone.
-    return {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TrackerKind:
     """A row of the table of trackers."""
 
@@ -336,23 +315,34 @@ class TrackerKind:
 
 
 TRACKERS = {
-    "aim": TrackerKind(arguments=_aim),
-    "clearml": TrackerKind(arguments=_clearml),
-    "comet_ml": TrackerKind(arguments=_comet_ml),
-    "dvclive": TrackerKind(arguments=_dvclive),
-    "mlflow": TrackerKind(arguments=_mlflow),
-    "swanlab": TrackerKind(arguments=_swanlab),
+    "aim": TrackerKind(
+        lambda run: {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
+    ),
+    "clearml": TrackerKind(_clearml),
+    "comet_ml": TrackerKind(_comet_ml),
+    # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
+    # each file once more with every step.
+    "dvclive": TrackerKind(
+        lambda run: (
+            {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}
+            | {"resume": run.step > 0, "save_dvc_exp": False}
+        )
+    ),
+    # Its tags have names, of few characters.
+    "mlflow": TrackerKind(
+        lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
+    ),
+    "swanlab": TrackerKind(_swanlab),
     "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
-    "trackio": TrackerKind(arguments=_trackio),
+    # It knows runs by their names alone.
+    "trackio": TrackerKind(
+        lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
+    ),
     "wandb": TrackerKind(make=WandbTracker),
 }
 """The trackers that `tracking.backends` may name, beside those that a user has registered with accelerate."""
 
 
-def _row(name: str) -> TrackerKind:
+def kind_of(name: str) -> TrackerKind:
+    """The row of a tracker; of one that a user has registered, the row without anything special."""
     return TRACKERS.get(name, TrackerKind())
-
-
-def make_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Make the tracker of a run by its name; it has not begun."""
-    return _row(name).make(name, run)

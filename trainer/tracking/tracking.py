@@ -32,7 +32,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics, leaves
-from zeromesh.trainer.trackers.backends import Place, TrackedRow, TrackedRun, Tracker, make_tracker
+from zeromesh.trainer.trackers.backends import Place, TrackedRow, TrackedRun, Tracker, kind_of
 from zeromesh.trainer.tracking.rows import evaluation_row, missed_rows, step_row
 
 HAS_ALL = "metrics.jsonl has every step"
@@ -186,7 +186,7 @@ class Tracking:
         except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
             note(f"WARNING: there is no tracking: {describe_error(error, redaction)}. Training goes on; {HAS_ALL}")
             return cls(ident=ident)
-        trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
+        trackers = [kind_of(name).make(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait for this one meanwhile.
         patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)

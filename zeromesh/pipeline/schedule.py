@@ -294,7 +294,7 @@ def validate(schedule: PipelineSchedule) -> None:
     """
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(
-            f"{_title(schedule)} has actions for {len(schedule.actions)} ranks instead of {schedule.ranks}"
+            f"{_title(schedule)} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
         )
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     kinds = {Kind.FORWARD, *map(attrgetter("kind"), chain(*schedule.actions))}

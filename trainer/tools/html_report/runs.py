@@ -151,7 +151,7 @@ def _whole_lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
     found = _tried(path, lambda path: read_metrics(path, broken), remarks) or []
     remarks += broken[:_BROKEN_SHOWN]
     if len(broken) > _BROKEN_SHOWN:
-        remarks.append(f"{len(broken) - _BROKEN_SHOWN} more lines of {path.name} cannot be read")
+        remarks.append(f"{counted(len(broken) - _BROKEN_SHOWN, 'more line')} of {path.name} cannot be read")
     return found
 
 
