@@ -89,7 +89,6 @@ def _compared(one: StoredTensor, two: StoredTensor, here: torch.Tensor, there: t
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    """Return the counters and the settings of a checkpoint, by name; nothing where a run's state is not in it."""
     state = state_of(reader)
     facts = {} if state is None else asdict(state)
     settings: dict[str, Any] = facts.pop("settings", {})
