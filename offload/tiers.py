@@ -122,6 +122,10 @@ class TieredTensor:
         """Bytes over all tiers."""
         return self.numel * self.dtype.itemsize
 
+    def bytes_on(self, tier: Tier) -> int:
+        """Sum the bytes on one tier."""
+        return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
+
     @property
     def memory(self) -> torch.Tensor:
         """All elements, where they are in one piece of the memory of the CPU. Raises `ValueError` where they are not."""
