@@ -19,7 +19,7 @@ from zeromesh.errors import StorageError
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, allocate_lasting
 
 LONGEST_ROW = 512 << 10
 """Bytes. Runs of longer rows are few enough to be pieces of their own."""
@@ -91,7 +91,7 @@ def _exchange(
     # Of bytes a collective changes no bit, NaNs' neither.
     out, into = ([[each.view(-1).view(torch.uint8)] for each in side] for side in (sent, received))
     axis.exchange(out, into, values.view(torch.uint8), "rows of divided tensors")
-    whole = torch.empty((count, rows.width), dtype=values.dtype)
+    whole = allocate_lasting((count, rows.width), values.dtype, torch.device("cpu"))
     for part, lengths, places in zip(received, widths, columns, strict=True):
         for (begin, end), column in zip(places, torch.split(part, lengths, 1), strict=True):
             whole[:, begin:end] = column
