@@ -228,19 +228,20 @@ class ProcessSet:
     ) -> None:
         """Send the tensors `sent[i]`, 1-D, to the rank at position i, and fill `received[i]` with what it sends here, in its order.
 
-        All are of the dtype and on the device of `like`.
+        Tensors that are filled may have any shape and device.
+        What is sent is of the dtype and on the device of `like`.
         """
         groups = self.require_member()
-        out, into = ([torch.cat([like[:0], *each]) for each in side] for side in (sent, received))
-        moved = filled = torch.cat(out)
+        moved = filled = torch.cat([like[:0], *(each for side in sent for each in side)])
+        targets = [each for side in received for each in side]
         if groups is not None:
-            filled, lengths = torch.cat(into), [[each.numel() for each in side] for side in (into, out)]
+            lengths = [[sum(each.numel() for each in side) for side in sides] for sides in (received, sent)]
+            filled = like.new_empty(sum(lengths[0]))
             with self.traffic.timed(Collective.ALL_TO_ALL, filled.nbytes):
                 work = dist.all_to_all_single(filled, moved, lengths[0], lengths[1], groups.data, async_op=True)
                 self.order(work, what)
-        targets = [each for side in received for each in side]
         for target, values in zip(targets, torch.split(filled, [each.numel() for each in targets]), strict=True):
-            target.copy_(values)
+            target.copy_(values.view(target.shape))
 
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
