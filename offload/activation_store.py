@@ -357,7 +357,6 @@ class ActivationStore:
         require_unchanged(tensor, version, "while it was copied to the host")
 
     def _on_host(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:
-        """A tensor in the memory of the host, counted and pinned where the device copies from it."""
         nbytes, pinned = shape.numel() * dtype.itemsize, self._tiers.pinned
         reservation = self._count(Tier.HOST, nbytes)
         if pinned.take(nbytes, self._tiers.device):
@@ -394,6 +393,5 @@ class ActivationStore:
         self._recount()
 
     def _recount(self) -> None:
-        """Do what ended reservations have queued."""
         while not self._ended.empty():
             self._ended.get_nowait()()

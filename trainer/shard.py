@@ -25,9 +25,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
-from zeromesh.checkpoint.saver import Saver
+from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import settle_heap
@@ -357,24 +358,30 @@ def save(
         good_steps=progress.good_steps,
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
-
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh)
     try:
         away = vars(model)[_SHARDING].source.referenced()
         content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
-        tensors = [each for each in content.tensors if each.kind not in WEIGHTS or each.name not in without]
-        shards = [each for each in content.shards if each.spec.kind not in WEIGHTS or each.spec.name not in without]
-        away = replace(away, tensors=[each for each in away.tensors if each.spec.name not in without])
-        saver.begin(made.step, replace(content, tensors=tensors, shards=shards, frozen=away))
+        saver.begin(made.step, _without(content, without))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     saved = saver.finish()
     if saved is None or saved.failure:
-        raise StorageError(
-            f"the checkpoint of step {made.step} was not written: {saved.failure if saved else 'no save ran'}"
-        )
+        why = saved.failure if saved else "no save ran"
+        raise StorageError(f"the checkpoint of step {made.step} was not written: {why}")
     return store.path(made.step)
+
+
+def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
+    """The content of a checkpoint but for the values of parameters and buffers of some names."""
+
+    def stays(spec: TensorSpec) -> bool:
+        return spec.kind not in WEIGHTS or spec.name not in names
+
+    tensors, shards = filter(stays, content.tensors), (each for each in content.shards if stays(each.spec))
+    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each.spec)))
+    return replace(content, tensors=list(tensors), shards=list(shards), frozen=away)
 
 
 def load(

@@ -85,7 +85,6 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self._identity = _identity(self._buffered) if constant else None
 
     def _require_constant(self) -> None:
-        """Raise `StorageError` where a file that is to stay as it is has been written to since it was opened."""
         before = self._identity
         if before is None or (found := _identity(self._buffered)) == before:
             return
@@ -181,7 +180,6 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         return block.size
 
     def _read_pieces(self, pieces: list[_Bytes], offset: int, nbytes: int) -> None:
-        """Fill `pieces`, which have `nbytes` bytes in all, through the page cache."""
         with disk_call("read", self.path), refusals(self.path, f"read ({nbytes:,} bytes at {offset:,})"):
             self._buffered_part("read", os.preadv, pieces, offset, offset + nbytes)
             self._require_constant()

@@ -152,7 +152,7 @@ class Axis:
         def take(given: list[Any]) -> None:
             for source, targets in zip(given, received, strict=True):
                 for part, target in zip(source[self.index], targets, strict=True):
-                    target.copy_(part)
+                    target.copy_(part.view(target.shape))
 
         self._all(sent, take)
 

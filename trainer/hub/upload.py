@@ -31,10 +31,7 @@ _TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 
 
 def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
-    """Write `README.md`, transformers' own draft of a model card, for a `Trainer`.
-
-    `values` are what the user says of the model, by transformers' names; the repository's name and the model's tags go beside them.
-    """
+    """Write transformers' own draft of a model card; `values` are what the user says of the model, by transformers' names."""
     config, mesh = trainer.run.config, trainer.mesh
     values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
     tags = getattr(trainer.model, "model_tags", None)

@@ -49,7 +49,8 @@ class TrainedModel(PlacedModel):
         self.described = kept | first
 
     def over(self) -> str:
-        return f"this run ended after {counted(self.steps_made(), 'whole step')} with {self.failure}. It cannot go on; make a new Trainer"
+        steps = counted(self.steps_made(), "whole step")
+        return f"this run ended after {steps} with {self.failure}. It cannot go on; make a new Trainer"
 
     def explain(self, error: BaseException) -> BaseException:
         """The error that says what holds this rank's memory, if it ran out."""

@@ -354,7 +354,6 @@ def _refuse_part(directory: Path) -> None:
 
 
 def _read_indexed(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors that the index of a directory maps to files."""
     index = directory / INDEX
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
@@ -488,7 +487,6 @@ class SafetensorsSource:
         self._fallback.close()
 
     def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        """The tensors that a conversion makes; those of the latest one are kept."""
         if conversion.target not in self._made:
             self._made.clear()
             self._made[conversion.target] = conversion.run(self._files.read_whole, self._skeleton.root)

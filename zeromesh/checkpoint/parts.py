@@ -21,12 +21,11 @@ import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
+from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, copy_file
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload.io.direct_io import PositionalFile
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
@@ -72,7 +71,6 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
 
 
 def _facts(part: Manifest, shared: Iterable[str]) -> dict[str, Any]:
-    """What parts of one checkpoint have in common, of files those that are `shared`."""
     return {
         "step": part.step,
         "number of parts": part.part[1],
@@ -118,15 +116,9 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
     text = whole.to_json()
     manifests.parse(out / manifests.NAME, text)
     with fresh_directory(out, whole.nbytes) as directory:
-        for path, record in whole.files.items():
-            if whole.is_elsewhere(path):
-                continue
-            (directory / path).parent.mkdir(exist_ok=True)
-            with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
-                for part in parts:
-                    if path in part.manifest.files:
-                        part.copy_to(file, path, on_progress)
-                file.sync()
+        for path in whole.files:
+            if not whole.is_elsewhere(path):
+                copy_file(parts, path, directory, on_progress)
         write_whole(directory / manifests.NAME, text)
     return whole
 

@@ -127,7 +127,6 @@ class Saver:
         self.in_flight, self._writer, self._coming = step, writer, stages
 
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
-        """Make the directory with its small files."""
         with disk_call("creation", self.store.temporary(step)):
             directory = self.store.create(step, files, part_nbytes)
             if self._mesh.rank == 0:
@@ -268,9 +267,9 @@ class Saver:
             self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
         except CheckpointError as error:
             return replace(saved, failure=str(error))
-        stages, found = self._retire(saved, keep), None
-        while found is None:
-            found = _next(stages)
+        stages = self._retire(saved, keep)
+        while (found := _next(stages)) is None:
+            continue
         return found
 
     def remove_old(self, seconds: float) -> str:
@@ -301,7 +300,6 @@ def _next(stages: _Stages) -> Saved | None:
 
 
 def _records(files: Sequence[FileLayout], rows: Sequence[list[Any]]) -> dict[str, FileRecord]:
-    """The records of files, from rows of a path and a piece of it."""
     pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
     for path, begin, end, digest, rank in sorted(rows):
         pieces[path].append(ChecksumPiece(path=path, begin=begin, end=end, checksum=digest, rank=rank))

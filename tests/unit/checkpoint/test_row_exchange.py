@@ -181,6 +181,10 @@ def test_a_rank_that_cannot_read_its_values_ends_the_exchange_and_then_says_so(m
     def fail(start: int, out: torch.Tensor) -> Transfer:
         return Transfer.failing(StorageError("the disk is gone"))
 
-    monkeypatch.setattr(lost, "slice", lambda start, end: SimpleNamespace(read=fail, numel=end - start))
+    monkeypatch.setattr(
+        lost,
+        "slice",
+        lambda start, end: SimpleNamespace(read=fail, dtype=None, numel=end - start, whole=lambda device: None),
+    )
     with pytest.raises(StorageError, match="the disk is gone"):
         exchanged(ranks, 2)

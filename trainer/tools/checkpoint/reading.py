@@ -20,7 +20,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.offload import TieredTensor
-from zeromesh.trainer.checkpoints.manager import FOLDER
+from zeromesh.trainer.checkpoints.manager import FOLDER, stores_at
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
 from zeromesh.trainer.monitoring.console import Console
@@ -34,8 +34,7 @@ def store_at(path: Path) -> CheckpointStore:
     path = path.expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory")
-    for root in (path / FOLDER, path):
-        store = CheckpointStore(root)
+    for store in stores_at(path):
         if store.steps() or store.leftovers():
             return store
     hint = "; it is one: `inspect` shows it" if (path / NAME).exists() else ""
@@ -224,7 +223,6 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
 
 
 def _matching(manifest: Manifest, pattern: str) -> list[StoredTensor]:
-    """Return tensors whose name matches a pattern of the shell's kind, or has it somewhere in it."""
     glob = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
     found = [tensor for tensor in manifest.tensors if fnmatchcase(tensor.spec.name, glob)]
     if not found:
@@ -259,7 +257,6 @@ def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
 
 
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
-    """Yield the content of `inspect` as lines of text."""
     yield head
     state = content["state"] or {}
     values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _APART}}

@@ -5,14 +5,14 @@ whole disk blocks, the grid of checksums, and what overlaps what.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import torch
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, checksum
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
@@ -55,6 +55,18 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
         end = min(interval.end, (start // GRID + 1) * GRID)
         yield Interval(start=start, end=end)
         start = end
+
+
+def record_of(
+    path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None
+) -> FileRecord:
+    """The record of a file that `rank` has written, which is read from its start; `on_progress` is called after each piece."""
+    pieces = []
+    for cut in cut_at_grid(Interval(start=0, end=nbytes)):
+        found = checksum(file.read(cut.length))
+        pieces.append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum=found, rank=rank))
+        on_progress()
+    return FileRecord(nbytes=nbytes, pieces=tuple(pieces))
 
 
 _Member = TypeVar("_Member", ChecksumPiece, "PlacedValues")

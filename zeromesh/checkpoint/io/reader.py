@@ -189,20 +189,6 @@ class CheckpointReader(OpenedCheckpoint):
         cure = "; the checkpoint names these frozen weights and does not hold them: put the file back as it was"
         raise CheckpointError(problem + cure if away else problem)
 
-    def copy_to(
-        self, file: PositionalFile, path: str, on_progress: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Write what is here of the file `path` to its place in another; `on_progress` gets the bytes of each piece.
-
-        Raises as `stream`.
-        """
-
-        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
-            file.write(data, piece.begin)
-            on_progress(data.numel())
-
-        self.stream(self.manifest.files[path].pieces, use)
-
     def problems(self) -> Iterator[tuple[str, str]]:
         """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.
 
@@ -236,6 +222,29 @@ class CheckpointReader(OpenedCheckpoint):
         return ""
 
 
+def copy_file(
+    readers: Iterable[CheckpointReader],
+    path: str,
+    folder: Path,
+    on_progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write what checkpoints, parts of one or a whole, have of a file into `folder`; `on_progress` gets the bytes of each piece.
+
+    Raises as `stream`.
+    """
+    records = [(each, each.manifest.files[path]) for each in readers if path in each.manifest.files]
+    (folder / path).parent.mkdir(exist_ok=True)
+    with PositionalFile(folder / path, write=True, size=records[0][1].nbytes) as file:
+
+        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
+            file.write(data, piece.begin)
+            on_progress(data.numel())
+
+        for reader, record in records:
+            reader.stream(record.pieces, use)
+        file.sync()
+
+
 def manifest_of(directory: Path) -> tuple[str, Manifest]:
     """A directory's manifest, and a checksum that tells it from any other."""
     path = directory / manifests.NAME
@@ -249,7 +258,6 @@ def manifest_of(directory: Path) -> tuple[str, Manifest]:
 
 
 def _foreign_weights(directory: Path, known: Container[str]) -> Iterator[str]:
-    """Files that hold weights somewhere and are not known."""
     for folder, _, names in os.walk(directory, followlinks=False):
         for name in names:
             path = (Path(folder) / name).relative_to(directory).as_posix()

@@ -18,9 +18,8 @@ from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval
-from zeromesh.mesh.process_groups import GroupPurpose
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
 
 LONGEST_ROW = 512 << 10
@@ -57,9 +56,11 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
         for begin, end in edges:
             rest = shard.values.slice(begin - start, end - start)
             found.append(replace(shard, interval=Interval(start=begin, end=end), values=rest))
-        values = torch.empty(given.numel, dtype=shard.spec.dtype, device=device)
+        there = given.whole(device) if given.dtype == shard.spec.dtype else None
+        values = torch.empty(given.numel, dtype=shard.spec.dtype, device=device) if there is None else there
         try:
-            given.read(0, values).wait()
+            if there is None:
+                given.read(0, values).wait()
         except StorageError as error:  # The other ranks go on, and this one with them.
             failures.append(error)
         whole = _exchange(values, rows, cuts, [part["columns"] for part in parts], axis)
@@ -91,13 +92,12 @@ def _exchange(
     received = values.new_empty(count * sum(map(sum, widths)))
     gets = [count * sum(each) * values.itemsize for each in widths]
     gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
-    # Of bytes a collective changes no bit, NaNs' neither. The values are on the CPU, as checkpoints are written from there.
+    # Of bytes a collective changes no bit, NaNs' neither.
     out, given = received.view(torch.uint8), values.view(torch.uint8)
-    purpose: GroupPurpose = "control" if axis.on_stream else "data"
     what = "rows of divided tensors"
-    axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives, purpose=purpose).wait()
+    axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives).wait()
     parts = torch.split(received, [count * sum(each) for each in widths])
-    whole = torch.empty((count, rows.width), dtype=values.dtype)
+    whole = allocate_lasting((count, rows.width), values.dtype, torch.device("cpu"))
     for part, width, places in zip(parts, widths, columns, strict=True):
         for (begin, end), column in zip(places, torch.split(part.view(count, sum(width)), width, 1), strict=True):
             whole[:, begin:end] = column

@@ -107,7 +107,6 @@ class ShardWriter:
             self._write_all()
 
     def _write_all(self) -> None:
-        """Fill, checksum and write the pieces in order, a few at a time, then bring their files to the disk."""
         try:
             pool = StagingPool(STAGING_BUFFERS, GRID, accelerator.pinned if is_accelerator(self._device) else pages)
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
@@ -153,7 +152,6 @@ class ShardWriter:
     def _store(
         self, file: PositionalFile, piece: WritePiece, data: torch.Tensor, buffer: torch.Tensor, pool: StagingPool
     ) -> None:
-        """Checksum and write what is in a staging buffer, and hand the buffer back."""
         where = piece.where
         try:
             digest = checksum(data)
