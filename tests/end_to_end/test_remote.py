@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.launch.rank_processes import RankRange, WorkersFailed
+from zeromesh.environment import RankRange
+from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import Host, HostProcess, LaunchPlan, Output, supervise
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -204,7 +204,7 @@ config CONFIG text: {_FILE}
 --picture FILE path: write charts of memory over a step and of time by phase, a page of HTML
 --measure: measure the machine on its ranks, for about a minute, and write a machine file
 --out FILE path: the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)
---directory DIR path: where offload would write, for the rates of the disk (default: runs)
+--directory DIR path =runs: where offload would write, for the rates of the disk (default: runs)
 --tiny: -
 config CONFIG text ?: {_FILE}
 overrides section.key=value text *: keys that layouts are to have, values in YAML

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from zeromesh.environment import RankRange
 from zeromesh.errors import ZeromeshError
-from zeromesh.launch.rank_processes import RankRange
 
 MAX_MESSAGE = 1 << 20
 MAX_EXIT_CODE = 255

@@ -28,11 +28,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from zeromesh.environment import export
+from zeromesh.environment import RankRange, export
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, Message, MessageError
-from zeromesh.launch.rank_processes import RankRange, StopSignals, WorkersFailed, noted_signals
+from zeromesh.launch.rank_processes import StopSignals, WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
 BEGIN = b"\x1ezeromesh:"
