@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
     Count,
     CountOrOff,
     Fraction,
+    Listed,
     Named,
     NamedFunction,
     NamedList,
@@ -25,7 +26,6 @@ from zeromesh.trainer.config.sections.base import (
     Text,
     Texts,
     Whole,
-    tuple_from_list,
 )
 from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
@@ -205,9 +205,10 @@ class OptimizerSection(Section):
     """The optimizer."""
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
-    betas: Annotated[
-        tuple[Fraction, Fraction], BeforeValidator(tuple_from_list), Allowed("a list of two numbers, each >= 0 and < 1")
-    ] = (0.9, 0.95)
+    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] = (
+        0.9,
+        0.95,
+    )
     """Decay rates of the two moments of adamw and adam."""
     eps: NotNegative = 1.0e-8
     """Added to the denominator of adamw, adam and adagrad."""
