@@ -12,7 +12,8 @@ from typing import Any
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import either, nearest_path, shown, unknown_key
 from zeromesh.trainer.config.sections.base import whole
-from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
+from zeromesh.trainer.config.sections.schedule import ScheduleSection
+from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 
