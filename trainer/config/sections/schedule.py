@@ -78,9 +78,8 @@ class LRSchedule(ScheduleSection):
     """A named schedule of `total_steps` optimizer steps, the first `warmup_steps` of them rising from 0.
 
     All but `constant` rise from `start_ratio` (0 if not given) in the form of `warmup_shape`, linear if not given; log is
-    DeepSpeed's: log(step + 1) / log(warmup steps).
-    The section `schedule` of the configuration has checked each value by itself. Raises `ConfigError` for an option that
-    the schedule does not have, and for values that do not go together.
+    DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for an option that the schedule does not have, and for
+    values that do not go together.
     """
 
     warmup_steps: int
