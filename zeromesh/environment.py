@@ -77,18 +77,15 @@ class LaunchEnvironment:
     launcher: Launcher
 
     def __post_init__(self) -> None:
-        wrong = []
-        if not 0 <= self.rank < self.world_size:
-            wrong.append(f"rank {self.rank} is not below the world size {self.world_size}")
-        if not 0 <= self.local_rank < self.local_world_size:
-            wrong.append(f"local rank {self.local_rank} is not below {self.local_world_size}, the host's processes")
-        if self.local_world_size > self.world_size:
-            wrong.append(f"{self.local_world_size} processes on this host, but {self.world_size} in the world")
-        if not self.master_address:
-            wrong.append("the address of rank 0 is empty")
-        if not 0 <= self.master_port < 65536:
-            wrong.append(f"port {self.master_port} is not between 0 and 65535")
-        if wrong:
+        world, local = self.world_size, self.local_world_size
+        valid = {
+            f"rank {self.rank} is not below the world size {world}": 0 <= self.rank < world,
+            f"local rank {self.local_rank} is not below {local}, the host's processes": 0 <= self.local_rank < local,
+            f"{local} processes on this host, but {world} in the world": local <= world,
+            "the address of rank 0 is empty": bool(self.master_address),
+            f"port {self.master_port} is not between 0 and 65535": 0 <= self.master_port < 65536,
+        }
+        if wrong := [problem for problem, holds in valid.items() if not holds]:
             raise ConfigError(wrong, where=f"launch environment ({self.launcher})")
 
 

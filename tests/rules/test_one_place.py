@@ -20,9 +20,13 @@ OPTIMIZER = (
     ("trainer/config/sections/training.py", 'name: Literal["adamw", ', '"sign", '),
 )
 SCHEDULE = (
-    ("trainer/lr_schedule.py", "_OPTIONS: dict[str, frozenset[str]] = {\n", '    "halved": frozenset(),\n'),
     (
-        "trainer/lr_schedule.py",
+        "trainer/config/sections/schedule.py",
+        "SCHEDULES: dict[str, frozenset[str]] = {\n",
+        '    "halved": frozenset(),\n',
+    ),
+    (
+        "trainer/config/sections/schedule.py",
         "    # Imported here, so that reading a configuration loads neither torch nor transformers.\n",
         '    if schedule.name == "halved":\n        return lambda step: 0.5\n',
     ),

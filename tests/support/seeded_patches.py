@@ -22,8 +22,8 @@ from zeromesh.rng import seed_all
 from zeromesh.tensor import parallelize_module
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.parallelize_module import Parallelized
+from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.loop.train_step import Stepper
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models import prepare
 from zeromesh.units.unit import Bucket, Unit, all_buckets, set_values
 from zeromesh.zero import gradient_reducer

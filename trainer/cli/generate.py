@@ -37,12 +37,7 @@ _PROMPTS = "ZEROMESH_PROMPTS"
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Generate in this process or in ranks that it starts; returns the exit code.
-
-    Raises:
-        ConfigError, DataError: for a source, prompts or settings that cannot be.
-        StorageError: where results cannot be written.
-    """
+    """Generate in this process or in ranks that it starts; returns the exit code."""
     processes, starts = train.ranks_of(options)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
@@ -72,11 +67,7 @@ def _launch(options: argparse.Namespace, processes: int) -> int:
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Split what was given as key=value into fields of transformers' `GenerationConfig` and keys of the configuration.
-
-    Raises:
-        ConfigError: for a field without a value.
-    """
+    """Split what was given as key=value into fields of transformers' `GenerationConfig` and keys of the configuration."""
     fields: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     keys = []
     for word in overrides:

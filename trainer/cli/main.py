@@ -204,7 +204,7 @@ config CONFIG text: {_FILE}
 --picture FILE path: write charts of memory over a step and of time by phase, a page of HTML
 --measure: measure the machine on its ranks, for about a minute, and write a machine file
 --out FILE path: the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)
---directory DIR path: where offload would write, for the rates of the disk (default: runs)
+--directory DIR path =runs: where offload would write, for the rates of the disk (default: runs)
 --tiny: -
 config CONFIG text ?: {_FILE}
 overrides section.key=value text *: keys that layouts are to have, values in YAML
@@ -218,7 +218,7 @@ run RUN path: the run's directory; one that goes on is asked for its ranks' even
 --out FILE path: packed where it ends with .gz (default: trace/trace.json.gz in RUN)
 --steps A:B steps: the first and the last step to show, counted from 1 (default: all there are)
 ## init reports.run_init: write an example configuration here; without a name, list them
-name {{{",".join(sorted(examples()))}}} text ?: the name of an example
+name NAME{{{",".join(sorted(examples()))}}} text ?: the name of an example
 ## checkpoint checkpoint.run_checkpoint: list, inspect, verify, export, merge and compare checkpoints
 ## report reports.run_report: write a page that shows a run, or several beside each other
 runs RUN path +: a run's directory
@@ -227,7 +227,7 @@ runs RUN path +: a run's directory
 --directory DIR path &: where runs, checkpoints or offload would write; may be given again (default: runs)
 --json: print JSON
 ## completion main.run_completion: print a script by which a shell completes this command
-shell {{{",".join(SHELLS)}}} text: {", ".join(SHELLS)}
+shell SHELL{{{",".join(SHELLS)}}} text: {", ".join(SHELLS)}
 """
 """The commands and their arguments, as `_add_commands` reads them."""
 
@@ -252,7 +252,7 @@ def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dic
         name METAVAR kind [more]: help            any other; the kinds are those of `_KINDS`
 
     More is `=DEFAULT`, `>DEST`, `?`, `*` or `+` for so many values, `&` where it may be given again, `!` where it has to be. The
-    METAVAR `{a,b}` are the words that are allowed. The help `-` hides an option that this command itself gives to workers.
+    METAVAR's end `{a,b}` are the words that are allowed. The help `-` hides an option that this command itself gives to workers.
     """
     commands = parser.add_subparsers(dest=dest, required=True, metavar=dest.upper())
     for line in table.strip().replace("\n    ", " ").splitlines():
@@ -266,8 +266,12 @@ def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dic
         more: dict[str, Any] = {"help": argparse.SUPPRESS if text == "-" else text}
         if words:
             metavar, kind, *marks = words
-            allowed = {"choices": metavar[1:-1].split(",")} if metavar.startswith("{") else {"metavar": metavar}
-            more |= {"type": _KINDS[kind], **allowed}
+            metavar, _, allowed = metavar.partition("{")
+            more |= {
+                "type": _KINDS[kind],
+                "metavar": metavar or None,
+                "choices": allowed[:-1].split(",") if allowed else None,
+            }
             for mark in marks:
                 more |= _MARKS[mark[0]](mark[1:])
         command.add_argument(name, **more if words else {**more, "action": "store_true"})

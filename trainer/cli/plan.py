@@ -20,17 +20,10 @@ from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
-_DIRECTORY = Path("runs")
-"""The default of run.output_dir, below which offload.directory lies by default."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Plan a configuration, or measure the machine with `--measure`; returns the exit code: 1 where no layout fits.
-
-    Raises:
-        ConfigError: for a configuration, a machine or ranks that cannot be.
-        StorageError: when the machine file, the disk or the picture cannot be written.
-    """
+    """Plan a configuration, or measure the machine with `--measure`; returns the exit code: 1 where no layout fits."""
     if options.measure:
         if options.config is not None:
             raise ConfigError(f"--measure plans nothing: leave {options.config} out, and plan it afterwards")
@@ -41,7 +34,6 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
     from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
@@ -59,13 +51,11 @@ def _plan(options: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        lines = plan_lines(plan, shown=options.top, more=more, width=width)
-        print_lines(lines)
+        print_lines(plan_lines(plan, shown=options.top, more=more, width=width))
     return 0 if plan.best is not None else 1
 
 
 def _measure(options: argparse.Namespace) -> int:
-    """Start the ranks that measure, or be one of them."""
     from zeromesh.trainer.planning.auto import ranks_here
 
     environment = read_environment()
@@ -101,7 +91,7 @@ def _measure_here(options: argparse.Namespace) -> None:
     )
     try:
         sizes = sizes_for(device, tiny=options.tiny)
-        machine = measure_machine(mesh, sizes, options.directory or _DIRECTORY, train.say)
+        machine = measure_machine(mesh, sizes, options.directory, train.say)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
@@ -111,12 +101,7 @@ def _measure_here(options: argparse.Namespace) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify the layout of a configuration; returns 0 where it computes what one process does, and 1 where it does not.
-
-    Raises:
-        ConfigError: for a configuration, a check or numbers of ranks that cannot be.
-        StorageError: when the certificate cannot be written.
-    """
+    """Verify the layout of a configuration; returns 0 where it computes what one process does, and 1 where it does not."""
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)

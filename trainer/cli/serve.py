@@ -24,11 +24,7 @@ _FAREWELL_SECONDS = 1.0
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve in this process or in ranks that it starts, until a signal; returns the exit code.
-
-    Raises:
-        ConfigError: for a source, an address or settings that cannot be, and for packages that are missing.
-    """
+    """Serve in this process or in ranks that it starts, until a signal; returns the exit code."""
     processes, starts = train.ranks_of(options)
     fields, keys = split_fields(options.overrides, None)
     if not starts:

@@ -52,9 +52,6 @@ def run_status(options: argparse.Namespace) -> int:
     """Show whether a run goes on, what each of its ranks does and whom they wait for, once or again and again.
 
     Returns 0 for a run that goes on or has ended in order, 1 for one that has failed, was killed or is silent; 0 after Ctrl-C.
-
-    Raises:
-        StorageError: where there is no run, or its files cannot be read.
     """
     console = RichConsole(highlight=False, markup=False, emoji=False)
     with ExitStack() as stack:
@@ -184,12 +181,7 @@ def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Write the latest steps of all ranks of a run as a file that Perfetto opens; a run that goes on is asked for them.
-
-    Raises:
-        StorageError: where there is no run, or no trace of it, and where files cannot be read or written.
-        ConfigError: for steps of which nothing is known.
-    """
+    """Write the latest steps of all ranks of a run as a file that Perfetto opens; a run that goes on is asked for them."""
     if not _snapshot(options.run).verdict:
         _ask(options.run)
     rings, remarks = read_rings(options.run / FOLDER)

@@ -53,11 +53,7 @@ SILENCE_SECONDS = 15.0
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Train on the hosts of a file; returns the exit code.
-
-    Raises:
-        ConfigError: for a hostfile, a configuration or an option that cannot be used.
-    """
+    """Train on the hosts of a file; returns the exit code."""
     hosts = _hosts(options.hostfile)
     slots = sum(host.slots for host in hosts)
     config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
@@ -333,11 +329,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
     """Return the configuration that `source` names, keys of it to set, and the checkpoint whose weights are evaluated, if any.
 
     `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
-    configuration.
-
-    Raises:
-        ConfigError: for a directory that is none of these.
-        CheckpointError: for a run without a checkpoint.
+    configuration. Raises `ConfigError` for any other directory, and `CheckpointError` for a run without a checkpoint.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
@@ -430,7 +422,6 @@ def rank_prefix() -> str:
 
 
 def say(message: str) -> None:
-    """Write a message of this command to standard error."""
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     sys.stderr.writelines(f"{line}\n" for line in wrapped(f"zeromesh: {printable_lines(message)}".split("\n"), width))
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import either, nearest_path, shown, unknown_key
-from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
+from zeromesh.trainer.config.sections.base import whole
+from zeromesh.trainer.config.sections.schedule import ScheduleSection
+from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 
@@ -68,16 +70,18 @@ Pairs = Iterator[tuple[str, Any]]
 class Translation:
     """Settings of DeepSpeed, and what they are here. Calling it gives a setting's value."""
 
-    def __init__(self, settings: Mapping[str, Any], ranks: int = 1, **given: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], ranks: int = 1, parallel: Any = None) -> None:
         self.values: dict[str, Any] = {}
         """What is set here, by dotted key."""
         self.origins: dict[str, str] = {}
         sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
-        tensor = max([1, *(size for size in sizes if type(size) is int)])
+        self.tensor = max([1, *(size for size in sizes if type(size) is int)])
         self.settings = {name: value for name, value in settings.items() if value != _AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == _AUTO)
-        self.tensor = tensor
-        self.data_ranks = max(1, ranks // (given.get("tensor", tensor) * given.get("pipeline", 1)))
+        axes = {"tensor": self.tensor, "pipeline": 1}
+        given = {name: whole(size) for name, size in parallel.items()} if isinstance(parallel, Mapping) else {}
+        axes |= {name: size for name in axes if type(size := given.get(name)) is int and size > 0}
+        self.data_ranks = max(1, ranks // (axes["tensor"] * axes["pipeline"]))
         """Ranks that train on samples of their own."""
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -138,12 +142,11 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
     return typed or any(key in _TREE and key not in _COMMON for key in data)
 
 
-def read_deepspeed(data: Mapping[str, Any], ranks: int, **given: int) -> Translation:
-    """The keys that a DeepSpeed configuration asks for in a launch of so many ranks, whose axes `tensor` and `pipeline` may be
-    `given` beside it."""
+def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) -> Translation:
+    """The keys that a DeepSpeed configuration asks for in a launch of so many ranks, beside a section `parallel` of zeromesh."""
     settings: dict[str, Any] = {}
     problems = list(_flatten(data, _TREE, "", settings))
-    read = Translation(settings, ranks, **given)
+    read = Translation(settings, ranks, parallel)
     read.problems += problems
     present = [row for row in TABLE if row.name in read.settings]
     for row in present:

@@ -63,16 +63,6 @@ def _is_training_arguments(source: Any) -> bool:
     return ("transformers.training_args", "TrainingArguments") in names
 
 
-def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int | None) -> Translation:
-    """Translate a DeepSpeed configuration, beside a section `parallel` of zeromesh."""
-    if deepspeed is None:
-        return Translation({})
-    sizes = parallel if isinstance(parallel, Mapping) else {}
-    given = {name: whole(sizes.get(name)) for name in ("tensor", "pipeline")}
-    axes = {name: size for name, size in given.items() if type(size) is int and size > 0}
-    return read_deepspeed(deepspeed, read_environment().world_size if ranks is None else ranks, **axes)
-
-
 _KINDS = ("model_type", "python")
 """Keys that say what the keys beside them are of: a mapping with another one replaces that below it."""
 
@@ -201,12 +191,8 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
     """Yield a problem for each path that `config` names and this machine does not have."""
     for key, (words, cure) in _PATHS.items():
         section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if key in wrong:
-            continue
-        for path in paths_of(value):
-            if path in words:
-                continue
+        given = () if key in wrong else paths_of(getattr(getattr(config, section), name))
+        for path in (each for each in given if each not in words):
             try:
                 there = Path(path).expanduser()
                 exists = there.exists()
@@ -292,7 +278,9 @@ def load_config(
     given = _read(source)
     where, own, deepspeed = given.where, given.own, given.deepspeed
     problems, overridden_keys = _apply(own, overrides)
-    translation = _translation(deepspeed, own.get("parallel"), ranks)
+    translation = Translation({})
+    if deepspeed is not None:
+        translation = read_deepspeed(deepspeed, ranks or read_environment().world_size, own.get("parallel"))
     data = _merged(nested(translation.values), own)
     notes = tuple(translation.notes)
     if tunes is not None and deepspeed is None:
@@ -310,10 +298,7 @@ def load_config(
     problems += refused_code(config.model_dump(mode="json"), consent, typed=typed)
     count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
     # A problem of a key that came from a file below, a setting of another trainer or an override names that too.
-    problems += [
-        f"{each} ({came})" if (came := _origin(_key_of(each), {**origins, **overridden_keys})) else each
-        for each in wrong
-    ]
+    problems += [_with_origin(each, {**origins, **overridden_keys}) for each in wrong]
     if problems:
         clean = Redaction(secret_values()).text
         only_overrides = len(problems) == count and not translation.problems
@@ -342,11 +327,12 @@ def _holds(data: Any, path: str) -> bool:
     return True
 
 
-def _origin(key: str, origins: Mapping[str, str]) -> str | None:
-    """Return where a key, or what holds it, came from."""
+def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
+    """Say too where the key of a problem, or what holds that key, came from."""
+    key = _key_of(problem)
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    return origins.get(key)
+    return f"{problem} ({origins[key]})" if key else problem
 
 
 def _key_of(problem: str) -> str:
@@ -360,7 +346,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         path, equals, text = override.partition("=")
         path = path.strip()
         keys = path.split(".")
-        name = f"the override {_override_shown(path, equals, text)}"
+        secret = shown(path, text) == REDACTED
+        name = f"the override {shown('', f'{path}{equals}{REDACTED if secret else text}')}"
         if path == "parallel" and text.strip() == "auto":
             data[path] = "auto"
             continue
@@ -375,12 +362,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             problems.append(f"{name}: {problem}")
         overridden_keys[path] = name
     return problems, overridden_keys
-
-
-def _override_shown(path: str, equals: str, text: str) -> str:
-    """An override as it was given, but for a secret in it."""
-    hidden = shown(path, text) == REDACTED
-    return shown("", f"{path}{equals}{REDACTED if hidden else text}")
 
 
 def _override_hint(path: str, equals: str, text: str) -> str:

@@ -32,16 +32,15 @@ from zeromesh.trainer.config.sections.parallelism import (
     PrecisionSection,
     ZeroSection,
 )
+from zeromesh.trainer.config.sections.schedule import LRSchedule, ScheduleSection
 from zeromesh.trainer.config.sections.training import (
     BatchSection,
     DataSection,
     EmaSection,
     OptimizerSection,
-    ScheduleSection,
     TrainSection,
 )
 from zeromesh.trainer.config.yaml_reader import plain_scalar
-from zeromesh.trainer.lr_schedule import LRSchedule
 
 
 class TrainerConfig(Section):

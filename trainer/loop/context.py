@@ -17,6 +17,7 @@ from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import Best, description_of, settings_of
+from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.data.feed import Feed, RunData
@@ -27,7 +28,6 @@ from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, StepMetrics

@@ -5,13 +5,13 @@ import shlex
 from zeromesh.errors import ConfigError, DataError, counted
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
+from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.evaluation import generation_of, require_metric
 from zeromesh.trainer.loop.stop_signals import StopRequest, leave, stop_requests
 from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
-from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile

@@ -26,6 +26,7 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
+from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
@@ -40,7 +41,6 @@ from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console

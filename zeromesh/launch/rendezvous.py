@@ -32,13 +32,7 @@ from zeromesh.launch.messages import (
     optional,
     rank_range,
 )
-from zeromesh.launch.rank_processes import (
-    USERS_MISTAKE,
-    RankProcesses,
-    StopSignals,
-    WorkersFailed,
-    noted_signals,
-)
+from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
 from zeromesh.mesh.network_interfaces import is_here, listen
 
 _REACH_SECONDS = 120.0

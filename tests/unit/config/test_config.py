@@ -20,9 +20,9 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config, suggestion
 from zeromesh.trainer.config.messages import allowed, choices, known_paths
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
+from zeromesh.trainer.config.sections.schedule import SCHEDULES
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar
-from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -577,7 +577,7 @@ def test_every_key_says_what_it_allows() -> None:
 
 
 def test_every_schedule_can_be_chosen() -> None:
-    assert choices(known_paths()["schedule.name"]) == list(SCHEDULE_NAMES)
+    assert choices(known_paths()["schedule.name"]) == list(SCHEDULES)
     assert schedule_of(load_config(None, ["schedule.name=linear"])).factor(20) == 1.0
 
 

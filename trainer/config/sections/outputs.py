@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
@@ -23,6 +22,7 @@ from zeromesh.trainer.config.sections.base import (
     Count,
     CountOrOff,
     Fraction,
+    Listed,
     NamedList,
     Names,
     NotNegative,
@@ -32,7 +32,6 @@ from zeromesh.trainer.config.sections.base import (
     Seed,
     Text,
     Texts,
-    tuple_from_list,
 )
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -102,9 +101,7 @@ class HubSection(Section):
 class ProfileSection(Section):
     """The measurements of steps, and the steps of which torch's profiler writes traces into the run's directory."""
 
-    steps: Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("a list of two steps")] | None = (
-        None
-    )
+    steps: Annotated[Listed[tuple[Count, Count]], Allowed("a list of two steps")] | None = None
     """First and last step that are recorded on every rank; null: none."""
     memory: bool = False
     """Record allocations and shapes of operators too."""

@@ -1,34 +1,30 @@
-"""The sections `data`, `batch`, `optimizer`, `schedule` and `ema`."""
+"""The sections `data`, `batch`, `optimizer` and `ema`."""
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
     Count,
     CountOrOff,
     Fraction,
+    Listed,
     Named,
     NamedFunction,
     NamedList,
     Names,
     NotNegative,
-    Number,
     Positive,
-    Ratio,
     Seconds,
     Section,
     Seed,
     Text,
     Texts,
     Whole,
-    tuple_from_list,
 )
 from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
-from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 
 class BatchSection(Section):
@@ -215,9 +211,10 @@ class OptimizerSection(Section):
     """The optimizer."""
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
-    betas: Annotated[
-        tuple[Fraction, Fraction], BeforeValidator(tuple_from_list), Allowed("a list of two numbers, each >= 0 and < 1")
-    ] = (0.9, 0.95)
+    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] = (
+        0.9,
+        0.95,
+    )
     """Decay rates of the two moments of adamw and adam."""
     eps: NotNegative = 1.0e-8
     """Added to the denominator of adamw, adam and adagrad."""
@@ -232,47 +229,6 @@ class OptimizerSection(Section):
     in_backward: bool = False
     """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
     float16."""
-
-
-def default_warmup(steps: int) -> int:
-    """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
-    return steps // 10
-
-
-class ScheduleSection(Section):
-    """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
-
-    name: Literal[*SCHEDULE_NAMES] = "cosine"  # type: ignore[valid-type]
-    """The curve after the warm-up. wsd is short for warmup_stable_decay."""
-    warmup_steps: CountOrOff | None = None
-    """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
-    warmup_ratio: Fraction | None = None
-    """The same as a part of the run's steps; it replaces `warmup_steps`."""
-    min_ratio: Ratio | None = None
-    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
-    1e-7."""
-    num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
-    """Waves of the cosine curves; null: one fall to the lowest rate."""
-    power: Positive | None = None
-    """Exponent of polynomial; null: 1."""
-    decay_steps: CountOrOff | None = None
-    """Steps of wsd's final decay; null: a tenth of the run."""
-    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = None
-    """Curve of wsd's final decay; null: cosine."""
-    timescale: Count | None = None
-    """Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up."""
-    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
-    """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
-    start_ratio: Ratio | None = None
-    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
-
-    def warmup_of(self, steps: int) -> int:
-        """The steps of the warm-up in a run of `steps` steps."""
-        if self.warmup_ratio is not None:
-            return math.ceil(self.warmup_ratio * steps)
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return 0 if self.name == "constant" else default_warmup(steps)
 
 
 class TrainSection(Section):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step.
+"""The section `schedule`, and learning-rate schedules as pure functions of the step.
 
 `LRSchedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). The curves are those of
 `transformers.get_scheduler`, so a run moves between the two without a change of its curve; with a warm-up of another shape they are
@@ -7,54 +7,91 @@ those of DeepSpeed's schedulers. As a function of the step, a schedule has no st
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.base import Count, CountOrOff, Fraction, Number, Positive, Ratio, Section
+
+_DECAY_OPTIONS = frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})
+SCHEDULES: dict[str, frozenset[str]] = {
+    "constant": frozenset(),  # 1, and no warm-up
+    "constant_with_warmup": frozenset(),  # 1
+    "linear": frozenset(),  # falls to 0
+    "cosine": frozenset({"num_cycles"}),  # waves, half of one (a fall to 0) if not given
+    "cosine_with_restarts": frozenset({"num_cycles"}),  # falls to 0, one if not given
+    "cosine_with_min_lr": frozenset({"min_ratio", "num_cycles"}),  # as cosine, down to min_ratio, which it needs
+    "cosine_warmup_with_min_lr": frozenset({"min_ratio", "num_cycles"}),  # the same a step earlier, as is its warm-up
+    "polynomial": frozenset({"min_ratio", "power"}),  # (1 - progress) ** power (1 if not given), down to min_ratio
+    "warmup_stable_decay": _DECAY_OPTIONS,  # 1, then to min_ratio in decay_steps
+    "wsd": _DECAY_OPTIONS,  # the same
+    "inverse_sqrt": frozenset({"timescale"}),  # 1 / sqrt(step / timescale)
+}
+"""The options of each schedule, beside those of its warm-up, and its curve after that."""
+_WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LRSchedule:
+def default_warmup(steps: int) -> int:
+    """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
+    return steps // 10
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
+
+    name: Literal[*SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    """The curve after the warm-up. wsd is short for warmup_stable_decay."""
+    warmup_steps: CountOrOff | None = None
+    """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
+    warmup_ratio: Fraction | None = None
+    """The same as a part of the run's steps; it replaces `warmup_steps`."""
+    min_ratio: Ratio | None = None
+    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
+    1e-7."""
+    num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
+    """Waves of the cosine curves; null: one fall to the lowest rate."""
+    power: Positive | None = None
+    """Exponent of polynomial; null: 1."""
+    decay_steps: CountOrOff | None = None
+    """Steps of wsd's final decay; null: a tenth of the run."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = None
+    """Curve of wsd's final decay; null: cosine."""
+    timescale: Count | None = None
+    """Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up."""
+    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
+    """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
+    start_ratio: Ratio | None = None
+    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
+
+    def warmup_of(self, steps: int) -> int:
+        """The steps of the warm-up in a run of `steps` steps."""
+        if self.warmup_ratio is not None:
+            return math.ceil(self.warmup_ratio * steps)
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return 0 if self.name == "constant" else default_warmup(steps)
+
+
+class LRSchedule(ScheduleSection):
     """A named schedule of `total_steps` optimizer steps, the first `warmup_steps` of them rising from 0.
 
-    | name | after the warm-up | options |
-    |---|---|---|
-    | `constant`, `constant_with_warmup` | 1 | |
-    | `linear` | falls to 0 | |
-    | `cosine` | `num_cycles` waves, 0.5 (one fall to 0) if not given | `num_cycles` |
-    | `cosine_with_restarts` | `num_cycles` falls to 0, 1 if not given | `num_cycles` |
-    | `cosine_with_min_lr` | as `cosine`, down to `min_ratio` | `min_ratio` (needed), `num_cycles` |
-    | `cosine_warmup_with_min_lr` | the same a step earlier, as is its warm-up | `min_ratio` (needed), `num_cycles` |
-    | `polynomial` | (1 - progress) ** `power` (1 if not given), down to `min_ratio` | `min_ratio`, `power` |
-    | `warmup_stable_decay`, `wsd` | 1, then to `min_ratio` in `decay_steps` | `min_ratio`, `decay_steps` (a \
-tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
-    | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | `timescale`, which replaces the warmup steps |
-
-    `min_ratio` is a fraction of the base learning rate. `constant` has no warm-up; all others rise from `start_ratio` (0
-    if not given) in the form of `warmup_shape`, linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps).
-    The section `schedule` of the configuration has checked each value by itself. Raises `ConfigError` for an option that
-    the schedule does not have, and for values that do not go together.
+    All but `constant` rise from `start_ratio` (0 if not given) in the form of `warmup_shape`, linear if not given; log is
+    DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for an option that the schedule does not have, and for
+    values that do not go together.
     """
 
-    name: str
     warmup_steps: int
     total_steps: int
-    min_ratio: float | None = None
-    num_cycles: float | None = None
-    power: float | None = None
-    decay_steps: int | None = None
-    decay_shape: str | None = None
-    timescale: int | None = None
-    warmup_shape: str | None = None
-    start_ratio: float | None = None
 
-    def __post_init__(self) -> None:
-        allowed = _OPTIONS[self.name] | (_WARMUP_OPTIONS if self.name != "constant" else frozenset())
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        allowed = SCHEDULES[self.name] | (_WARMUP_OPTIONS if self.name != "constant" else frozenset())
         problems = [
-            f"schedule.{option.name} has no effect on {self.name}; remove it"
-            for option in fields(self)[3:]
-            if option.name not in allowed and getattr(self, option.name) is not None
+            f"schedule.{option} has no effect on {self.name}; remove it"
+            for option in list(ScheduleSection.model_fields)[3:]
+            if option not in allowed and getattr(self, option) is not None
         ]
         if self.name.endswith("_with_min_lr") and self.min_ratio is None:
             problems.append(f"schedule.min_ratio is missing; {self.name} needs the fraction it falls to")
@@ -138,23 +175,5 @@ _RISES: dict[str, Callable[[int, int], float]] = {
 }
 """The part of a warm-up of `steps` steps that lies behind step `step`, by its shape."""
 
-_DECAY_OPTIONS = frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})
-_OPTIONS: dict[str, frozenset[str]] = {
-    "constant": frozenset(),
-    "constant_with_warmup": frozenset(),
-    "linear": frozenset(),
-    "cosine": frozenset({"num_cycles"}),
-    "cosine_with_restarts": frozenset({"num_cycles"}),
-    "cosine_with_min_lr": frozenset({"min_ratio", "num_cycles"}),
-    "cosine_warmup_with_min_lr": frozenset({"min_ratio", "num_cycles"}),
-    "polynomial": frozenset({"min_ratio", "power"}),
-    "warmup_stable_decay": _DECAY_OPTIONS,
-    "wsd": _DECAY_OPTIONS,
-    "inverse_sqrt": frozenset({"timescale"}),
-}
-"""The options of each schedule, beside those of its warm-up."""
-_WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
-
-SCHEDULE_NAMES = tuple(_OPTIONS)
 STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Curves that do not depend on the length of the run."""
