@@ -269,9 +269,8 @@ class Stepper:
             found.append(self._evaluated(batch, outputs=outputs))
             return found[-1][0]
 
-        nowhere = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
         work = [
-            MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn, around=batch.present)
+            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
         if self._engine is not None:

@@ -31,7 +31,7 @@ from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
-from zeromesh.zero.passes import Forward, Passes
+from zeromesh.zero.passes import Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -123,7 +123,6 @@ class AutogradPasses(Passes):
         self._graph: weakref.ref[_Graph] | None = None
         self._growing: _Graph | None = None
         """The graph of a forward that has not returned yet, which no hook may hold so far."""
-        self._backward: Forward | None = None
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
@@ -147,7 +146,7 @@ class AutogradPasses(Passes):
 
     def _after_inner(self, unit: Unit, output: Any) -> None:
         if self.mode is PassMode.FORWARD:
-            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.call_number))
+            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
 
     # Forward
 
@@ -274,26 +273,23 @@ class AutogradPasses(Passes):
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
         last = self._synced and self._accumulation > 1 and self.backwards + 1 == self._accumulation
-        where = MicrobatchPosition(step=self._generation, first_sample=0, first=not self.backwards, last=last)
-        self._backward = Forward(chunk=0, microbatch=where, outputs=(), progress=graph.progress)
-        self._enter_backward(self._backward)
+        position = MicrobatchPosition(step=self._generation, first_sample=0, first=not self.backwards, last=last)
+        graph.progress.position = position
+        self._enter_backward(graph.progress)
         graph.progress.restart_backward()
         self._closed = self._summed = False
-        self._begin_reducing(self._backward)
+        self._begin_reducing()
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        forward, self._backward = self._backward, None
-        if forward is None:
-            raise PhaseError("a backward ended that had not begun")
         try:
-            self._end_reducing(forward)
+            self._end_reducing()
         except BaseException as error:
             self._mesh.fail(error)
             raise
         self.backwards += 1
         self._closed = False
-        self._summed = forward.microbatch.last
+        self._summed = self._progress.position.last
         self.end()
 
     @property
