@@ -247,7 +247,9 @@ class Bucket:
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            set_values(parameter, view)
+            if issubclass(kind := type(parameter), AtRest):
+                parameter.__class__ = kind.kind
+            parameter.data = view
         self._versions = list(map(_version_of, self.parameters))
         if self._miscounts:
             self.note_values()
@@ -255,8 +257,9 @@ class Bucket:
     def hide(self) -> None:
         """Parameters become NaN of their own shape, of a class that calls `on_use` before it is read or written."""
         for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
-            set_values(parameter, rest)
-            parameter.__class__ = kind
+            if not issubclass(type(parameter), AtRest):
+                parameter.data = rest
+                parameter.__class__ = kind
 
     def note_values(self) -> None:
         """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
@@ -354,8 +357,11 @@ class Unit:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         device, address = tensor.device, tensor.data_ptr()
-        memory = ((bucket.buffer.full, bucket.nbytes) for bucket in self.buckets)
-        return any(full.device == device and 0 <= address - full.data_ptr() < nbytes for full, nbytes in memory)
+        for bucket in self.buckets:
+            full = bucket.buffer.full
+            if full.device == device and 0 <= address - full.data_ptr() < bucket.nbytes:
+                return True
+        return False
 
     def note_values(self) -> None:
         """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
@@ -391,7 +397,8 @@ class Unit:
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
-        self.point()
+        for bucket in self.buckets:
+            bucket.show()
 
     def point(self) -> None:
         """Let the parameters look at what they have in this phase, whatever has replaced their data."""
