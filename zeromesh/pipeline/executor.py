@@ -191,21 +191,21 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
             kinds.setdefault((rank, span.action.kind, span.action.chunk), []).append(span.end - span.start)
 
     def mean(rank: int, action: Action) -> float:
-        found = kinds[rank, action.kind, action.chunk]
-        return sum(found) / len(found)
+        durations = kinds[rank, action.kind, action.chunk]
+        return sum(durations) / len(durations)
 
     return Bubble(predicted=simulate(schedule, mean).bubble, measured=timeline.bubble, timeline=timeline)
 
 
 def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
     """Return the messages that each neighbour sends a rank, in order."""
-    found: dict[int, list[Message]] = {}
+    incoming: dict[int, list[Message]] = {}
     for source in schedule.neighbours(rank):
         for action in schedule.actions[source]:
             message = sent_by(schedule, source, action)
             if message is not None and message.target == rank:
-                found.setdefault(source, []).append(message)
-    return found
+                incoming.setdefault(source, []).append(message)
+    return incoming
 
 
 _AHEAD = 2
@@ -249,12 +249,12 @@ class _Run:
         self.channels.group.watch.begin_microbatch(action.microbatch)
         self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
-        made = self.runner.run(action, received)
+        outputs = self.runner.run(action, received)
         end = _now(self.channels.device)
         del received
         message = sent_by(self.schedule, self.rank, action)
         if message is not None:
-            self._send(message, made)
+            self._send(message, outputs)
         if self.order is None:
             self.channels.advance()
             self._post_ahead()

@@ -73,10 +73,10 @@ class ZeroRunner(StageRunner):
             with self.passes.drawing(self.work[microbatch].streams):
                 return self._sent(chunk, microbatch, run())
         key = chunk, microbatch
-        made, forward = self.passes.forward(chunk, run, self.work[microbatch].where, goes_on=key in self.goes_on)
+        outputs, forward = self.passes.forward(chunk, run, self.work[microbatch].where, goes_on=key in self.goes_on)
         self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
         self._forwards[key] = forward
-        return self._sent(chunk, microbatch, made)
+        return self._sent(chunk, microbatch, outputs)
 
     def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
         work, stages = self.work[microbatch], self.stages
@@ -92,10 +92,10 @@ class ZeroRunner(StageRunner):
     def _is_last(self, chunk: int) -> bool:
         return self.stages is None or self.stages.is_last(chunk)
 
-    def _sent(self, chunk: int, microbatch: int, made: Tensors) -> Tensors:
+    def _sent(self, chunk: int, microbatch: int, outputs: Tensors) -> Tensors:
         if not self._is_last(chunk):
-            return made
-        self.losses[microbatch] = made[0].detach()
+            return outputs
+        self.losses[microbatch] = outputs[0].detach()
         return ()
 
     def backward(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:

@@ -52,9 +52,9 @@ def _metadata() -> frozenset[Any]:
         "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
     )
     descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
-    found = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
-    found |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
-    return frozenset(found - {None})
+    functions = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
+    functions |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
+    return frozenset(functions - {None})
 
 
 _METADATA = _metadata()
@@ -289,8 +289,8 @@ class Bucket:
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
         """Compare values with what was noted of them on the device, and keep the answer there."""
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
-        found = same.to(torch.float32).cumprod(0).sum()
-        self.first_changed = found if self.first_changed is None else torch.minimum(self.first_changed, found)
+        unchanged = same.to(torch.float32).cumprod(0).sum()
+        self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
 
     def drop_casts(self) -> None:
         """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
@@ -370,10 +370,10 @@ class Unit:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place; see `Bucket.written`."""
-        found: str | None = None
-        for bucket in self.buckets:  # All of them, since each notes what it has found.
-            found = bucket.written() or found
-        return found
+        name: str | None = None
+        for bucket in self.buckets:  # All of them, since each notes what it finds.
+            name = bucket.written() or name
+        return name
 
     def enter(self, phase: Phase) -> None:
         """Go to the next phase. Raises `PhaseError` when `phase` is another."""

@@ -37,7 +37,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Passes:
-    """The passes of one engine, one at a time. ``Hooks` call them."""
+    """The passes of one engine, one at a time. `Hooks` calls them."""
 
     reading: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -89,14 +89,14 @@ class Passes:
         kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk, microbatch))
         with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
-            made = run()
-            self._end_forward(made)
+            outputs = run()
+            self._end_forward(outputs)
         # The edges alone: what was sent on need not stay until backward.
-        self._progress.roots = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
+        self._progress.roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         done = self._progress
         if not goes_on:
             self.end()
-        return made, done
+        return outputs, done
 
     def backward(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its roots."""
@@ -373,10 +373,10 @@ class Passes:
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
-    def _end_forward(self, made: Tensors) -> None:
-        """End forward, from whose results `made` backward begins, and hold the units that backward will enter without a hook."""
+    def _end_forward(self, outputs: Tensors) -> None:
+        """End forward, from whose results `outputs` backward begins, and hold the units that backward will enter without a hook."""
         self.writes.end_forward(self.units)
-        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
+        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
             unit = self.units[entrance.unit]
             if unit.index in self._progress.held:
