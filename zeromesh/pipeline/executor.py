@@ -38,17 +38,6 @@ from zeromesh.telemetry.event_ring import Activity
 class StageRunner:
     """Computes actions. Tensors that it returns are sent, its arguments have been received; at the ends there are none."""
 
-    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Compute an action of any kind."""
-        if action.kind is Kind.FORWARD:
-            return self.forward(action.chunk, action.microbatch, received)
-        if action.kind is Kind.BACKWARD:
-            return self.backward(action.chunk, action.microbatch, received)
-        if action.kind is Kind.BACKWARD_INPUT:
-            return self.backward_input(action.chunk, action.microbatch, received)
-        self.backward_weight(action.chunk, action.microbatch)
-        return ()
-
     def signature(self, microbatch: int) -> Hashable:
         """Return what the shapes of activations depend on (the batch's shapes, whether it trains); equal on all ranks."""
         raise NotImplementedError
@@ -69,6 +58,18 @@ class StageRunner:
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the gradients that `backward_input` has left."""
         raise NotImplementedError
+
+
+def compute(runner: StageRunner, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Have a runner compute an action of any kind."""
+    if action.kind is Kind.FORWARD:
+        return runner.forward(action.chunk, action.microbatch, received)
+    if action.kind is Kind.BACKWARD:
+        return runner.backward(action.chunk, action.microbatch, received)
+    if action.kind is Kind.BACKWARD_INPUT:
+        return runner.backward_input(action.chunk, action.microbatch, received)
+    runner.backward_weight(action.chunk, action.microbatch)
+    return ()
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
@@ -152,7 +153,7 @@ class Executor:
         if schedule.stages == 1:  # Nothing is sent, and nobody is waited for.
             for action in schedule.actions[rank]:
                 self.group.watch.begin_microbatch(action.microbatch)
-                runner.run(action, ())
+                compute(runner, action, ())
             return Measured(schedule=schedule, marks=())
         if schedule not in self._incoming:
             validate(schedule)
@@ -249,7 +250,7 @@ class _Run:
         self.channels.group.watch.begin_microbatch(action.microbatch)
         self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
-        outputs = self.runner.run(action, received)
+        outputs = compute(self.runner, action, received)
         end = _now(self.channels.device)
         del received
         message = sent_by(self.schedule, self.rank, action)
