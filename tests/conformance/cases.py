@@ -113,8 +113,7 @@ class Run:
     def evaluate(self) -> float:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""
         subject, batch = SUBJECTS[self.problem.model], self.batch_of(0)
-        where = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
-        work = [MicrobatchWork(batch=batch, where=where)]
+        work = [MicrobatchWork(batch=batch)]
         with self.problem.arithmetic():
             losses = self._driver.evaluate(self.engine, work, lambda m, _: self.loss_of(m, 1.0))
         total = torch.stack(losses).double().cpu()

@@ -18,7 +18,6 @@ from zeromesh.offload import resident_bytes
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 
 from . import reference
 from .cases import Run, digest
@@ -206,8 +205,7 @@ def phases(mesh: Mesh, stage: int, transport: str) -> dict[str, Any]:
 
 
 def _train(engine: ZeroEngine, loss_of: Callable[[], torch.Tensor]) -> None:
-    where = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
-    StepDriver(engine.mesh).train(engine, [MicrobatchWork(batch={}, where=where)], lambda _batch, _seed: loss_of())
+    StepDriver(engine.mesh).train(engine, [MicrobatchWork(batch={})], lambda _batch, _seed: loss_of())
 
 
 def looking(mesh: Mesh, stage: int, transport: str, budget: int | None) -> dict[str, Any]:

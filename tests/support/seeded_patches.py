@@ -28,8 +28,9 @@ from zeromesh.trainer.models import prepare
 from zeromesh.units.unit import Bucket, Unit, all_buckets, set_values
 from zeromesh.zero import gradient_reducer
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.gather_order import PassProgress
 from zeromesh.zero.gradient_reducer import BucketArrivals, GradientReducer
-from zeromesh.zero.passes import Forward, Passes
+from zeromesh.zero.passes import Passes
 
 Swap = Callable[[Any, str, Callable[[Any], Any]], None]
 """`swap(holder, attribute, make)` puts `make(original)` in the place of a holder's attribute."""
@@ -239,10 +240,10 @@ def gradients_one_late(swap: Swap) -> None:
 
 def held_twice(swap: Swap) -> None:
     def make(backward: Any) -> Any:
-        def planted(self: Passes, forward: Forward, run: Any) -> None:
-            forward.held = [
+        def planted(self: Passes, forward: PassProgress, run: Any) -> None:
+            forward.gradients = [
                 (bucket, index, gradient * (2 if "norm" in bucket.layout.slots[index].spec.fqn else 1))
-                for bucket, index, gradient in forward.held
+                for bucket, index, gradient in forward.gradients
             ]
             backward(self, forward, run)
 

@@ -147,8 +147,8 @@ class Stepper:
         values, squares = engine.read_step(_tensors_in(computed))
         asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
-        for number, (loss, found, scalars) in zip(counted, _with_values(computed, values), strict=True):
-            own = [loss * shares[number], whole_count(found), _inputs_of(batches[number])[1]]
+        for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
+            own = [loss * shares[number], whole_count(targets), _inputs_of(batches[number])[1]]
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
@@ -217,18 +217,18 @@ class Stepper:
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 generation = collector.generation if collector is not None else None
-                found: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
+                results: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
                 # Where outputs are generated, a forward is for the loss alone.
                 if generation is None or self._loss.kind != "labels" or all("labels" in each for each in fetched):
                     plain = collector is not None and generation is None
-                    found = self._forwards(batches, streams, outputs=plain)
+                    results = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
                     tokens = [
                         generation.tokens(batch, list(feed.order.dataset_indices(each)), self._dtype)
                         for each, batch in zip(group, fetched, strict=True)
                     ]
-                    found = [(loss, count, new) for (loss, count, _), new in zip(found, tokens, strict=True)]
-                for each, batch, (loss, count, outputs) in zip(group, batches, found, strict=True):
+                    results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
+                for each, batch, (loss, count, outputs) in zip(group, batches, results, strict=True):
                     counted = bool(each.weight) and self._counts
                     if counted:
                         computed.append((loss, count))
@@ -263,33 +263,32 @@ class Stepper:
         self, batches: Sequence[DeviceBatch], streams: Sequence[Streams], *, outputs: bool
     ) -> list[tuple[Tensor, int | Tensor, Any]]:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
-        found: list[tuple[Tensor, int | Tensor, Any]] = []
+        results: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
-            found.append(self._evaluated(batch, outputs=outputs))
-            return found[-1][0]
+            results.append(self._evaluated(batch, outputs=outputs))
+            return results[-1][0]
 
-        nowhere = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
         work = [
-            MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn, around=batch.present)
+            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
         if self._engine is not None:
             losses = self._driver.evaluate(self._engine, work, loss_of)
-            return found or [(loss, 0, None) for loss in losses]
+            return results or [(loss, 0, None) for loss in losses]
         for batch, drawn in zip(batches, streams, strict=True):
             with torch.no_grad(), drawn.in_force(), batch.present():
                 loss_of(batch, 0.0)
-        return found
+        return results
 
     def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
         """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
-        made: Any = None
+        model_outputs: Any = None
         if outputs:
-            loss, made = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
+            loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
         else:
             loss = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch))
-        return loss, self._loss.last_count, made
+        return loss, self._loss.last_count, model_outputs
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""

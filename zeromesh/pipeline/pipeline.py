@@ -19,8 +19,8 @@ from zeromesh.pipeline.schedule import Kind, PipelineSchedule, ScheduleName, for
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
-from zeromesh.zero.passes import Forward, Passes, Tensors
+from zeromesh.zero.gather_order import NOWHERE, MicrobatchPosition, PassProgress
+from zeromesh.zero.passes import Passes, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 """`(batch, seed)` to the sum of its losses, a scalar, whose backward will start with `seed`; runs the model."""
@@ -31,7 +31,7 @@ class MicrobatchWork:
     """A microbatch: what it is, where it stands in the step, and the gradient of its loss's sum."""
 
     batch: Mapping[str, Any]
-    where: MicrobatchPosition
+    where: MicrobatchPosition = NOWHERE
     seed: float = 1.0
     streams: Streams | None = None
     """The random numbers that it draws in an evaluation; None: it draws from the generators as they are."""
@@ -57,7 +57,7 @@ class ZeroRunner(StageRunner):
     """Called with the number of each microbatch whose backward is over."""
     losses: list[torch.Tensor] = field(init=False)
     _inputs: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    _forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
+    _forwards: dict[tuple[int, int], PassProgress] = field(default_factory=dict)
     _reduced: dict[int, int] = field(default_factory=dict)
     """By chunk: how many backwards have begun to add to its gradients."""
 
@@ -73,10 +73,10 @@ class ZeroRunner(StageRunner):
             with self.passes.drawing(self.work[microbatch].streams):
                 return self._sent(chunk, microbatch, run())
         key = chunk, microbatch
-        made, forward = self.passes.forward(chunk, run, self.work[microbatch].where, goes_on=key in self.goes_on)
+        outputs, forward = self.passes.forward(chunk, run, self.work[microbatch].where, goes_on=key in self.goes_on)
         self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
         self._forwards[key] = forward
-        return self._sent(chunk, microbatch, made)
+        return self._sent(chunk, microbatch, outputs)
 
     def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
         work, stages = self.work[microbatch], self.stages
@@ -92,10 +92,10 @@ class ZeroRunner(StageRunner):
     def _is_last(self, chunk: int) -> bool:
         return self.stages is None or self.stages.is_last(chunk)
 
-    def _sent(self, chunk: int, microbatch: int, made: Tensors) -> Tensors:
+    def _sent(self, chunk: int, microbatch: int, outputs: Tensors) -> Tensors:
         if not self._is_last(chunk):
-            return made
-        self.losses[microbatch] = made[0].detach()
+            return outputs
+        self.losses[microbatch] = outputs[0].detach()
         return ()
 
     def backward(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:
@@ -109,27 +109,26 @@ class ZeroRunner(StageRunner):
         forward = self._forwards[chunk, microbatch]
         with self.queue.deferring((chunk, microbatch)):
             self.passes.backward_input(forward, self._start(chunk, microbatch, forward, gradients))
-        forward.outputs = ()
         return self._returned(chunk, microbatch)
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         forward = self._placed(chunk, self._forwards.pop((chunk, microbatch)))
         self.passes.backward_weight(forward, partial(self.queue.run, (chunk, microbatch)))
 
-    def _placed(self, chunk: int, forward: Forward) -> Forward:
+    def _placed(self, chunk: int, forward: PassProgress) -> PassProgress:
         """Gradients are summed in the order in which they come: the first of a chunk begins the sums, the last one ends them."""
         number = self._reduced.get(chunk, 0)
         self._reduced[chunk] = number + 1
         last = number == len(self.work) - 1
-        forward.microbatch = replace(forward.microbatch, first=number == 0, last=last)
+        forward.position = replace(forward.position, first=number == 0, last=last)
         return forward
 
-    def _start(self, chunk: int, microbatch: int, forward: Forward, gradients: Tensors) -> Tensors:
+    def _start(self, chunk: int, microbatch: int, forward: PassProgress, gradients: Tensors) -> Tensors:
         """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that needs one."""
         if not self._is_last(chunk):
             return gradients
         seed = self.work[microbatch].seed * self.scale
-        return [torch.full_like(self.losses[microbatch], seed)] if forward.outputs else ()
+        return [torch.full_like(self.losses[microbatch], seed)] if forward.roots else ()
 
     def _returned(self, chunk: int, microbatch: int) -> list[torch.Tensor]:
         """Gradients of what the chunk received."""

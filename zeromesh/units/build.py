@@ -245,7 +245,7 @@ def _stored(
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
     if not (offload.in_place and whole) or first.requires_grad:
         return None
-    found = []
+    runs = []
     for piece in layout.pieces(interval):
         if _scattered(piece) is not None:
             return None
@@ -254,8 +254,8 @@ def _stored(
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
-    return found
+            runs.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
+    return runs
 
 
 def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:

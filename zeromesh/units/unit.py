@@ -52,9 +52,9 @@ def _metadata() -> frozenset[Any]:
         "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
     )
     descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
-    found = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
-    found |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
-    return frozenset(found - {None})
+    functions = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
+    functions |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
+    return frozenset(functions - {None})
 
 
 _METADATA = _metadata()
@@ -247,7 +247,9 @@ class Bucket:
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            set_values(parameter, view)
+            if issubclass(kind := type(parameter), AtRest):
+                parameter.__class__ = kind.kind
+            parameter.data = view
         self._versions = list(map(_version_of, self.parameters))
         if self._miscounts:
             self.note_values()
@@ -255,8 +257,9 @@ class Bucket:
     def hide(self) -> None:
         """Parameters become NaN of their own shape, of a class that calls `on_use` before it is read or written."""
         for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
-            set_values(parameter, rest)
-            parameter.__class__ = kind
+            if not issubclass(type(parameter), AtRest):
+                parameter.data = rest
+                parameter.__class__ = kind
 
     def note_values(self) -> None:
         """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
@@ -286,8 +289,8 @@ class Bucket:
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
         """Compare values with what was noted of them on the device, and keep the answer there."""
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
-        found = same.to(torch.float32).cumprod(0).sum()
-        self.first_changed = found if self.first_changed is None else torch.minimum(self.first_changed, found)
+        unchanged = same.to(torch.float32).cumprod(0).sum()
+        self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
 
     def drop_casts(self) -> None:
         """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
@@ -354,8 +357,11 @@ class Unit:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         device, address = tensor.device, tensor.data_ptr()
-        memory = ((bucket.buffer.full, bucket.nbytes) for bucket in self.buckets)
-        return any(full.device == device and 0 <= address - full.data_ptr() < nbytes for full, nbytes in memory)
+        for bucket in self.buckets:
+            full = bucket.buffer.full
+            if full.device == device and 0 <= address - full.data_ptr() < bucket.nbytes:
+                return True
+        return False
 
     def note_values(self) -> None:
         """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
@@ -364,10 +370,10 @@ class Unit:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place; see `Bucket.written`."""
-        found: str | None = None
-        for bucket in self.buckets:  # All of them, since each notes what it has found.
-            found = bucket.written() or found
-        return found
+        name: str | None = None
+        for bucket in self.buckets:  # All of them, since each notes what it finds.
+            name = bucket.written() or name
+        return name
 
     def enter(self, phase: Phase) -> None:
         """Go to the next phase. Raises `PhaseError` when `phase` is another."""
@@ -391,7 +397,8 @@ class Unit:
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
-        self.point()
+        for bucket in self.buckets:
+            bucket.show()
 
     def point(self) -> None:
         """Let the parameters look at what they have in this phase, whatever has replaced their data."""

@@ -5,20 +5,19 @@
     backward    before_backward   leave the units that backward is done with, and gather this one as in forward
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
-The backward of a microbatch may follow its forward at once, or after other microbatches have run: `Forward` keeps what it needs.
+The backward of a microbatch may follow its forward at once, or after other microbatches have run: `PassProgress` is kept for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
@@ -37,21 +36,8 @@ from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclass(kw_only=True, slots=True)
-class Forward:
-    """A microbatch between its forward through a chunk of the model and its backward."""
-
-    chunk: int
-    microbatch: MicrobatchPosition
-    outputs: Sequence[torch.Tensor | GradientEdge]
-    """The outputs that need a gradient, from which backward starts."""
-    progress: PassProgress
-    held: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
-    """Gradients of parameters that came with those of inputs, and wait for `backward_weight`."""
-
-
 class Passes:
-    """The passes of one engine, one at a time. ``Hooks` call them."""
+    """The passes of one engine, one at a time. `Hooks` calls them."""
 
     reading: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -83,7 +69,8 @@ class Passes:
         self._calls = UnitCalls()
         self.writes = InplaceWrites(mesh)
         self._progress = PassProgress()
-        self._holding: Forward | None = None
+        self._holding = False
+        """True if gradients of parameters are held until those of inputs are on their way."""
         self._weights_alone = False
         """True if the running backward computes gradients of weights from kept tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
@@ -93,63 +80,63 @@ class Passes:
 
     def forward(
         self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition, *, goes_on: bool
-    ) -> tuple[Tensors, Forward]:
+    ) -> tuple[Tensors, PassProgress]:
         """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
 
         `goes_on`: backward of the same microbatch comes next, in the same pass.
         """
         streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
         kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
-        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk, microbatch))
         with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
-            made = run()
-            self._end_forward(made)
+            outputs = run()
+            self._end_forward(outputs)
         # The edges alone: what was sent on need not stay until backward.
-        outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
-        done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, progress=self._progress)
+        self._progress.roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        done = self._progress
         if not goes_on:
             self.end()
-        return made, done
+        return outputs, done
 
-    def backward(self, forward: Forward, gradients: Tensors) -> None:
-        """Run backward of a microbatch from the gradients of its outputs."""
+    def backward(self, forward: PassProgress, gradients: Tensors) -> None:
+        """Run backward of a microbatch from the gradients of its roots."""
         self._enter_backward(forward)
         with own_randomness():
-            self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
+            self._reduce_during(lambda: self._run_backward(gradients))
         self.end()
 
-    def _enter_backward(self, forward: Forward) -> None:
+    def _enter_backward(self, forward: PassProgress) -> None:
         """Go on in the pass of the forward that has just run, or begin one."""
-        if self.mode is not PassMode.FORWARD or self._progress is not forward.progress:
-            self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        if self.mode is not PassMode.FORWARD or self._progress is not forward:
+            self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD
 
-    def backward_input(self, forward: Forward, gradients: Tensors) -> None:
+    def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
         self._enter_backward(forward)
-        self._holding = forward
+        self._holding = True
         self._need_held()
         try:
             with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-                self._run_backward(forward, gradients)
+                self._run_backward(gradients)
         finally:
-            self._holding = None
+            self._holding = False
         self.end()
 
-    def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
+    def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
-        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward.progress)
+        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
 
         def deliver() -> None:
-            for bucket, index, gradient in forward.held:
+            for bucket, index, gradient in forward.gradients:
                 bucket.parameters[index].grad = gradient
                 self.gradients.take(bucket, index)
-            forward.held.clear()
+            forward.gradients.clear()
             run()
 
         self._weights_alone = True
         try:
-            self._reduce_during(forward, deliver)
+            self._reduce_during(deliver)
         finally:
             self._weights_alone = False
         self.end()
@@ -158,10 +145,14 @@ class Passes:
         """End a step's backwards, when all ranks that wait for one another have run them."""
         self._updater.end_backwards()
 
-    def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
-        outputs, self._progress.outputs = self._progress.outputs, []
-        if forward.outputs:
-            torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges
+    def _run_backward(self, gradients: Tensors) -> None:
+        roots, outputs = self._progress.roots, self._progress.outputs
+        self._progress.roots, self._progress.outputs = (
+            (),
+            [],
+        )  # What is kept of the graph would keep the engine, by its hooks.
+        if roots:
+            torch.autograd.backward(roots, gradients)
             return
         # The loss is a constant, as of a microbatch without targets. Peers gather and reduce units in the course of their backward,
         # and this rank does so in the same order: its gradients are zeros, which come from what the model has returned last.
@@ -169,31 +160,31 @@ class Passes:
         zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
         torch.autograd.backward(outputs, zeros)
 
-    def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
+    def _reduce_during(self, bring: Callable[[], None]) -> None:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
         with self._recorder.span(StepPhase.BACKWARD):
-            self._begin_reducing(forward)
+            self._begin_reducing()
             bring()
-            self._end_reducing(forward)
+            self._end_reducing()
 
-    def _begin_reducing(self, forward: Forward) -> None:
+    def _begin_reducing(self) -> None:
         """Begin a backward whose gradients are reduced as they come."""
-        microbatch, units = forward.microbatch, self._chunks[forward.chunk]
-        reduce = microbatch.last or self._reduces_each
-        own = {unit.index for unit in units}
-        order = [index for index in forward.progress.reduction_order(range(len(self.units))) if index in own]
-        settled = order == self._last_reductions.get(forward.chunk)
-        self._last_reductions[forward.chunk] = order
+        position, chunk = self._progress.position, self._progress.chunk
+        own = {unit.index for unit in self._chunks[chunk]}
+        order = [index for index in self._progress.reduction_order(range(len(self.units))) if index in own]
+        settled = order == self._last_reductions.get(chunk)
+        self._last_reductions[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
-        self.gradients.begin(buckets, reduce=reduce, first=microbatch.first, settled=settled)
+        self._updater.begin_backward(buckets, first=position.first, last=position.last)
+        reduce = position.last or self._reduces_each
+        self.gradients.begin(buckets, reduce=reduce, first=position.first, settled=settled)
         self._need_held()
 
-    def _end_reducing(self, forward: Forward) -> None:
+    def _end_reducing(self) -> None:
         """Reduce what is left of a backward that has run."""
         self._recorder.next_range(None)
         self.gradients.flush()
-        self._updater.end_backward(self._chunks[forward.chunk])
+        self._updater.end_backward(self._chunks[self._progress.chunk])
 
     # Any pass
 
@@ -373,8 +364,7 @@ class Passes:
         return partial(self.before_backward, unit, place)
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
-        place = self._progress.call_number
-        hooked = on_gradient_of(tensors, self._on_reached(unit, place))
+        hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
         if (
             hooked and self._progress.streams is not None
         ):  # Only a microbatch of the engine's own has a backward in any case.
@@ -383,10 +373,10 @@ class Passes:
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
-    def _end_forward(self, made: Tensors) -> None:
-        """End forward, from whose results `made` backward begins, and hold the units that backward will enter without a hook."""
+    def _end_forward(self, outputs: Tensors) -> None:
+        """End forward, from whose results `outputs` backward begins, and hold the units that backward will enter without a hook."""
         self.writes.end_forward(self.units)
-        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
+        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
             unit = self.units[entrance.unit]
             if unit.index in self._progress.held:
@@ -409,8 +399,9 @@ class Passes:
             return
         for index in self._progress.leave_passed(place, self.gradients.owes):
             self._leave_backward(self.units[index])
-        if not self._progress.reach(unit.index):
+        if unit.index in self._progress.reached:
             return
+        self._progress.reached.add(unit.index)
         self._need_in_backward(unit)
         if self._recorder.profiling:
             self._recorder.next_range(unit.name)
@@ -428,9 +419,9 @@ class Passes:
         """Take a parameter's gradient, which autograd has completed."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
-        if self._holding is not None:
+        if self._holding:
             if parameter.grad is not None:  # Else its gradient is deferred.
-                self._holding.held.append((bucket, index, parameter.grad))
+                self._progress.gradients.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return
         if self.mode is not PassMode.BACKWARD:
@@ -451,5 +442,5 @@ class Passes:
             return
         if self._releases:
             unit.rest()
-        if self._holding is None:
+        if not self._holding:
             self._updater.leave([unit])
