@@ -27,12 +27,14 @@ class CollectiveCall:
 
     out: torch.Tensor
     given: torch.Tensor
-    """The tensor that is sent. It may be this rank's part of `out`, or `out` itself."""
+    """The tensor that is sent. It may be this rank's part of `out`, or `out` itself; a broadcast leaves that part as it is."""
     received: Sequence[int]
     """Elements of `out` that come from each rank."""
     sent: Sequence[int]
     """Elements of `given` that go to each rank, where these get different ones."""
     ranks: Sequence[int]
+    index: int
+    """This rank's position in `ranks`."""
     group: dist.ProcessGroup | None
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 
@@ -48,8 +50,11 @@ class Launched:
 
 def _broadcasts(call: CollectiveCall) -> Launched:
     """Broadcast each part that is not empty: gloo's own all-gather has memory as large as the whole, and copies from there."""
-    parts = zip(call.ranks, torch.split(call.out, list(call.received)), strict=True)
-    works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in parts if part.numel()]
+    parts = list(torch.split(call.out, list(call.received)))
+    if call.received[call.index]:
+        parts[call.index] = call.given
+    pairs = zip(call.ranks, parts, strict=True)
+    works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in pairs if part.numel()]
     return Launched(works=works, nbytes=call.out.nbytes)
 
 
