@@ -43,6 +43,8 @@ class CollectiveCall:
 class Launched:
     """A collective in flight: `finish` completes `out` once all of `works` are done. `nbytes` is what its traffic counts as."""
 
+    call: CollectiveCall | None
+    """Keeps the tensors that go round."""
     works: Sequence[AsyncWork]
     nbytes: int
     finish: Callable[[], object] = lambda: None
@@ -55,37 +57,37 @@ def _broadcasts(call: CollectiveCall) -> Launched:
         parts[call.index] = call.given
     pairs = zip(call.ranks, parts, strict=True)
     works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in pairs if part.numel()]
-    return Launched(works=works, nbytes=call.out.nbytes)
+    return Launched(call=call, works=works, nbytes=call.out.nbytes)
 
 
 def _all_gather(call: CollectiveCall) -> Launched:
     if len(set(call.received)) > 1:
         return _broadcasts(call)
     work = _all_gather_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.out.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
 
 
 def _all_reduce(call: CollectiveCall) -> Launched:
     work = dist.all_reduce(call.out, op=call.op, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.out.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
 
 
 def _reduce_scatter(call: CollectiveCall) -> Launched:
     work = _reduce_scatter_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.given.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
 
 
 def _all_to_all(call: CollectiveCall) -> Launched:
     even = len({*call.received, *call.sent}) == 1
     received, sent = (None, None) if even else (list(call.received), list(call.sent))
     work = dist.all_to_all_single(call.out, call.given, received, sent, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.given.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
 
 
 def _small_gather(call: CollectiveCall) -> Launched:
     parts = list(torch.split(call.out, list(call.received)))
     work = dist.all_gather(parts, call.given, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.out.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
 
 
 Row = Callable[[CollectiveCall], Launched]

@@ -140,7 +140,7 @@ class ProcessSet:
         elif groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1)):
             given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)
         if groups is None:
-            return InFlight(self, counted, what, Launched(works=(), nbytes=0), on_stream=on_stream)
+            return InFlight(self, counted, what, Launched(call=None, works=(), nbytes=0), on_stream=on_stream)
         sent = sent or (given.numel() // size,) * size
         call = CollectiveCall(
             out=out,
