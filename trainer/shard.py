@@ -32,7 +32,8 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.offload import settle_heap
 from zeromesh.options import OptimizerSettings
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.parallelize import Divided
+from zeromesh.trainer.checkpoints.frozen import FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.consent import Consent
@@ -42,7 +43,7 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
-from zeromesh.trainer.setup.model import share_weights
+from zeromesh.trainer.setup.model import divide_model, share_weights
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
@@ -52,7 +53,7 @@ from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, 
 _LOGGER = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
-_SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
+_SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
 """The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
 
@@ -65,6 +66,8 @@ class _Sharding:
     divided: Divided
     frozen: list[nn.Parameter]
     """Parameters that were trained before the model was partitioned without an optimizer."""
+    source: FrozenWeights
+    """The frozen weights that checkpoints name in the directory that the model came from."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -127,13 +130,12 @@ def shard(
     if lost:
         raise ConfigError(f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built")
     share_weights(model, mesh)
-    parallel = resolved.parallel
-    cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
-    divided = divide(model, mesh, cuts)
+    divided = divide_model(model, mesh, resolved)
     if resolved.precision.linear is not None:
         use_float8_linear(model, mesh.device)
     engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
-    vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
+    source = FrozenWeights(engine, resolved.checkpoint.frozen, _LOGGER.info)
+    vars(model)[_SHARDING] = _Sharding(engine, divided, trained, source)
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     for name, method in _METHODS.items():
         if callable(getattr(model, name, None)):
@@ -162,8 +164,6 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
-    if unused:
-        _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     sums = "float64" if dtype == torch.float64 else "float32"
     found: dict[str, dict[str, Any]] = {
@@ -177,6 +177,9 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
             raise ConfigError(f"{name} is {own!r}; give a mapping of keys of that section")
         found[name] = {**found.get(name, {}), **getattr(given, name).model_dump(exclude_unset=True), **own}
     found["zero"] |= zero
+    unused += [f"checkpoint.{name}" for name in sorted(found["checkpoint"].keys() - {"frozen"})]
+    if unused:
+        _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     resolved = load_config(found)
     if resolved.parallel.pipeline > 1:
         raise ConfigError(
@@ -353,10 +356,12 @@ def save(
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh)
     try:
-        content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()))
+        away = vars(model)[_SHARDING].source.referenced()
+        content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
         tensors = [each for each in content.tensors if each.kind not in WEIGHTS or each.name not in without]
         shards = [each for each in content.shards if each.spec.kind not in WEIGHTS or each.spec.name not in without]
-        saver.begin(made.step, replace(content, tensors=tensors, shards=shards))
+        away = replace(away, tensors=[each for each in away.tensors if each.spec.name not in without])
+        saver.begin(made.step, replace(content, tensors=tensors, shards=shards, frozen=away))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     saved = saver.finish()
@@ -383,7 +388,7 @@ def load(
         LayoutError: if the checkpoint is of another model or another kind of optimizer.
     """
     engine, path = engine_of(model), Path(directory).expanduser()
-    loader = Loader(engine.mesh)
+    loader = Loader(engine.mesh, source_directory(engine.model))
     store = CheckpointStore(path)
     alone = store.step_of(path) is not None
     found = [path] if alone else [store.path(step) for step in loader.candidates(store)]

@@ -25,7 +25,7 @@ from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.foreign_names import BY_NAME
-from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
+from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -516,7 +516,7 @@ class Trainer:
             self.start_times.begin()
             if self.config.parallel.auto:
                 self.config, planned = settle(self.config, self.inputs, read_environment())
-                self._planned = PlanCheck(prediction=planned.prediction())
+                self._planned = planned.check()
             self._mesh = connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh
@@ -556,7 +556,10 @@ class Trainer:
 
 def _meant(name: str) -> str:
     """Say what a name of another trainer is here."""
-    return f"it is {BY_NAME[name]} here" if name in BY_NAME else "docs/api/trainer.md has what there is"
+    if name in BY_NAME:
+        return f"it is {BY_NAME[name]} here"
+    near = suggestion(name) or ""
+    return f"config has the key {near}" if near.endswith(f".{name}") else "docs/api/trainer.md has what there is"
 
 
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:

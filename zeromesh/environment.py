@@ -164,7 +164,7 @@ def export(variables: Mapping[str, str]) -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when its launcher ends, or leave when the one that `rank_variables` names has ended.
+    """Have the kernel end this process when its launcher ends, or leave when the one that `RankRange.variables` names has ended.
 
     To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
     """
@@ -175,18 +175,29 @@ def die_with_launcher() -> None:
         raise SystemExit(128 + int(signal.SIGKILL))
 
 
-def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int = 0) -> dict[str, str]:
-    """The variables that tell a process its rank. The names are torchrun's, which other libraries read too."""
-    numbers = {
-        "RANK": environment.rank,
-        "WORLD_SIZE": environment.world_size,
-        "LOCAL_RANK": environment.local_rank,
-        "LOCAL_WORLD_SIZE": environment.local_world_size,
-        "MASTER_PORT": environment.master_port,
-        "TORCHELASTIC_RESTART_COUNT": restart,
-    }
-    texts = {"MASTER_ADDR": environment.master_address, "TORCHELASTIC_RUN_ID": run_id, _AGENT_STORE: "False"}
-    return {**{name: str(number) for name, number in numbers.items()}, **texts, _LAUNCHER: str(os.getpid())}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRange:
+    """The ranks of this host in a start, `processes` from `first` on of `world_size`, and the address of rank 0."""
+
+    first: int
+    processes: int
+    world_size: int
+    master_address: str
+    master_port: int
+    run_id: str
+    restart: int = 0
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """The variables that tell a process its rank. The names are torchrun's, which other libraries read too."""
+        found: dict[str, object] = {
+            **dict(zip(_TORCHRUN, (self.first + local_rank, self.world_size, local_rank, self.processes), strict=True)),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            **dict(zip(_RUN, (self.run_id, self.restart), strict=True)),
+            _AGENT_STORE: False,
+            _LAUNCHER: os.getpid(),
+        }
+        return {name: str(value) for name, value in found.items()}
 
 
 def command_began() -> float | None:

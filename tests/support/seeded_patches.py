@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -307,15 +306,13 @@ def own_targets(swap: Swap) -> None:
 
 
 def divided_twice(swap: Swap) -> None:
-    def make(microbatch: Any) -> Any:
-        @contextmanager
-        def planted(self: ZeroEngine, position: Any) -> Iterator[Any]:
-            with microbatch(self, position) as backward:
-                yield lambda loss, seed: backward(loss, seed / self.options.accumulation)
+    def make(start: Any) -> Any:
+        def planted(self: ZeroRunner, *given: Any) -> Any:
+            return [each / len(self.work) for each in start(self, *given)]
 
         return planted
 
-    swap(ZeroEngine, "microbatch", make)
+    swap(ZeroRunner, "_start", make)
 
 
 def replicas_unsummed(swap: Swap) -> None:
@@ -366,7 +363,7 @@ def stale_gradient(swap: Swap) -> None:
     def make(take: Any) -> Any:
         def planted(self: OptimizerStep, bucket: Bucket) -> None:
             if self._last and _holds(bucket, r"layers\.1\."):
-                self.shards.make_room(bucket)
+                self.shards.allocate(bucket)
                 gradient = gradient_of(bucket)
                 gradient += vars(bucket).get("left", 0.0)
                 vars(bucket)["left"] = gradient.clone()
@@ -374,7 +371,7 @@ def stale_gradient(swap: Swap) -> None:
 
         return planted
 
-    swap(OptimizerStep, "take", make)
+    swap(OptimizerStep, "reduced", make)
 
 
 def stale_gather(swap: Swap) -> None:
@@ -508,14 +505,14 @@ def other_dropout_again(swap: Swap) -> None:
 
 
 def same_dropout(swap: Swap) -> None:
-    def make(begin: Any) -> Any:
-        def planted(self: Passes, kind: str, microbatch: Any) -> Any:
+    def make(forward: Any) -> Any:
+        def planted(self: Passes, chunk: int, run: Any, microbatch: Any, **rest: Any) -> Any:
             alike = microbatch.first_sample // (2 * self._mesh.data.size)
-            return begin(self, kind, replace(microbatch, first_sample=alike))
+            return forward(self, chunk, run, replace(microbatch, first_sample=alike), **rest)
 
         return planted
 
-    swap(Passes, "_begin_forward", make)
+    swap(Passes, "forward", make)
 
 
 def same_dropout_of_heads(swap: Swap) -> None:
@@ -580,13 +577,13 @@ def moments_of_neighbour(swap: Swap) -> None:
 
 
 def sum_not_read_back(swap: Swap) -> None:
-    def make(make_room: Any) -> Any:
+    def make(allocate: Any) -> Any:
         def planted(self: GradientShards, bucket: Bucket) -> None:
             rests = bucket.grad is None and bucket.grad_rest is not None and not self._first
-            make_room(self, bucket)
+            allocate(self, bucket)
             if rests and bucket.grad is not None and _holds(bucket, r"layers\.1\."):
                 bucket.grad.zero_()
 
         return planted
 
-    swap(GradientShards, "make_room", make)
+    swap(GradientShards, "allocate", make)

@@ -19,7 +19,7 @@ from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
@@ -127,7 +127,7 @@ class FrozenWeights:
             there = torch.empty(shard.interval.length, dtype=shard.spec.dtype)
             places = places_of(reader, [replace(shard, values=TieredTensor.of(there))])
             reader.read(places, lambda: self._engine.mesh.post(Activity.SAVE))
-            if not torch.equal(there.view(torch.uint8), values.to("cpu", shard.spec.dtype).view(torch.uint8)):
+            if not torch.equal(tensor_bytes(there), tensor_bytes(values.to("cpu", shard.spec.dtype))):
                 return False
             self._same[key] = now
         return True

@@ -64,14 +64,11 @@ def run_generate(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace, processes: int) -> int:
-    from zeromesh.launch.rendezvous import Nodes, launch_workers
+    from zeromesh.launch.rendezvous import Nodes
 
     # With results on disk the rest is generated again after a rank has died; without them nothing would be kept.
     nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, begins_with="the results that are there")
-    arguments = train.same_command(options)
-    return train.report(
-        launch_workers(arguments, processes=processes, nodes=nodes, notify=train.say, talks=options.chat)
-    )
+    return train.report(train.launch_same(options, processes, nodes=nodes, talks=options.chat))
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:

@@ -66,7 +66,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     """Start the ranks that measure, or be one of them."""
-    from zeromesh.launch.rendezvous import launch_workers
     from zeromesh.trainer.planning.auto import ranks_here
 
     environment = read_environment()
@@ -80,7 +79,7 @@ def _measure(options: argparse.Namespace) -> int:
     if options.worker or launched or ranks == 1:
         _measure_here(options)
         return 0
-    return train.report(launch_workers(train.same_command(options), processes=ranks))
+    return train.report(train.launch_same(options, ranks))
 
 
 def _measure_here(options: argparse.Namespace) -> None:
@@ -118,8 +117,6 @@ def run_verify(options: argparse.Namespace) -> int:
         ConfigError: for a configuration, a check or numbers of ranks that cannot be.
         StorageError: when the certificate cannot be written.
     """
-    from zeromesh.launch.rendezvous import launch_workers
-
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
@@ -128,13 +125,8 @@ def run_verify(options: argparse.Namespace) -> int:
         return _verify_here(config, options.check, out, quiet=options.worker)
     with refusals(out, "written"):
         out.unlink(missing_ok=True)
-    ended = train.report(launch_workers(train.same_command(options), processes=processes))
+    ended = train.report(train.launch_same(options, processes))
     return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
-
-
-def checks_of(text: str) -> tuple[str, ...]:
-    """The names in a list with commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:

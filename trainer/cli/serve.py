@@ -34,10 +34,9 @@ def run_serve(options: argparse.Namespace) -> int:
     if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS
-    from zeromesh.launch.rendezvous import launch_workers
 
     # A second signal is for the ranks too, which then end open requests with an answer. To be stopped is how a server ends.
-    ended = launch_workers(train.same_command(options), processes=processes, notify=train.say, passes=2)
+    ended = train.launch_same(options, processes, passes=2)
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 from transformers import GenerationConfig
 
-from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, some
+from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, counted, plural, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
@@ -415,7 +415,7 @@ class _Results:
                 results[each.number] = self._result(made)
         self._found |= results
         rate = sum(len(each.tokens) for each in self._made.values()) / max(time.monotonic() - self._began, 1e-9)
-        console.status(f"generated {len(self._found)} of {len(self._requests)} prompts, {rate:.1f} tokens/s")
+        console.status(f"generated {len(self._found)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s")
         if results:
             console.close()  # Results go to the same terminal, perhaps.
             self._on_results(results)
@@ -439,7 +439,7 @@ class _Results:
         missing = self._missing()
         if missing:
             raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'' if len(missing) == 1 else 's'} {some(missing, 100)}; "
+                f"the model's logits are NaN or infinite for {plural(len(missing), 'prompt')} {some(missing, 100)}; "
                 f"the other {len(self._found)} have a result, which on_results was given. Look at the weights, or compute in "
                 "another dtype (precision.compute: float32)"
             )
@@ -452,6 +452,6 @@ class _Results:
             yield
         except CollectiveError as error:
             raise CollectiveError(
-                f"{error}\n{len(self._found)} of {len(self._requests)} prompts have a result; without one are "
+                f"{error}\n{len(self._found)} of {counted(len(self._requests), 'prompt')} have a result; without one are "
                 f"{some(self._missing(), 100)}"
             ) from error

@@ -16,7 +16,7 @@ from transformers.generation import GenerationMode
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.offload.memory.ledger import available_bytes
-from zeromesh.parallelize import Divided, divide
+from zeromesh.parallelize import Divided
 from zeromesh.rng import seed_all
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
-from zeromesh.trainer.setup.model import begin_alike, cuts_of, fill_engine
+from zeromesh.trainer.setup.model import begin_alike, divide_model, fill_engine
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 
@@ -95,7 +95,7 @@ class PlacedModel:
         tiers = open_tiers(mesh, options)
         try:
             settings, hub_form = ModelSettings(model, mesh), HubForm(model)
-            divided = divide(model, mesh, cuts_of(config))
+            divided = divide_model(model, mesh, config)
             _, prepared = prepare_model(model, config.model, options, tiers)
             console.note(*notes, *divided.notes, *prepared, *built.notes)
             engine = fill_engine(built, mesh, options, tiers, divided, console)

@@ -7,7 +7,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, printable
+from zeromesh.errors import DataError, counted, printable
 from zeromesh.files import read_whole
 from zeromesh.trainer.data.tokenizer import Tokenizer
 
@@ -59,7 +59,9 @@ def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
                 problems.append(str(error))
     if problems:
         rest = len(problems) - _SHOWN_PROBLEMS
-        raise DataError("\n".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} lines more"] if rest > 0 else [])]))
+        raise DataError(
+            "\n".join([*problems[:_SHOWN_PROBLEMS], *([f"and {counted(rest, 'line')} more"] if rest > 0 else [])])
+        )
     if not found:
         raise DataError(f'{where} has no prompt; give a line for each, such as {{"text": "Once"}}')
     return found

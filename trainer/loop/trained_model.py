@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, PhaseError, StorageError
+from zeromesh.errors import ConfigError, PhaseError, StorageError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import available_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator
@@ -85,7 +85,8 @@ class TrainedModel:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
         if self._failure:
             raise PhaseError(
-                f"this run ended after {self.steps_made()} whole steps with {self._failure}. It cannot go on; make a new Trainer"
+                f"this run ended after {counted(self.steps_made(), 'whole step')} with {self._failure}. It "
+                f"cannot go on; make a new Trainer"
             )
 
     @contextmanager

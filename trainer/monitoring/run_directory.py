@@ -14,7 +14,7 @@ from typing import Any
 
 from zeromesh import __version__
 from zeromesh.environment import secret_values
-from zeromesh.errors import StorageError
+from zeromesh.errors import StorageError, counted
 from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
@@ -158,7 +158,7 @@ def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
     name = device_name(device) if is_accelerator(device) else cpu_name()
     versions = {"zeromesh": __version__, "python": platform.python_version()}
     versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-    hardware = f"{size} rank{'s' * (size > 1)} on {name}"
+    hardware = f"{counted(size, 'rank')} on {name}"
     return {"parameters": parameters, "hardware": hardware, "versions": versions}
 
 

@@ -18,10 +18,9 @@ from typing import Any
 
 from zeromesh.environment import (
     ERRORS,
-    LaunchEnvironment,
+    RankRange,
     die_with_launcher,
     kept_environment,
-    rank_variables,
     setting,
     worker_environment,
 )
@@ -56,32 +55,6 @@ class WorkersFailed:
             return self.message
         process = f" (pid {self.pid})" if self.pid else ""
         return f"{ranks_text(self.ranks)}{process}: {self.message}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRange:
-    """The ranks of this host in a start, `processes` from `first` on of `world_size`, and the address of rank 0."""
-
-    first: int
-    processes: int
-    world_size: int
-    master_address: str
-    master_port: int
-    run_id: str
-    restart: int = 0
-
-    def variables(self, local_rank: int) -> dict[str, str]:
-        """The variables of one process."""
-        place = LaunchEnvironment(
-            rank=self.first + local_rank,
-            world_size=self.world_size,
-            local_rank=local_rank,
-            local_world_size=self.processes,
-            master_address=self.master_address,
-            master_port=self.master_port,
-            launcher="torchrun",
-        )
-        return rank_variables(place, run_id=self.run_id, restart=self.restart)
 
 
 class RankProcesses:

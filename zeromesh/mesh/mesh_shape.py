@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, counted
 
 Axis = str
 Divided = Literal["blocks", "layers", "sequence", "batch", "states"]
@@ -62,17 +62,19 @@ class MeshShape:
         product = math.prod(fixed.values())
         fits, rest = divmod(world_size, product)
         if shard == "auto" and rest:
-            misfit = f"{_product(fixed)} = {product}, which does not divide the world of {_ranks(world_size)}"
-            more = _ranks(world_size + product - rest)
+            misfit = f"{_product(fixed)} = {product}, which does not divide the world of {counted(world_size, 'rank')}"
+            more = counted(world_size + product - rest, "rank")
             raise LayoutError(f"{misfit}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
         shape = cls(**fixed, shard=fits if shard == "auto" else shard)
         if shape.world_size != world_size:
             sizes = dict(zip(AXES, shape.sizes, strict=True))
-            start = f"start {_ranks(shape.world_size)}"
+            start = f"start {counted(shape.world_size, 'rank')}"
             advice = f"{start}, or change parallel.{max(sizes, key=sizes.__getitem__)}"
             if not rest:
                 advice = f"set parallel.shard to {fits} or auto, or {start}"
-            raise LayoutError(f"{shape} = {shape.world_size}, but the world has {_ranks(world_size)}; {advice}")
+            raise LayoutError(
+                f"{shape} = {shape.world_size}, but the world has {counted(world_size, 'rank')}; {advice}"
+            )
         return shape
 
     @property
@@ -169,7 +171,3 @@ def _check_size(axis: str, size: object) -> None:
 
 def _product(sizes: Mapping[Axis, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

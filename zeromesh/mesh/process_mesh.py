@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.environment import LaunchEnvironment
-from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
+from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
@@ -75,7 +75,7 @@ class ProcessMesh:
     ) -> None:
         """`traces`: the folder for the latest collectives of a rank, which it writes when others do not come to one on a device."""
         if shape.world_size != environment.world_size:
-            raise ConfigError(f"the mesh has {shape.world_size} ranks, the launch {environment.world_size}")
+            raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
         self.shape = shape
         self.device = device
         self.rank = environment.rank

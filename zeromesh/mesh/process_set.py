@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, ranks_text
+from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, counted, ranks_text
 from zeromesh.mesh.collectives import COLLECTIVES, CollectiveCall, Launched
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES
@@ -235,7 +235,7 @@ class ProcessSet:
             return [text[1:] for text in answers]
         rank = next((each for each in failed if answers[each][:1] == b"?"), min(failed))
         raised = kept if kept is not None and answers[rank][:1] == b"?" else error
-        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        more = f" (and {counted(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
         same = len(failed) == len(answers) and len(set(failed.values())) == 1
         raise raised(failed[rank] if same or first else f"rank {rank}: {failed[rank]}{more}") from failure
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted, plural
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 
 Order = Literal["topology", "launch"] | Sequence[int]
@@ -125,7 +125,7 @@ def mesh_picture(
         ranks = _lines(hosts[host], _RANKS_SHOWN, [] if here is None else [here], "rank", of_rank)
         return [names[host], *(f"  {line}" for line in ranks)]
 
-    count = f"{shape.world_size} rank{'s' * (shape.world_size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    count = f"{counted(shape.world_size, 'rank')} on {counted(len(hosts), 'host')}"
     lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host], "host", of_host)
     warning = far_warning(shape, places)
     wrapped = textwrap.wrap(f"warning: {warning}", WIDTH - 2) if warning else []
@@ -153,7 +153,7 @@ def _lines(
     gap = 0
     for number, item in enumerate(items):
         if len(items) <= most or number < most - 2 or number >= len(items) - 2 or item in needed:
-            found += [f"... {gap} more {noun}{'s' * (gap > 1)}"] * (gap > 0) + show(item)
+            found += [f"... {gap} more {plural(gap, noun)}"] * (gap > 0) + show(item)
             gap = 0
         else:
             gap += 1

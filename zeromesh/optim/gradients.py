@@ -1,7 +1,7 @@
 """Gradient shards between the reduction of a bucket and its update: where they lie, who else sums them, their norm and scale.
 
-    make_room -> the reducer sums into bucket.grad -> put_away      for each microbatch
-    norms                                                           at the end of the step, for the norm of all
+    allocate -> the reducer sums into bucket.grad -> offload      for each microbatch
+    norm                                                          at the end of the step, for the norm of all
 
 A shard that rests on another tier has memory only while its bucket is being summed: at most `LEAVING` of them are on their way out
 at a time.
@@ -91,7 +91,7 @@ class GradientShards:
         """Begin a backward; `first` of its step."""
         self._first = first
 
-    def expect(self, bucket: Bucket) -> None:
+    def prefetch(self, bucket: Bucket) -> None:
         """Prepare for a bucket's gradients: begin to read the sum of earlier microbatches, if it rests on another tier.
 
         A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
@@ -106,13 +106,13 @@ class GradientShards:
             memory = self._memory_for(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
-    def make_room(self, bucket: Bucket) -> None:
+    def allocate(self, bucket: Bucket) -> None:
         """Give `bucket.grad` memory before a sum is made, with the sum of earlier microbatches in it.
 
         Raises:
             StorageError: when that sum cannot be read.
         """
-        self.expect(bucket)
+        self.prefetch(bucket)
         found = self._arriving.pop(id(bucket), None)
         if found is not None:
             bucket.grad, transfer = found
@@ -122,7 +122,7 @@ class GradientShards:
 
     def _memory_for(self, bucket: Bucket) -> torch.Tensor:
         while len(self._leaving) >= LEAVING:
-            self._settle_oldest()
+            self._order_oldest()
         length = bucket.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
@@ -131,34 +131,34 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, grad.nbytes)
         return grad
 
-    def put_away(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum that was made to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
+    def offload(self, bucket: Bucket, *, last: bool) -> None:
+        """Write a sum to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
 
         Raises:
             StorageError: when an earlier one could not be written.
         """
         if bucket.grad_rest is None:
             return
-        self.make_room(bucket)
+        self.allocate(bucket)
         grad = gradient_of(bucket)
         if last:
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
         self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
-    def settle(self) -> None:
-        """Have what comes next come after all that was put away. Raises `StorageError` where that failed."""
+    def order(self) -> None:
+        """Have what comes next come after all that was offloaded. Raises `StorageError` where that failed."""
         while self._leaving:
-            self._settle_oldest()
+            self._order_oldest()
 
-    def arrive(self) -> None:
-        """Wait until all that was put away is where it rests, for who reads the host's memory there."""
-        self.settle()
+    def wait(self) -> None:
+        """Wait until all that was offloaded is where it rests, for who reads the host's memory there."""
+        self.order()
         ordered, self._ordered = self._ordered, []
         for transfer in ordered:
             transfer.wait()
 
-    def _settle_oldest(self) -> None:
+    def _order_oldest(self) -> None:
         transfer, nbytes = self._leaving.popleft()
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
         transfer.order()
@@ -188,7 +188,7 @@ class GradientShards:
             transfer.end()  # What could not be read is not wanted any more.
         for bucket in buckets:
             self.drop(bucket)
-        self.settle()
+        self.order()
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:

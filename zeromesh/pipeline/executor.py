@@ -38,6 +38,17 @@ from zeromesh.telemetry.event_ring import Activity
 class StageRunner:
     """Computes actions. Tensors that it returns are sent, its arguments have been received; at the ends there are none."""
 
+    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Compute an action of any kind."""
+        if action.kind is Kind.FORWARD:
+            return self.forward(action.chunk, action.microbatch, received)
+        if action.kind is Kind.BACKWARD:
+            return self.backward(action.chunk, action.microbatch, received)
+        if action.kind is Kind.BACKWARD_INPUT:
+            return self.backward_input(action.chunk, action.microbatch, received)
+        self.backward_weight(action.chunk, action.microbatch)
+        return ()
+
     def signature(self, microbatch: int) -> Hashable:
         """Return what the shapes of activations depend on (the batch's shapes, whether it trains); equal on all ranks."""
         raise NotImplementedError
@@ -138,6 +149,11 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
+        if schedule.stages == 1:  # Nothing is sent, and nobody is waited for.
+            for action in schedule.actions[rank]:
+                self.group.watch.begin_microbatch(action.microbatch)
+                runner.run(action, ())
+            return Measured(schedule=schedule, marks=())
         if schedule not in self._incoming:
             validate(schedule)
             self._incoming[schedule] = _incoming(schedule, rank)
@@ -233,15 +249,7 @@ class _Run:
         self.channels.group.watch.begin_microbatch(action.microbatch)
         self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
-        made: Sequence[torch.Tensor] = ()
-        if action.kind is Kind.FORWARD:
-            made = self.runner.forward(action.chunk, action.microbatch, received)
-        elif action.kind is Kind.BACKWARD:
-            made = self.runner.backward(action.chunk, action.microbatch, received)
-        elif action.kind is Kind.BACKWARD_INPUT:
-            made = self.runner.backward_input(action.chunk, action.microbatch, received)
-        else:
-            self.runner.backward_weight(action.chunk, action.microbatch)
+        made = self.runner.run(action, received)
         end = _now(self.channels.device)
         del received
         message = sent_by(self.schedule, self.rank, action)

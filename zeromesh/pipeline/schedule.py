@@ -23,7 +23,7 @@ from itertools import chain
 from operator import attrgetter, itemgetter, sub
 from typing import Literal, get_args
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, counted
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -445,4 +445,6 @@ def _before(action: Action) -> Action | None:
 
 
 def _title(schedule: PipelineSchedule) -> str:
-    return f"pipeline schedule {schedule.name} of {schedule.ranks} ranks x {schedule.chunks} chunks"
+    return (
+        f"pipeline schedule {schedule.name} of {counted(schedule.ranks, 'rank')} x {counted(schedule.chunks, 'chunk')}"
+    )

@@ -65,6 +65,8 @@ class Built:
     """The parts that the engine runs on. `transport` moves parameters, `reduction` gradients: one object where both are sharded."""
 
     units: tuple[Unit, ...]
+    releases: bool
+    """True if units are released after their use; else they are live from one update to the next."""
     transport: Transport
     reduction: Transport
     tiers: Tiers
@@ -132,7 +134,8 @@ def build_units(
         module = model.get_submodule(unit_plan.module)
         buckets = [_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
-    return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
+    releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
+    return Built(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -137,17 +138,10 @@ class Phase(Enum):
     """A gather is in flight."""
     LIVE = "live"
     """Parameters are whole and current."""
-    REDUCING = "reducing"
-    """Backward has passed; gradients are being summed."""
 
 
-_LEGAL: dict[Phase, frozenset[Phase]] = {
-    Phase.RESTING: frozenset({Phase.GATHERING}),
-    Phase.GATHERING: frozenset({Phase.LIVE}),
-    # A unit that stays live through its reduction (replicated parameters) goes back from REDUCING to LIVE.
-    Phase.LIVE: frozenset({Phase.RESTING, Phase.REDUCING}),
-    Phase.REDUCING: frozenset({Phase.RESTING, Phase.LIVE}),
-}
+_NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
+_version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
@@ -184,6 +178,8 @@ class Bucket:
     ) -> None:
         self.layout = layout
         self.name = layout.name
+        self.unit = 0
+        """The number of its unit."""
         self.spec = layout.first
         """The first parameter, with which the others share dtype and ranks."""
         self.dtype = self.spec.dtype
@@ -252,7 +248,7 @@ class Bucket:
         """Parameters become views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             set_values(parameter, view)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_version_of, self.parameters))
         if self._miscounts:
             self.note_values()
 
@@ -269,13 +265,13 @@ class Bucket:
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
         replaced = self._moved(cast=False)  # Parameters that have got other memory, as by `parameter.data = values`.
-        for parameter, view in ((self.parameters[number], self._views[number]) for number in replaced):
-            view.copy_(parameter.detach())
-            set_values(parameter, view)
-        versions = [parameter._version for parameter in self.parameters]
-        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
-        if not (counted or self._digests or replaced):
+        for number in replaced:
+            self._views[number].copy_(self.parameters[number].detach())
+            set_values(self.parameters[number], self._views[number])
+        versions = list(map(_version_of, self.parameters))
+        if versions == self._versions and not (self._digests or replaced):
             return None
+        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
         noted, self._versions, self._digests = self._digests, versions, []
         changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
@@ -300,6 +296,8 @@ class Bucket:
 
     def _moved(self, *, cast: bool) -> list[int]:
         """The numbers of live parameters that are not in the gathered buffer, of another dtype or of its own."""
+        if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
+            return []
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
         outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
@@ -323,6 +321,8 @@ class Unit:
         self.module = module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
+        for bucket in self.buckets:
+            bucket.unit = index
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
         self.follow()
@@ -364,18 +364,17 @@ class Unit:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place; see `Bucket.written`."""
-        return next(filter(None, [bucket.written() for bucket in self.buckets]), None)
+        found: str | None = None
+        for bucket in self.buckets:  # All of them, since each notes what it has found.
+            found = bucket.written() or found
+        return found
 
     def enter(self, phase: Phase) -> None:
-        """Go to the next phase.
-
-        Raises:
-            PhaseError: when the table of transitions does not allow it.
-        """
-        if phase not in _LEGAL[self.phase]:
-            allowed = ", ".join(sorted(each.value for each in _LEGAL[self.phase]))
+        """Go to the next phase. Raises `PhaseError` when `phase` is another."""
+        if phase is not _NEXT[self.phase]:
             raise PhaseError(
-                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become {allowed}"
+                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
+                f"{_NEXT[self.phase].value}"
             )
         self.phase = phase
 
@@ -397,7 +396,7 @@ class Unit:
     def point(self) -> None:
         """Let the parameters look at what they have in this phase, whatever has replaced their data."""
         for bucket in self.buckets:
-            if self.phase in (Phase.LIVE, Phase.REDUCING):
+            if self.phase is Phase.LIVE:
                 bucket.show()
             else:
                 bucket.hide()

@@ -135,7 +135,7 @@ class AutogradPasses(Passes):
         then begins."""
         self._hook_after = hooks.after
         modules = {unit.module for unit in self.units}
-        for unit in self.units if self._sharded else ():
+        for unit in self.units if self._releases else ():
             inner = [module for _, module in unit.module.named_modules(memo=modules - {unit.module})][1:]
             self._inner.append([(module, int(module in hooks.parts)) for module in inner])
 
@@ -172,12 +172,12 @@ class AutogradPasses(Passes):
                 self.end()  # Nobody holds what the open forward has computed, or an evaluation has failed half-way.
         self.require_no_failure()
         super().before_forward(unit)
-        if self._sharded and self.mode is PassMode.FORWARD:
+        if self._releases and self.mode is PassMode.FORWARD:
             self._follow_hooked(unit)
 
     def before_part(self, module: nn.Module) -> None:
         super().before_part(module)
-        if self._sharded and self.mode is PassMode.FORWARD:
+        if self._releases and self.mode is PassMode.FORWARD:
             self._follow_hooked(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
@@ -273,14 +273,12 @@ class AutogradPasses(Passes):
                 f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
-        if self.mode is not PassMode.FORWARD or graph.progress is not self._progress:
-            self._begin(PassMode.BACKWARD, "backward", graph.progress)
-        self.mode = PassMode.BACKWARD
-        graph.progress.restart_backward()
         last = self._synced and self._accumulation > 1 and self.backwards + 1 == self._accumulation
-        self._closed = self._summed = False
         where = MicrobatchPosition(step=self._generation, first_sample=0, first=not self.backwards, last=last)
         self._backward = Forward(chunk=0, microbatch=where, outputs=(), progress=graph.progress)
+        self._enter_backward(self._backward)
+        graph.progress.restart_backward()
+        self._closed = self._summed = False
         self._begin_reducing(self._backward)
         Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -341,19 +339,14 @@ class AutogradPasses(Passes):
             )
         if self._closed:
             return
-        self.find_missing()
         self._closed = True
-        if self._summed:
-            return
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
-        self._updater.begin_backward(buckets, first=False, last=True)
-        if self._options.sums_before_reducing:
-            self.gradients.begin(buckets, reduce=True, first=False)
+        if not self._summed:
+            self._updater.begin_backward(buckets, first=False, last=True)
+            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False)
             self.gradients.flush()
-        else:
-            for bucket in buckets:
-                self._updater.take(bucket)
-        self._updater.end_backward(self.units)
+            self._updater.end_backward(self.units)
+        self.gradients.find_missing(buckets, self._updater.sharing)
 
     def forget_gradients(self) -> None:
         """Begin anew: the next backward is the first of its step."""
@@ -493,7 +486,7 @@ class AutogradEngine(ZeroEngine):
         self._passes.require_no_failure()
         self._optimizer_step.drop_gradients()
         self._passes.forget_gradients()
-        self._passes.keep_zeros = zeros
+        self._passes.gradients.keep_zeros = zeros
         self._norm, self._clip = None, 1.0
 
     def _next_generation(self) -> None:

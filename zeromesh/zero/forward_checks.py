@@ -147,6 +147,7 @@ class InplaceWrites:
         """Note the values of a unit, of `units` in all, that is about to run forward, where its turn has come."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST or self._forwards % units == unit.index:
+            self.refuse_in_pass([unit])  # What was noted before an earlier call of it is compared now.
             unit.note_values()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:

@@ -9,7 +9,7 @@
 this order gathers each unit when it is used, and is recorded anew. Ranks whose orders differ are in error: the watchdog finds that.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -56,7 +56,6 @@ class PassProgress:
         self._first_visits: dict[int, int] = {}
         self._reached: set[int] = set()
         self._inside: list[int] = []
-        self._unreduced: dict[int, int] = {}
 
     def visit(self, unit: int) -> None:
         """Note that forward calls a unit."""
@@ -71,10 +70,6 @@ class PassProgress:
     def reduction_order(self, units: Iterable[int]) -> list[int]:
         """Units in the reverse order of their first visits; those that forward did not touch come last."""
         return [*reversed(self._first_visits), *(unit for unit in units if unit not in self._first_visits)]
-
-    def begin_backward(self, unreduced: Mapping[int, int]) -> None:
-        """Note that forward is over. `unreduced` is the number of buckets of each unit that backward gives gradients."""
-        self._unreduced = dict(unreduced)
 
     def restart_backward(self) -> None:
         """Forget an earlier backward, which has run through another part of the graph or has kept it."""
@@ -93,22 +88,18 @@ class PassProgress:
             self._inside.append(unit)
         return new
 
-    def complete(self, unit: int) -> None:
-        """Note that all gradients of one of a unit's buckets have arrived."""
-        self._unreduced[unit] -= 1
-
-    def leave_passed(self, call: int) -> list[int]:
-        """Leave the units that backward is done with, now that it has reached call number `call`; returns them.
+    def leave_passed(self, call: int, owes: Callable[[int], bool]) -> list[int]:
+        """Leave the units that backward is done with, now that it has reached call number `call`; returns them. `owes(unit)` says
+        whether gradients of a unit are yet to come.
 
         Autograd runs what is ready in the reverse order of its creation, so units that forward began to use only later will
         not be read again. That a parameter has its gradient is no such sign: it may be frozen, or be read through `detach`.
         """
-        passed = [
-            unit
-            for unit in self._inside
-            if self._first_visits.get(unit, 0) > call and not self._unreduced[unit] and unit not in self.held
-        ]
-        self._inside = [unit for unit in self._inside if unit not in passed]
+        passed: list[int] = []
+        inside, self._inside = self._inside, []
+        for unit in inside:
+            done = self._first_visits.get(unit, 0) > call and not owes(unit) and unit not in self.held
+            (passed if done else self._inside).append(unit)
         return passed
 
 

@@ -11,11 +11,10 @@ The backward of a microbatch may follow its forward at once, or after other micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
-from weakref import proxy
 
 import torch
 from torch import nn
@@ -36,8 +35,6 @@ from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 
 Tensors = Sequence[torch.Tensor]
-Backward = Callable[[torch.Tensor, float], None]
-"""`backward(loss, seed)` runs backward from a scalar whose gradient is `seed`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +51,7 @@ class Forward:
 
 
 class Passes:
-    """The passes of one engine, one at a time. `Hooks` and the `GradientReducer` call them."""
+    """The passes of one engine, one at a time. ``Hooks` call them."""
 
     reading: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -78,10 +75,9 @@ class Passes:
         self._options = options
         self._updater = updater
         self._transport = built.transport
-        self._sharded = options.placements.parameters is Placement.SHARDED
+        self._releases = built.releases
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, not only their sum at the end of a step."""
-        self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
@@ -91,67 +87,47 @@ class Passes:
         self._weights_alone = False
         """True if the running backward computes gradients of weights from kept tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
-        self._reductions_settled = False
-        self.gradients = GradientReducer(
-            built.reduction.reducer,
-            proxy(self),  # No cycle, which would keep what a closed engine has until the interpreter looks for garbage.
-            options,
-            direct=mesh.shard.size == 1,
-            recorder=mesh.recorder,
-        )
-        self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        self.gradients = GradientReducer(built.reduction.reducer, updater.shards, mesh, options, updater.reduced)
 
     # Training
 
-    @contextmanager
-    def microbatch(self, position: MicrobatchPosition) -> Iterator[Backward]:
-        """Forward and backward of a microbatch at once; see `ZeroEngine.microbatch`."""
-        streams = self._begin_forward("train", position)
-        with streams.in_force(), torch.enable_grad(), ExitStack() as forward:
-            forward.enter_context(self._recorder.span(StepPhase.FORWARD))
-
-            def backward(loss: torch.Tensor, seed: float) -> None:
-                forward.close()
-                self._end_forward([loss])
-                outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
-                done = Forward(chunk=0, microbatch=position, outputs=outputs, progress=self._progress)
-                self.mode = PassMode.BACKWARD
-                self._reduce_during(done, lambda: self._run_backward(done, seeds))
-
-            yield backward
-            if self.mode is not PassMode.BACKWARD:
-                raise PhaseError(
-                    "a microbatch ended without backward, which the other ranks run; call it with the loss"
-                )
-        self.end()
-
     def forward(
-        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition
+        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition, *, goes_on: bool
     ) -> tuple[Tensors, Forward]:
-        """Run forward of a microbatch through a chunk by `run()`, and return what that returns. Backward comes later."""
-        streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
+        """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
+
+        `goes_on`: backward of the same microbatch comes next, in the same pass.
+        """
+        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
+        kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
         with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             made = run()
             self._end_forward(made)
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
         done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, progress=self._progress)
-        self.end()
+        if not goes_on:
+            self.end()
         return made, done
 
     def backward(self, forward: Forward, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its outputs."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        self._enter_backward(forward)
         with own_randomness():
             self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
         self.end()
 
+    def _enter_backward(self, forward: Forward) -> None:
+        """Go on in the pass of the forward that has just run, or begin one."""
+        if self.mode is not PassMode.FORWARD or self._progress is not forward.progress:
+            self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        self.mode = PassMode.BACKWARD
+
     def backward_input(self, forward: Forward, gradients: Tensors) -> None:
         """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+        self._enter_backward(forward)
         self._holding = forward
-        forward.progress.begin_backward(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
         try:
             with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
@@ -206,12 +182,11 @@ class Passes:
         reduce = microbatch.last or self._reduces_each
         own = {unit.index for unit in units}
         order = [index for index in forward.progress.reduction_order(range(len(self.units))) if index in own]
-        self._reductions_settled = order == self._last_reductions.get(forward.chunk)
+        settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        forward.progress.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
-        self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
+        self.gradients.begin(buckets, reduce=reduce, first=microbatch.first, settled=settled)
         self._need_held()
 
     def _end_reducing(self, forward: Forward) -> None:
@@ -223,10 +198,10 @@ class Passes:
     # Any pass
 
     @contextmanager
-    def evaluation(self, streams: Streams | None = None) -> Iterator[Passes]:
+    def evaluation(self) -> Iterator[Passes]:
         """Forward passes under no_grad; see `ZeroEngine.evaluation`."""
-        with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
-            self._begin(PassMode.EVALUATION, "eval", PassProgress(streams))
+        with torch.no_grad():
+            self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.begun
             try:
                 yield self
@@ -252,11 +227,6 @@ class Passes:
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
 
-    def _begin_forward(self, kind: str, microbatch: MicrobatchPosition) -> Streams:
-        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
-        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
-        return streams
-
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
@@ -275,9 +245,8 @@ class Passes:
     def end(self) -> None:
         """End the pass, whether it went well or not."""
         self._recorder.end_ranges()
-        for unit in self.units:
-            if self._sharded:
-                unit.leave()
+        for unit in self.units if self._releases else ():
+            unit.leave()
         self.gathers.end()
         self._calls.reset()
         self.mode = PassMode.IDLE
@@ -301,7 +270,7 @@ class Passes:
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
         self.writes.look_at(unit, len(self.units))
-        if self.mode is PassMode.FORWARD and self._sharded and unit.index != 0:
+        if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
             self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._progress.streams is not None:
@@ -328,7 +297,7 @@ class Passes:
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
             return
-        if self._sharded and self._mesh.shard.size > 1:
+        if self._releases and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
                 f"{self._mesh.shard.size} ranks. {self.reading.format(name)}. Load values by the whole model's load_state_dict, "
@@ -375,14 +344,17 @@ class Passes:
             return
         if self._recorder.profiling:
             self._recorder.end_range()
-        tensors = list(tensors_in(output))
-        self.writes.refuse_in_pass([unit])
-        if self._sharded:
-            self._keep_returned(unit, tensors)
-        self._hook_backward(unit, tensors)
-        if self._sharded and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
+        ends = self._entry is unit.module
+        if self._releases or ends:
+            self.writes.refuse_in_pass(self.units if ends else [unit])
+        if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
+            tensors = list(tensors_in(output))
+            if self._releases:
+                self._keep_returned(unit, tensors)
+            self._hook_backward(unit, tensors)
+        if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
-        if self._entry is unit.module:
+        if ends:
             self.end()
 
     def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
@@ -407,7 +379,7 @@ class Passes:
             hooked and self._progress.streams is not None
         ):  # Only a microbatch of the engine's own has a backward in any case.
             self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
-        looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0
+        looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
@@ -435,7 +407,7 @@ class Passes:
         if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
             return
-        for index in self._progress.leave_passed(place):
+        for index in self._progress.leave_passed(place, self.gradients.owes):
             self._leave_backward(self.units[index])
         if not self._progress.reach(unit.index):
             return
@@ -449,7 +421,7 @@ class Passes:
     def _need_in_backward(self, unit: Unit) -> None:
         if self._progress.enter(unit.index):
             for bucket in unit.trainable:
-                self._updater.shards.expect(bucket)
+                self.gradients.shards.prefetch(bucket)
             self.gathers.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -474,50 +446,10 @@ class Passes:
             )
         self.gradients.take(bucket, index)
 
-    # What the gradient reducer asks for and reports
-
-    def make_room(self, bucket: Bucket) -> None:
-        """A bucket is about to be summed: have memory in `bucket.grad`."""
-        self._updater.shards.make_room(bucket)
-
-    def before_reduction(self, bucket: Bucket) -> None:
-        """A bucket's sum over its group is about to start."""
-        self.gathers.announce(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
-
-    def on_complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket have arrived."""
-        self._progress.complete(self._unit_of[id(bucket)].index)
-
-    def on_reduced(self, bucket: Bucket) -> None:
-        """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
-        # As far as this rank knows: `find_missing` asks the others.
-        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
-        self._updater.take(bucket)
-
-    def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
-        came = self.gradients.came.get(id(bucket), ())
-        return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
-
-    def find_missing(self) -> None:
-        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
-        buckets = [bucket for unit in self.units for bucket in unit.trainable]
-        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
-        sums = torch.tensor([each for row in came for each in row])
-        self._mesh.data.sum_(sums, "parameters with gradients")
-        for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
-                self._updater.sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
-            missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
-            bucket.missing = frozenset(() if self.keep_zeros else missing)
-
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:
             return
-        unit.enter(Phase.REDUCING)
-        if self._sharded:
+        if self._releases:
             unit.rest()
-        else:
-            unit.enter(Phase.LIVE)
         if self._holding is None:
             self._updater.leave([unit])

@@ -82,6 +82,9 @@ class NamedFunction(BaseModel):
 
 
 Named = Annotated[NamedFunction, Allowed("a mapping such as {python: package.module:function}")]
+NamedList = Annotated[
+    tuple[Named, ...], BeforeValidator(tuple_from_list), Allowed("a list such as [{python: package.module:function}]")
+]
 
 
 class Section(BaseModel):

@@ -23,7 +23,7 @@ from zeromesh.trainer.config.sections.base import (
     Count,
     CountOrOff,
     Fraction,
-    Named,
+    NamedList,
     Names,
     NotNegative,
     Number,
@@ -170,11 +170,7 @@ class RunSection(Section):
     """End with the weights of the best evaluation, which is kept as a checkpoint."""
     label_smoothing: Fraction = 0.0
     """Part of each target that is spread over all classes, as in cross_entropy."""
-    callbacks: Annotated[
-        tuple[Named, ...],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list such as [{python: package.module:Class}]"),
-    ] = ()
+    callbacks: NamedList = ()
     """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; an error where there is none."""

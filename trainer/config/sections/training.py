@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
@@ -13,6 +13,7 @@ from zeromesh.trainer.config.sections.base import (
     Fraction,
     Named,
     NamedFunction,
+    NamedList,
     Names,
     NotNegative,
     Number,
@@ -26,6 +27,8 @@ from zeromesh.trainer.config.sections.base import (
     Whole,
     tuple_from_list,
 )
+from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
+from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 
 class BatchSection(Section):
@@ -45,11 +48,11 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels", "pictures"]
-Column = Literal[
-    "messages", "prompt", "completion", "tools", "chat_template_kwargs",
-    "instruction", "input", "output", "conversations", "system", "label",
-]  # fmt: skip
+if TYPE_CHECKING:
+    DataFormat = str
+    Column = str
+else:
+    DataFormat, Column = Literal[tuple(FORMATS)], Literal[COLUMNS]
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
@@ -87,7 +90,6 @@ class MixturePart(Section):
 
 AUTO_EVAL_SAMPLES = 256
 EVAL = "data.eval"
-PICTURES = "pictures"
 
 
 class DataSection(Section):
@@ -193,7 +195,17 @@ class DataSection(Section):
         """`separate_documents`, with null made true or false."""
         if self.separate_documents is not None:
             return self.separate_documents
-        return self.packing and any(part.format not in ("text", "labels") for part in self.parts().values())
+        return self.packing and any(each.answers for each in self.formats)
+
+    @property
+    def rows(self) -> RowFormat:
+        """The row of the table of `format`."""
+        return FORMATS[self.format]
+
+    @property
+    def formats(self) -> list[RowFormat]:
+        """Those of all parts of the mixture."""
+        return [part.rows for part in self.parts().values()]
 
 
 class OptimizerSection(Section):
@@ -230,19 +242,7 @@ def default_warmup(steps: int) -> int:
 class ScheduleSection(Section):
     """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
 
-    name: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "warmup_stable_decay",
-        "wsd",
-        "inverse_sqrt",
-    ] = "cosine"
+    name: Literal[*SCHEDULE_NAMES] = "cosine"  # type: ignore[valid-type]
     """The curve after the warm-up. wsd is short for warmup_stable_decay."""
     warmup_steps: CountOrOff | None = None
     """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
@@ -281,11 +281,7 @@ class TrainSection(Section):
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
     """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
     the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
-    rewards: Annotated[
-        tuple[Named, ...],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list such as [{python: package.module:function}]"),
-    ] = ()
+    rewards: NamedList = ()
     """Functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
     options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
