@@ -152,13 +152,13 @@ class AutogradPasses(Passes):
     # Forward
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if not torch.is_grad_enabled() or self._mesh.pipeline.size > 1:
+        if not torch.is_grad_enabled() or self._mesh.shape.divides("blocks"):
             super()._begin_users_pass(module)
             return
         if not self.backwards or self.used:
             self.before_step()
         # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
-        shared = self._mesh.tensor.size > 1
+        shared = self._mesh.shape.divides("layers")
         where = self._generation << 20 | self.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
