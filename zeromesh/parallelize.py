@@ -81,11 +81,11 @@ def divide(
     Raises:
         LayoutError: for a model that cannot be divided so, with the reason.
     """
-    anatomy = examine(model, example()) if mesh.pipeline.size > 1 else None
+    anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
     count = mesh.pipeline.size * options.chunks
     cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
-    tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
+    tensor = _divide_layers(model, mesh, options) if mesh.shape.divides("layers") else None
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)

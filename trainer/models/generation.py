@@ -104,7 +104,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         and not bool(mask[:, -1].all())
     ):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
-    staged = mesh is not None and mesh.pipeline.size > 1
+    staged = mesh is not None and mesh.shape.divides("blocks")
     # Several ranks compute the same tokens together.
     shared = mesh is not None and mesh.model_size > 1
     settings = copy.deepcopy(arguments.get("generation_config") or getattr(model, "generation_config", None))

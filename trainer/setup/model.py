@@ -234,7 +234,7 @@ def divide_model(
         LayoutError: for a model that cannot be divided so.
     """
     parallel = config.parallel
-    if mesh.tensor.size > 1:
+    if mesh.shape.divides("layers"):
         require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
     options = ParallelOptions(
         rules=parallel.plan or {},

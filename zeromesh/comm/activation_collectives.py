@@ -197,12 +197,17 @@ class GroupExchange(Exchange):
         shapes = self._shapes(kind, tensor, dim, lengths)
         sizes = list(map(math.prod, shapes))
         flat = tensor.new_empty(sum(sizes))
+        own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
         times = 1.0 if kind is ExchangeKind.GATHER else 1 / size
-        flight = start(Collective.ALL_GATHER, flat, tensor.reshape(-1), received=sizes, times=times)
         if kind is ExchangeKind.GATHER and not dim:
+            flight = start(Collective.ALL_GATHER, flat, own.view(-1), received=sizes)
             return _arriving(flight, lambda: flat.view(-1, *tensor.shape[1:]))
-        gathered = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
-        return _arriving(flight, lambda: self._combine(kind, gathered, dim, lengths))
+        # The own part need not be copied: nothing writes to it.
+        row = Collective.ALL_GATHER if on_device else Collective.BROADCAST
+        flight = start(row, flat, own.view(-1), received=sizes, times=times)
+        parts = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        parts[self.index] = own
+        return _arriving(flight, lambda: self._combine(kind, parts, dim, lengths))
 
 
 def _arriving(flight: InFlight, result: Callable[[], torch.Tensor]) -> Pending:

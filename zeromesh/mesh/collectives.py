@@ -27,12 +27,14 @@ class CollectiveCall:
 
     out: torch.Tensor
     given: torch.Tensor
-    """The tensor that is sent. It may be this rank's part of `out`, or `out` itself."""
+    """The tensor that is sent. It may be this rank's part of `out`, or `out` itself; a broadcast leaves that part as it is."""
     received: Sequence[int]
     """Elements of `out` that come from each rank."""
     sent: Sequence[int]
     """Elements of `given` that go to each rank, where these get different ones."""
     ranks: Sequence[int]
+    index: int
+    """This rank's position in `ranks`."""
     group: dist.ProcessGroup | None
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 
@@ -41,6 +43,8 @@ class CollectiveCall:
 class Launched:
     """A collective in flight: `finish` completes `out` once all of `works` are done. `nbytes` is what its traffic counts as."""
 
+    call: CollectiveCall | None
+    """Keeps the tensors that go round."""
     works: Sequence[AsyncWork]
     nbytes: int
     finish: Callable[[], object] = lambda: None
@@ -48,39 +52,42 @@ class Launched:
 
 def _broadcasts(call: CollectiveCall) -> Launched:
     """Broadcast each part that is not empty: gloo's own all-gather has memory as large as the whole, and copies from there."""
-    parts = zip(call.ranks, torch.split(call.out, list(call.received)), strict=True)
-    works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in parts if part.numel()]
-    return Launched(works=works, nbytes=call.out.nbytes)
+    parts = list(torch.split(call.out, list(call.received)))
+    if call.received[call.index]:
+        parts[call.index] = call.given
+    pairs = zip(call.ranks, parts, strict=True)
+    works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in pairs if part.numel()]
+    return Launched(call=call, works=works, nbytes=call.out.nbytes)
 
 
 def _all_gather(call: CollectiveCall) -> Launched:
     if len(set(call.received)) > 1:
         return _broadcasts(call)
     work = _all_gather_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.out.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
 
 
 def _all_reduce(call: CollectiveCall) -> Launched:
     work = dist.all_reduce(call.out, op=call.op, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.out.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
 
 
 def _reduce_scatter(call: CollectiveCall) -> Launched:
     work = _reduce_scatter_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.given.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
 
 
 def _all_to_all(call: CollectiveCall) -> Launched:
     even = len({*call.received, *call.sent}) == 1
     received, sent = (None, None) if even else (list(call.received), list(call.sent))
     work = dist.all_to_all_single(call.out, call.given, received, sent, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.given.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
 
 
 def _small_gather(call: CollectiveCall) -> Launched:
     parts = list(torch.split(call.out, list(call.received)))
     work = dist.all_gather(parts, call.given, group=call.group, async_op=True)
-    return Launched(works=[work], nbytes=call.out.nbytes)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
 
 
 Row = Callable[[CollectiveCall], Launched]

@@ -93,6 +93,10 @@ class MeshShape:
         sizes = zip(AXES, self.sizes, strict=True)
         return math.prod(size for name, size in sizes if name not in axes_of("batch"))
 
+    def divides(self, what: Divided) -> bool:
+        """Return True if there are several ranks along an axis that divides this."""
+        return any(getattr(self, name) > 1 for name in axes_of(what))
+
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Return the index of `rank` along each axis, from 0. Raises `LayoutError` when the mesh has no such rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:

@@ -133,14 +133,14 @@ class ProcessSet:
         groups, size = self.require_member(), self.size
         counted, on_stream = counts_as or kind, self.on_stream and purpose != "control"
         received = received or (out.numel() // size,) * size
+        begin = sum(received[: self.index])
+        place = out if kind is Collective.ALL_REDUCE else out[begin : begin + received[self.index]]
         if given is None:
-            given = out if kind is Collective.ALL_REDUCE else torch.split(out, list(received))[self.index]
+            given = place
         elif groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1)):
-            place = torch.split(out, list(received))[self.index]
-            if place.data_ptr() != given.data_ptr():
-                place.copy_(given)
+            given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)
         if groups is None:
-            return InFlight(self, counted, what, Launched(works=(), nbytes=0), on_stream=on_stream)
+            return InFlight(self, counted, what, Launched(call=None, works=(), nbytes=0), on_stream=on_stream)
         sent = sent or (given.numel() // size,) * size
         call = CollectiveCall(
             out=out,
@@ -148,6 +148,7 @@ class ProcessSet:
             received=received,
             sent=sent,
             ranks=self.ranks,
+            index=self.index,
             group=getattr(groups, purpose),
             op=op,
         )

@@ -439,7 +439,9 @@ class FullState:
         `restore` gives the model back the modules that it had, whatever has replaced them.
         """
         values = {name: tensor.clone() for name, tensor in self.parameters()}
-        buffers = {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.pipeline.size > 1 else {}
+        buffers = (
+            {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.shape.divides("blocks") else {}
+        )
         restore()
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)

@@ -45,6 +45,9 @@ def test_what_axes_divide_says_who_sums_what() -> None:
     assert axes_of("states") == ("shard",)
     assert axes_of("batch", but=["states"]) == ("replicate",)
     assert axes_of("blocks", "layers") == ("pipeline", "tensor")
+    shape = MeshShape(pipeline=2, shard=2)
+    assert [shape.divides(what) for what in ("blocks", "layers", "states")] == [True, False, True]
+    assert shape.model_size == 2
 
 
 @given(shapes)
