@@ -61,7 +61,6 @@ class TransformersCallbacks:
         if event == "on_init_end":
             self._begin()
             return
-        progress = trainer.run.progress
         named: dict[str, Any] = {}
         if event == "on_train_begin":
             # By now it is known how many steps an epoch has.
@@ -69,7 +68,7 @@ class TransformersCallbacks:
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
         elif event in ("on_log", "on_evaluate"):
-            named["logs" if event == "on_log" else "metrics"] = progress.latest_line()
+            named["logs" if event == "on_log" else "metrics"] = trainer.run.progress.latest_line()
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         known = frozenset(named.get("logs", ()))
@@ -128,11 +127,8 @@ class TransformersCallbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """The states that callbacks export, by their class; of two of one class, the first."""
-        found: dict[str, Any] = {}
-        for callback in self.callbacks:
-            if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, callback.state())
-        return found
+        exporting = [each for each in reversed(self.callbacks) if isinstance(each, ExportableState)]
+        return {type(each).__name__: each.state() for each in exporting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make callbacks anew from the states that `state_dict` returned."""
@@ -271,14 +267,12 @@ class CallbackDispatcher:
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             with naming(callback, "state_dict"):
-                state = callback.state_dict()
-            if state:
-                found.setdefault(type(callback).__name__, state)
+                if state := callback.state_dict():
+                    found.setdefault(type(callback).__name__, state)
         return found
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Give callbacks the states that a checkpoint of an earlier process has kept."""
         for callback in self._callbacks:
-            state = states.get(type(callback).__name__)
-            if state:
+            if state := states.get(type(callback).__name__):
                 callback.load_state_dict(state)
