@@ -142,6 +142,13 @@ class Renderer:
             answers = [self._added(row, text, whole, number, number + 1) for number in said]
         return text, answers
 
+    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
+        """What a process of a `DataLoader` makes, whose indices are rows: their tokens, or what is wrong with one of them."""
+        try:
+            return list(_encode([self.render(row) for row in rows], self))
+        except DataError as error:
+            return str(error)
+
     def ending(self, rows: Iterable[Row]) -> int | None:
         """The token that ends nearly all answers of some rows, such as <|im_end|>; None where there is none."""
         found: Counter[int] = Counter()
@@ -254,7 +261,7 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
     Raises `DataError` for a row or template that cannot be used, and where a process ends before its time.
     """
     loader: DataLoader[Any] = DataLoader(
-        _Encoder(renderer),  # type: ignore[arg-type]
+        renderer,  # type: ignore[arg-type]
         batch_sampler=_batches(rows),
         num_workers=processes,
         collate_fn=lambda found: found,
@@ -270,20 +277,6 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
         if not processes:
             raise
         raise DataError(f"a process that tokenizes has ended ({summary(error)}); is memory short?") from error
-
-
-class _Encoder:
-    """Rows as what a process of a `DataLoader` reads: its indices are the rows themselves."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-
-    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
-        """The tokens of some rows, or what is wrong with one of them."""
-        try:
-            return list(_encode([self._renderer.render(row) for row in rows], self._renderer))
-        except DataError as error:
-            return str(error)
 
 
 def _begin_process(number: int) -> None:

@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -108,7 +108,7 @@ class _Made(NamedTuple):
     failure: tuple[type[ZeromeshError], str] | None = None
 
 
-class BatchLoader:
+class BatchLoader(AbstractContextManager["BatchLoader"]):
     """The batches of a feed for one data rank, step by step. A context manager, as workers have to end.
 
     Args:
@@ -147,9 +147,6 @@ class BatchLoader:
         self._maker = _Maker(feed, state)
         self._place: tuple[int, int] = (0, 0)
         """The step and the turn of the microbatch that workers make next."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
