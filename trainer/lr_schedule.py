@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
 
 from zeromesh.errors import ConfigError
 
@@ -50,7 +49,7 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
     start_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        allowed = _OPTIONS[self.name] | (_WARMUP_OPTIONS if self.name != "constant" else frozenset())
+        allowed = _OPTIONS[self.name].keys() | (_WARMUP_OPTIONS if self.name != "constant" else ())
         problems = [
             f"schedule.{option.name} has no effect on {self.name}; remove it"
             for option in fields(self)[3:]
@@ -103,22 +102,11 @@ def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
     from torch.optim import SGD
     from transformers import get_scheduler
 
-    options: dict[str, Any] = {"num_cycles": schedule.num_cycles, "power": schedule.power}
-    match schedule.name:
-        case "warmup_stable_decay" | "wsd":
-            tenth = max(1, schedule.total_steps // 10)
-            steps = tenth if schedule.decay_steps is None else schedule.decay_steps
-            options |= {
-                "num_decay_steps": steps,
-                "decay_type": schedule.decay_shape,
-                "min_lr_ratio": schedule.min_ratio,
-            }
-        case "cosine_with_min_lr" | "cosine_warmup_with_min_lr":
-            options["min_lr_rate"] = schedule.min_ratio
-        case "polynomial":
-            options["lr_end"] = schedule.min_ratio or 0.0
-        case "inverse_sqrt":
-            options["timescale"] = schedule.timescale or schedule.warmup_steps or 10_000
+    tenth = max(1, schedule.total_steps // 10)
+    usual = {"min_ratio": 0.0, "decay_steps": tenth, "timescale": schedule.warmup_steps or 10_000}
+    names = _OPTIONS[schedule.name]
+    options = {name: getattr(schedule, own) for own, name in names.items()}
+    options |= {names[own]: value for own, value in usual.items() if own in names and options[names[own]] is None}
     scheduler = get_scheduler(
         {"wsd": "warmup_stable_decay"}.get(schedule.name, schedule.name),
         SGD([torch.zeros(1)], lr=1.0),
@@ -138,21 +126,23 @@ _RISES: dict[str, Callable[[int, int], float]] = {
 }
 """The part of a warm-up of `steps` steps that lies behind step `step`, by its shape."""
 
-_DECAY_OPTIONS = frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})
-_OPTIONS: dict[str, frozenset[str]] = {
-    "constant": frozenset(),
-    "constant_with_warmup": frozenset(),
-    "linear": frozenset(),
-    "cosine": frozenset({"num_cycles"}),
-    "cosine_with_restarts": frozenset({"num_cycles"}),
-    "cosine_with_min_lr": frozenset({"min_ratio", "num_cycles"}),
-    "cosine_warmup_with_min_lr": frozenset({"min_ratio", "num_cycles"}),
-    "polynomial": frozenset({"min_ratio", "power"}),
-    "warmup_stable_decay": _DECAY_OPTIONS,
-    "wsd": _DECAY_OPTIONS,
-    "inverse_sqrt": frozenset({"timescale"}),
+_CYCLES = {"num_cycles": "num_cycles"}
+_LOWEST = {**_CYCLES, "min_ratio": "min_lr_rate"}
+_DECAY = {**_CYCLES, "min_ratio": "min_lr_ratio", "decay_steps": "num_decay_steps", "decay_shape": "decay_type"}
+_OPTIONS: dict[str, dict[str, str]] = {
+    "constant": {},
+    "constant_with_warmup": {},
+    "linear": {},
+    "cosine": _CYCLES,
+    "cosine_with_restarts": _CYCLES,
+    "cosine_with_min_lr": _LOWEST,
+    "cosine_warmup_with_min_lr": _LOWEST,
+    "polynomial": {"min_ratio": "lr_end", "power": "power"},
+    "warmup_stable_decay": _DECAY,
+    "wsd": _DECAY,
+    "inverse_sqrt": {"timescale": "timescale"},
 }
-"""The options of each schedule, beside those of its warm-up."""
+"""The options of each schedule, beside those of its warm-up, and what `get_scheduler` calls them."""
 _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 SCHEDULE_NAMES = tuple(_OPTIONS)
