@@ -27,6 +27,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback, Trainer
 from zeromesh.trainer.checkpoints.manager import link_of
 from zeromesh.trainer.checkpoints.trainer_state import goal_of
+from zeromesh.trainer.config.foreign_names import training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import ending_children
 
@@ -140,50 +141,32 @@ class TransformersCallbacks:
 
 def arguments_of(config: TrainerConfig) -> TrainingArguments:
     """Arguments that say what a configuration says, as far as they have words for it."""
-    intervals: dict[str, Any] = {}
-    for kind, every in (
-        ("logging", config.run.log_every),
-        ("eval", config.run.eval_every),
-        ("save", config.checkpoint.every_steps),
-    ):
-        by_epoch = isinstance(every, str)
-        intervals[f"{kind}_strategy"] = "epoch" if by_epoch else "steps" if every else "no"
-        if every and not by_epoch:
-            intervals[f"{kind}_steps"] = every
+    own = ("batch", "optimizer", "run", "checkpoint")
+    keys = {f"{name}.{key}": value for name in own for key, value in getattr(config, name).model_dump().items()}
+    named = training_arguments(keys)
+    del named["load_best_model_at_end"], named["eval_on_start"]
     ranks = max(1, read_environment().world_size // (config.parallel.tensor * config.parallel.pipeline))
     known = config.schedule.name in transformers.SchedulerType._value2member_map_
-    arguments = TrainingArguments(
-        output_dir=f"{config.run.output_dir}/{config.run.name}",
-        run_name=config.run.name,
-        per_device_train_batch_size=config.batch.micro_size,
-        gradient_accumulation_steps=max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
-        per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
-        max_steps=config.run.max_steps,
-        num_train_epochs=config.run.epochs or 1,
-        learning_rate=config.optimizer.lr,
-        weight_decay=config.optimizer.weight_decay,
-        adam_beta1=config.optimizer.betas[0],
-        adam_beta2=config.optimizer.betas[1],
-        adam_epsilon=config.optimizer.eps,
-        max_grad_norm=config.run.clip_norm,
-        lr_scheduler_type=config.schedule.name if known else "cosine",
-        warmup_steps=config.schedule.warmup_of(config.run.max_steps),
-        logging_first_step=config.run.log_first_step,
-        save_total_limit=config.checkpoint.keep_last,
-        metric_for_best_model=config.run.metric,
-        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
-        seed=config.run.seed % 2**32,
-        label_smoothing_factor=config.run.label_smoothing,
-        push_to_hub=config.hub.push,
-        hub_model_id=config.hub.repository,
-        hub_private_repo=config.hub.private,
-        hub_revision=config.hub.revision,
-        hub_strategy="end",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=False,
-        **intervals,
-    )
+    named |= {
+        "output_dir": f"{config.run.output_dir}/{config.run.name}",
+        "run_name": config.run.name,
+        "gradient_accumulation_steps": max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
+        "per_device_eval_batch_size": config.batch.eval_micro_size or config.batch.micro_size,
+        "max_steps": config.run.max_steps,
+        "num_train_epochs": config.run.epochs or 1,
+        "lr_scheduler_type": config.schedule.name if known else "cosine",
+        "warmup_steps": config.schedule.warmup_of(config.run.max_steps),
+        "metric_for_best_model": config.run.metric,
+        "greater_is_better": goal_of(config.run.metric, config.run.metric_goal) == "highest",
+        "seed": config.run.seed % 2**32,
+        "label_smoothing_factor": config.run.label_smoothing,
+        "push_to_hub": config.hub.push,
+        "hub_model_id": config.hub.repository,
+        "hub_private_repo": config.hub.private,
+        "hub_revision": config.hub.revision,
+        "hub_strategy": "end",
+    }
+    arguments = TrainingArguments(**named, report_to=[], use_cpu=True, disable_tqdm=False)
     # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
     arguments.load_best_model_at_end = config.run.load_best
     return arguments
