@@ -215,14 +215,8 @@ class Renderer:
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
         try:
-            texts, answers = render_jinja_template(
-                [messages],
-                tools=self._tools(row),
-                chat_template=template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=asking,
-                **keys,
-            )
+            wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": asking}
+            texts, answers = render([messages], tools=self._tools(row), **wanted)
         except TEMPLATE_ERRORS as error:
             raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
