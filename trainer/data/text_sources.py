@@ -236,13 +236,14 @@ def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWra
         encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
         try:
             yield io.TextIOWrapper(file, encoding, newline="\n")
-        except UnicodeDecodeError as error:
-            # What could not be decoded ends where the file was read to.
-            place = file.place - len(error.object) + error.start
-            wrong = error.object[error.start : error.end][:4].hex(" ")
-            raise DataError(
-                f"{str(path)!r} is not {encoding}: byte {place:,} of its text is {wrong} ({error.reason}); {cure}"
-            ) from error
+        except UnicodeError as error:
+            what = str(error)  # Such as that UTF-16 does not begin with a byte order mark.
+            if isinstance(error, UnicodeDecodeError):
+                # What could not be decoded ends where the file was read to.
+                place = file.place - len(error.object) + error.start
+                wrong = error.object[error.start : error.end][:4].hex(" ")
+                what = f"byte {place:,} of its text is {wrong} ({error.reason})"
+            raise DataError(f"{str(path)!r} is not {encoding}: {what}; {cure}") from error
 
 
 class _CountingReader(io.BufferedReader):
