@@ -121,7 +121,7 @@ class StageTimes:
             forward_peak = max(forward_peak, base + segment.forward_peak)
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
-            deferred += _inputs_and_gradients(segment.forward)
+            deferred += sum(count * product.around for product, count in segment.forward.products)
         return Chunk(
             kept=base,
             forward_peak=forward_peak,
@@ -139,7 +139,7 @@ class StageTimes:
         key = (id(segment.forward), id(segment.backward), busy)
         if key not in self._seconds:
             machine, forward, backward = self._machine, segment.forward, segment.backward
-            weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
+            weights = Work(products=tuple(each for each in forward.products if each[0].around))
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
@@ -194,16 +194,6 @@ class StageTimes:
         machine = self._machine
         launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
-
-
-def _inputs_and_gradients(work: Work) -> int:
-    """Bytes of the inputs of linear layers and of the gradients of their outputs."""
-    width = {"float64": 8, "float32": 4}
-    return sum(
-        count * product.rows * (product.inner + product.columns) * width.get(product.dtype, 2)
-        for product, count in work.products
-        if product.batch == 1
-    )
 
 
 @lru_cache(4096)

@@ -239,7 +239,7 @@ def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
 def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
     """Return the trace of `micro` samples that lies on the straight line through those of one and two samples."""
 
-    def line(first: int, second: int) -> int:
+    def line(first: Any, second: Any) -> Any:
         return first + (micro - 1) * (second - first)
 
     def work(first: Work, second: Work) -> Work:
