@@ -163,7 +163,6 @@ class StageTimes:
         return self.timeline(layout, pipeline).duration
 
     def _transfer(self, layout: Layout, pipeline: StageChunks) -> float:
-        """Seconds in which a microbatch goes from a stage to the next one."""
         hidden = max(each.received for each in pipeline.chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
@@ -190,7 +189,6 @@ class StageTimes:
         return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
 
     def _around(self, layout: Layout) -> float:
-        """Seconds of the engine and the loop around forward, or around backward, of a microbatch."""
         machine = self._machine
         launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))

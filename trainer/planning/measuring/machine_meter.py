@@ -87,14 +87,12 @@ def measure_machine(mesh: ProcessMesh, sizes: MeasureSizes, directory: Path, say
 
 
 def _name(mesh: ProcessMesh, ranks: int) -> str:
-    """The device's name, or the processor's, with its ranks."""
     on_device = is_accelerator(mesh.device)
     name = accelerator.device_name(mesh.device) if on_device else cpu_name()
     return f"{name}, {ranks} {'devices' if on_device else 'ranks'} a host"
 
 
 def _source(mesh: ProcessMesh, hosts: int) -> str:
-    """The command, the date and the circumstances of a measurement."""
     threads = "" if is_accelerator(mesh.device) else f" of {torch.get_num_threads()} threads"
     date = time.strftime("%Y-%m-%d", time.gmtime())
     return (
@@ -117,7 +115,6 @@ def _links(
 
 
 def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: tuple[int, int]) -> dict[str, float]:
-    """Latency and bandwidth of a link by sums of a few bytes and of many over the ranks of a group."""
     exchange, times = open_exchange(group, device, name), []
     for nbytes in sizes:
         tensor, rounds = torch.zeros(nbytes // 4, device=device), []

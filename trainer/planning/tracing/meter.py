@@ -67,7 +67,6 @@ class _Stretch:
 
 
 def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
-    """Return each sequence of equal items as the item and their number."""
     return tuple((each, sum(1 for _ in group)) for each, group in groupby(run))
 
 

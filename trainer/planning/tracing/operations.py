@@ -25,8 +25,10 @@ class Cost(NamedTuple):
     moved: int = 0
 
 
-def cost_of(func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], made: Sequence[Tensor]) -> Cost | None:
-    """The cost of a call with these arguments, among them `tensors`, that has `made` others; None for a view, which costs none."""
+def cost_of(
+    func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
+) -> Cost | None:
+    """The cost of a call with these arguments, among them `tensors`, whose result `out` has the tensors `made`; None for a view."""
     if _is_view(func):
         return None
     moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
@@ -34,7 +36,7 @@ def cost_of(func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], made: S
     if kernel not in _FLOPS:
         return Cost(moved=moved)
     dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
-    flops = _FLOPS[kernel](*args, out_val=made[0] if len(made) == 1 else tuple(made))
+    flops = _FLOPS[kernel](*args, out_val=out)
     weight = _WEIGHTS.get(kernel)
     around = 0 if weight is None else moved - _bytes_moved(args[weight])
     return Cost(product=Product(dtype, flops, moved, around))
@@ -48,7 +50,6 @@ def _bytes_moved(tensor: Tensor) -> int:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return True if an operator computes nothing."""
     name = func.overloadpacket.__name__
     aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
     return (

@@ -146,7 +146,6 @@ def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, opt
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Meter:
-    """Forward and backward of one microbatch."""
     exchange = TracedExchange(options.tensor)
     divided = _divide(model, exchange, options)
     undo: list[Callable[[], object]] = []

@@ -28,7 +28,7 @@ def call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return Call(tensors[0].dtype == torch.bool or 1, (), None)
     out = _without_floats(func, args, kwargs, tensors)
     made = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
-    return Call(out, made, cost_of(func, args, tensors, made))
+    return Call(out, made, cost_of(func, args, tensors, out, made))
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
