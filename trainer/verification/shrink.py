@@ -21,7 +21,7 @@ from zeromesh.trainer.data.collate import Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.build import directory_of, pin_sources, read_configuration
-from zeromesh.trainer.models.small_copy import InFloat64, SmallCopy, first_copy
+from zeromesh.trainer.models.small_copy import InFloat64, first_copy
 from zeromesh.trainer.models.user_model import integer, text_part, unwrap
 from zeromesh.trainer.verification.samples import make_samples
 from zeromesh.weight_init.weight_sources import seeded_cpu
@@ -220,9 +220,9 @@ def _first_that_runs(
     )
     check = partial(_require_loss, config=config)
     found = first_copy(made, build, reductions, check, most=LARGEST, seed=config.run.seed)
-    if isinstance(found, SmallCopy):
-        shown = _described(made, found.config)
-        return found.model, (f"{type(found.model).__name__} of {found.parameters:,} parameters: {shown}",)
+    if not isinstance(found, list):
+        count = sum(each.numel() for each in found.parameters())
+        return found, (f"{type(found).__name__} of {count:,} parameters: {_described(made, found.config)}",)
     raise ConfigError(
         f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(found))}. Give Trainer a small model of its "
         f"class, of at most {LARGEST:,} parameters, and call verify()",

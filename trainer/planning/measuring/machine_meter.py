@@ -6,6 +6,7 @@ of a host are measured by as many of its ranks as have a core or a device each.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -83,7 +84,8 @@ def measure_machine(mesh: ProcessMesh, sizes: MeasureSizes, directory: Path, say
             "update": update,
             "library": library,
         }
-    return Machine.model_validate(_rounded(mesh.world.gather_json(data, "measurements")[0]))
+    found = json.dumps(mesh.world.gather_json(data, "measurements")[0])
+    return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
 
 
 def _name(mesh: ProcessMesh, ranks: int) -> str:
@@ -131,12 +133,3 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
     # A rank sends one of as many parts as there are ranks with each message.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
-
-
-def _rounded(value: Any) -> Any:
-    """The same with four digits of each number that is not whole, without what is None."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,7 +1,8 @@
 """Makes a plan from a model: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
 Rules come from the user, from a table, and from the model: from its `tp_plan` of transformers, or where it has none from the shapes
-of its layers (`recognition.py`). The first that names a module counts. A rule has one of these styles (those of transformers, and some more):
+of its layers (`recognition.py`). The first that names a module counts. A rule has one of these styles (those of transformers, and
+some more):
 
     colwise                          outputs are divided: heads in an attention, features elsewhere
     rowwise                          inputs are divided, outputs summed
