@@ -67,7 +67,8 @@ class InFloat64(TorchFunctionMode):
 
 
 def vary(model: nn.Module) -> None:
-    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it."""
+    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it,
+    and biases and scales that begin alike show where each goes."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
