@@ -425,7 +425,6 @@ def _check_first_batches(
 
 
 def _goes_on(config: TrainerConfig) -> bool:
-    """Return True for a run that an earlier process began."""
     named = config.checkpoint.resume not in ("auto", "never")
     return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
 
