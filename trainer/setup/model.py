@@ -208,7 +208,7 @@ def begin_alike(built: BuiltModel, mesh: Mesh, seed: int, *, trains: bool = True
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
         raise ConfigError(
-            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
+            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer takes a callable, too)"
         )
     return share_weights(built.model, mesh)
 
