@@ -208,7 +208,8 @@ def begin_alike(built: BuiltModel, mesh: Mesh, seed: int, *, trains: bool = True
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
         raise ConfigError(
-            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer takes a callable, too)"
+            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer also takes a "
+            "callable)"
         )
     return share_weights(built.model, mesh)
 

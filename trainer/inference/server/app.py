@@ -164,7 +164,7 @@ class HttpServer:
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/models": ("GET", self._models),
-            "/v1/models/{name:path}": ("GET", self._one_model),
+            "/v1/models/{name:path}": ("GET", self._models),
             "/health": ("GET", self._health),
         }
         for path, (method, handle) in routes.items():
@@ -200,15 +200,11 @@ class HttpServer:
         return JSONResponse({"status": "ok", "open_requests": len(self._inbox)})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model]})
-
-    async def _one_model(self, request: Request) -> Response:
+        model = {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
         self._require_model(request.path_params["name"])
-        return JSONResponse(self._model)
-
-    @property
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        return JSONResponse(model)
 
     async def _completions(self, request: Request) -> Response:
         asked = await self._asked(request, CompletionRequest)
