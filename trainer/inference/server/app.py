@@ -29,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.inference.requests import Inbox
+from zeromesh.trainer.inference.server import schema
 from zeromesh.trainer.inference.server.answers import Answer, Piece, chat_tokens, response_parser
 from zeromesh.trainer.inference.server.schema import Body, ChatRequest, CompletionRequest, RequestError, parse_body
 
@@ -211,7 +212,7 @@ class HttpServer:
         with RequestError.about("prompt"):
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
 
-        def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
+        def choice(piece: Piece, *, first: bool) -> schema.Choice:
             return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
         return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
@@ -222,24 +223,26 @@ class HttpServer:
         tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
         answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
 
-        def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
-            said: dict[str, Any] = {"role": "assistant"} if first else {}
+        def choice(piece: Piece, *, first: bool) -> schema.Choice:
+            said: schema.ChoiceMessage = {"role": "assistant"} if first else {}
             if piece.text or (first and not piece.tool_calls):
                 said["content"] = piece.text
-            said |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-            said |= {"tool_calls": piece.tool_calls} if piece.tool_calls else {}
-            if not asked.stream:
-                said = {"content": None, "refusal": None, **said}
-                for call in piece.tool_calls:
-                    del call["index"]
-            part = "delta" if asked.stream else "message"
-            return {"index": 0, part: said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
+            if piece.reasoning:
+                said["reasoning_content"] = piece.reasoning
+            if piece.tool_calls:
+                said["tool_calls"] = piece.tool_calls
+            if asked.stream:
+                return {"index": 0, "delta": said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
+            for call in piece.tool_calls:
+                del call["index"]
+            whole: schema.ChoiceMessage = {"content": None, "refusal": None, **said}
+            return {"index": 0, "message": whole, "logprobs": logprobs(piece), "finish_reason": piece.finish}
 
-        def logprobs(piece: Piece) -> dict[str, Any] | None:
+        def logprobs(piece: Piece) -> schema.ChoiceLogprobs | None:
             if not asked.logprobs:
                 return None
             texts = [self._served.decode([token]) for token in piece.tokens]
-            rows = [
+            rows: list[schema.TokenLogprob] = [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, value in zip(texts, piece.logprobs, strict=True)
             ]
@@ -309,7 +312,7 @@ class HttpServer:
         asked: CompletionRequest | ChatRequest,
         answer: Answer,
         kind: Literal["cmpl", "chatcmpl"],
-        choice: Callable[..., dict[str, Any]],
+        choice: Callable[..., schema.Choice],
     ) -> Response:
         """All of an answer, or its pieces as they come; `choice` is what clients read of a piece."""
         names = {"cmpl": "text_completion", "chatcmpl": "chat.completion.chunk" if asked.stream else "chat.completion"}
@@ -408,7 +411,7 @@ async def _all_of(answer: Answer) -> Piece:
     return whole
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> schema.Usage:
     prompt, new = answer.prompt_tokens, answer.new_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
