@@ -316,8 +316,7 @@ def save(
     alone: bool = False,
     without: Collection[str] = (),
 ) -> Path:
-    """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones, and return its own
-    directory. All ranks call it.
+    """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones. All ranks call it.
 
     `load` reads it on any number of ranks and in any layout; `Trainer.load_weights` and transformers' `from_pretrained` read its
     weights. Gradients of a step that is not complete are not saved.
@@ -330,6 +329,9 @@ def save(
         alone: remove the other checkpoints of `directory` once this one is complete.
         without: names of parameters and buffers whose values are left out; `load` leaves them as they are.
         state: values of your own that JSON can hold, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
+
+    Returns:
+        The directory of the checkpoint, which is complete.
 
     Raises:
         StorageError: when it cannot be written. Then nothing of it is left.
@@ -350,6 +352,7 @@ def save(
         good_steps=progress.good_steps,
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
+
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh)
     try:
