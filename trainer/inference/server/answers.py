@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -120,8 +121,10 @@ class Answer:
             self.over = stopped or last
             piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
             if self._parser is not None:
-                events = self._parser.feed(text) if text else []
-                piece = self._parsed([*events, *(self._last_events() if self.over else ())], piece)
+                events = list(self._parser.feed(text)) if text else []
+                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has none.
+                    events += self._parser.finalize()[1] if self.over else ()
+                piece = self._parsed(events, piece)
             if stopped:
                 self._inbox.cancel(self.number)
             elif progress.finish == "not_finite":
@@ -142,12 +145,6 @@ class Answer:
         kept = 0 if last else max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept], False
-
-    def _last_events(self) -> list[Any]:
-        try:
-            return list(self._parser.finalize()[1])
-        except (ValueError, RuntimeError):
-            return []  # The answer ended within a tool call, which is none then.
 
     def _parsed(self, events: list[Any], piece: Piece) -> Piece:
         """Sort what a parser says into a piece."""

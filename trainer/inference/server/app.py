@@ -61,11 +61,6 @@ class ServerOptions:
     """How long a client may take to send the head of a request, and then its body."""
     grace_seconds: float = 10.0
 
-    @property
-    def loopback(self) -> bool:
-        """True if only this host can reach the server."""
-        return is_loopback(self.host)
-
 
 def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
     reason = getattr(error, "strerror", None) or error
@@ -95,7 +90,7 @@ class HttpServer:
     _served: Generator
 
     def __init__(self, inbox: Inbox, name: str, options: ServerOptions) -> None:
-        if not options.loopback and not options.token:
+        if not is_loopback(options.host) and not options.token:
             raise ConfigError(
                 f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
                 "API key, or leave --host out"
@@ -268,7 +263,7 @@ class HttpServer:
         except TimeoutError as error:
             raise RequestError(408, f"the body was not there within {seconds:g} seconds") from error
         except ClientDisconnect as error:
-            raise _left() from error
+            raise RequestError(499, "the client has left") from error
         # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
         self._inbox.require_room()
         asked = parse_body(bytes(content), kind)
@@ -294,12 +289,11 @@ class HttpServer:
 
     async def _whole(self, request: Request, answer: Answer) -> Piece:
         """All of an answer in one piece, unless the client leaves before."""
-        gone = asyncio.ensure_future(_until_gone(request))
-        made = asyncio.ensure_future(_all_of(answer))
+        gone, made = asyncio.ensure_future(_until_gone(request)), asyncio.ensure_future(_all_of(answer))
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
             if not made.done():
-                raise _left()
+                raise RequestError(499, "the client has left")
             return made.result()
         finally:
             gone.cancel()
@@ -394,10 +388,6 @@ class _Connection(H11Protocol):
             self.transport.close()
 
 
-def _left() -> RequestError:
-    return RequestError(499, "the client has left")
-
-
 async def _until_gone(request: Request) -> None:
     """Wait until the client has left; its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -463,4 +453,4 @@ def _is_own(place: str) -> bool:
     found = _PLACE.fullmatch(place)
     if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):
         return False
-    return ServerOptions(host=found[1] or found[2]).loopback
+    return is_loopback(found[1] or found[2])
