@@ -26,10 +26,8 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "cosine_with_restarts": _CYCLES,  # falls to 0, one if not given
     "cosine_with_min_lr": _LOWEST,  # as cosine, down to min_ratio, which it needs
     "cosine_warmup_with_min_lr": _LOWEST,  # the same a step earlier, as is its warm-up
-    "polynomial": {
-        "min_ratio": "lr_end",
-        "power": "power",
-    },  # (1 - progress) ** power (1 if not given), down to min_ratio
+    # (1 - progress) ** power (1 if not given), down to min_ratio
+    "polynomial": {"min_ratio": "lr_end", "power": "power"},
     "warmup_stable_decay": _DECAY,  # 1, then to min_ratio in decay_steps
     "wsd": _DECAY,  # the same
     "inverse_sqrt": {"timescale": "timescale"},  # 1 / sqrt(step / timescale)
