@@ -30,10 +30,10 @@ from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import settle_heap
-from zeromesh.options import OptimizerSettings
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.options import OptimizerSettings, ZeroOptions
+from zeromesh.parallelize import Divided
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
@@ -44,9 +44,9 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
-from zeromesh.trainer.setup.model import share_weights
+from zeromesh.trainer.setup.model import begin_alike, divide_model
 from zeromesh.units.unit import AtRest
-from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
+from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
 from zeromesh.zero.full_state import WEIGHTS
 from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
@@ -117,27 +117,32 @@ def shard(
     _require_plain(model)
     resolved = _resolve(model, config, options)
     optimizer = _as_one(optimizer, model)
-    trained = [] if optimizer is not None else [each for each in model.parameters() if each.requires_grad]
-    for each in trained:  # Frozen parameters have no master weights and no moments.
-        each.requires_grad_(False)
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
-    mesh = connect(resolved)
-    if "tf32" in resolved.precision.model_fields_set:  # Else it is as the loop has set torch.
-        set_products(resolved, mesh.device)
+    engine = _partition(model, resolved, zero, trains=optimizer is not None)
+    if optimizer is None:
+        return model, None
+    return model, ShardedOptimizer(optimizer, engine, 1.0 / engine.mesh.data.size if reduce == "mean" else 1.0)
+
+
+def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
+    """Put the engine under a model, and in its place the methods that have to know of that."""
+    trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
+    for each in trained:  # Frozen parameters have no master weights and no moments.
+        each.requires_grad_(False)
+    mesh = connect(config)
+    if "tf32" in config.precision.model_fields_set:  # Else it is as the loop has set torch.
+        set_products(config, mesh.device)
     mesh.recorder.enabled = False
-    built = wrap_passed_model(model, resolved.run.seed)
-    lost = materialize_buffers(model, mesh.device, resolved.run.seed, source=built.source)
-    if lost:
-        raise ConfigError(f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built")
-    share_weights(model, mesh)
-    parallel = resolved.parallel
-    cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
-    divided = divide(model, mesh, cuts)
-    if resolved.precision.linear is not None:
+    built = wrap_passed_model(model, config.run.seed)
+    begin_alike(built, mesh, config.run.seed)
+    for note in built.notes if mesh.rank == 0 else ():
+        _LOGGER.warning("%s", note)
+    divided = divide_model(model, mesh, config)
+    if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
-    engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
-    source = FrozenWeights(engine, resolved.checkpoint.frozen, _LOGGER.info)
+    engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
+    source = FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained, source)
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     for name, method in _METHODS.items():
@@ -145,9 +150,7 @@ def shard(
             vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
         settle_heap()
-    if optimizer is None:
-        return model, None
-    return model, ShardedOptimizer(optimizer, engine, 1.0 / mesh.data.size if reduce == "mean" else 1.0)
+    return engine
 
 
 def _as_one(given: Any, model: nn.Module) -> Optimizer | None:

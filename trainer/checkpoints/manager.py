@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -335,7 +336,7 @@ def content_of(
         layout={
             "zeromesh": __version__,
             "ranks": mesh.world_size,
-            "mesh": dict(zip(("pipeline", "replicate", "shard", "tensor"), mesh.shape.sizes, strict=True)),
+            "mesh": asdict(mesh.shape),
             "stage": options.stage,
             "compute": str(compute).removeprefix("torch."),
             "master": str(master).removeprefix("torch."),

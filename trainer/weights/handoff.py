@@ -167,7 +167,7 @@ def send_weights(
 
         def greet() -> None:
             for address in addresses:
-                line = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.beat))
+                line = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.board.beat))
                 receivers.append((line, _greet(line, token)))
 
         def send(name: str, tensor: torch.Tensor) -> None:

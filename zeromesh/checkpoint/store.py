@@ -27,7 +27,7 @@ from zeromesh.checkpoint.format.safetensors_layout import FileLayout
 from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError, StorageError, counted
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
@@ -273,7 +273,7 @@ class Remover:
         new = {path: why for path, why in self._refused().items() if path not in self._reported}
         self._reported.update(new)
         first = next(iter(new.values()), "")
-        return first + (f" (and {len(new) - 1} more directories)" if len(new) > 1 else "")
+        return first + (f" (and {counted(len(new) - 1, 'more directory')})" if len(new) > 1 else "")
 
     def _refused(self) -> dict[Path, str]:
         return {path: task.result() for path, task in self._tasks.items() if task.done() and task.result()}

@@ -93,14 +93,14 @@ def gradients_leave_and_come_back_without_the_host(mesh: Mesh) -> None:
         for turn in range(3):
             shards.begin(first=turn == 0)
             for number, bucket in enumerate(buckets):
-                shards.make_room(bucket)
+                shards.allocate(bucket)
                 bucket.grad = bucket.grad.zero_() if turn == 0 else bucket.grad
                 bucket.grad.add_(number + 1)
-                shards.put_away(bucket, last=turn == 2)
-            shards.settle()
+                shards.offload(bucket, last=turn == 2)
+            shards.order()
     assert sim.waits() == []
     assert tiers.ledger.total(Tier.DEVICE) == 0
-    shards.arrive()
+    shards.wait()
     for number, bucket in enumerate(buckets):
         assert bucket.grad_rest.memory.eq(3 * (number + 1)).all(), number
 

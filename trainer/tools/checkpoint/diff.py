@@ -12,6 +12,7 @@ import torch
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
 from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.errors import counted
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
@@ -55,9 +56,9 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     if not any(differences):
         how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
         count = sum(a[key].spec.numel for key in shared)
-        console.note(f"the same {how}: {len(shared):,} tensors, {count:,} elements")
+        console.note(f"the same {how}: {counted(len(shared), 'tensor', ',')}, {counted(count, 'element', ',')}")
         return True
-    both = f"{len(shared):,} tensors that both have"
+    both = f"{counted(len(shared), 'tensor', ',')} that both have"
     console.note(f"{len(apart):,} of {both} differ" if apart or not shared else f"the {both} are the same")
     return False
 
@@ -108,7 +109,8 @@ def _only(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
     kinds = {kind for kind, _ in there}
     absent = Counter(f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there)
     for what, count in absent.items():
-        yield f"{what}{'' if ' ' in what else f' ({count:,} tensors)'}: only in {which}"
+        several = "" if " " in what else f" ({counted(count, 'tensor', ',')})"
+        yield f"{what}{several}: only in {which}"
 
 
 def _other_shapes(one: _Tensors, two: _Tensors) -> Iterator[str]:

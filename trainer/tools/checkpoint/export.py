@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, parse_json
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import fresh_directory
-from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
@@ -75,7 +75,7 @@ def export_checkpoint(
                 for name, each in tensors.items()
             ]
             count = write_weights(folder, specs, weights, lambda: None)
-            what = f"{'merged into ' if merge else ''}{count} file{'' if count == 1 else 's'}, read {moved}"
+            what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 
 

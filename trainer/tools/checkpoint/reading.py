@@ -18,7 +18,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTen
 from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, ranks_text
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER, stores_at
 from zeromesh.trainer.checkpoints.trainer_state import state_of
@@ -185,7 +185,7 @@ def summary_row(found: Mapping[str, Any]) -> list[str]:
 def _layout_text(layout: Mapping[str, Any]) -> str:
     """Return the layout as far as it is of the form that is written here: it is only information."""
     mesh, ranks = layout.get("mesh"), layout.get("ranks")
-    words = [f"{ranks} rank{'' if ranks == 1 else 's'}"] if ranks is not None else []
+    words = [f"{counted(ranks, 'rank')}"] if ranks is not None else []
     words += [f"{axis} {size}" for axis, size in mesh.items() if size != 1] if isinstance(mesh, dict) else []
     words += [f"stage {layout['stage']}"] if "stage" in layout else []
     words += ["/".join(str(layout[name]) for name in ("compute", "master") if name in layout)]
@@ -263,7 +263,7 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
     values |= {f"tracker {name}": value for name, value in state.get("tracker", {}).items()}
     values["written by"] = _layout_text(content["layout"]) or "unknown"
     values["date"] = f"{content['date'].replace('T', ' ').removesuffix('Z')} UTC"
-    values["size"] = f"{human_bytes(content['bytes'])} in {len(content['files'])} files"
+    values["size"] = f"{human_bytes(content['bytes'])} in {counted(len(content['files']), 'file')}"
     yield from (f"{name:<14} {value}" for name, value in values.items() if value is not None)
     kinds = [
         [name, kind["tensors"], f"{kind['parameters']:,}", human_bytes(kind["bytes"]), ", ".join(kind["dtypes"])]

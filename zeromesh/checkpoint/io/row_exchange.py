@@ -9,7 +9,7 @@ Each rank gets as many rows as the others, as a copy in the host's memory that n
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, allocate_lasting
+from zeromesh.telemetry.step_recorder import Collective
 
 LONGEST_ROW = 512 << 10
 """Bytes. Runs of longer rows are few enough to be pieces of their own."""
@@ -86,15 +87,18 @@ def _exchange(
     axis: ProcessSet,
 ) -> torch.Tensor:
     """Return the whole rows of this rank, flat and on the CPU, given its columns of all; each rank's begin at one of `cuts`."""
-    size, places = values.dtype.itemsize, list(accumulate((each.length for each in rows.columns), initial=0))
-    # Of bytes a collective changes no bit, NaNs' neither.
-    held = values.view(torch.uint8).view(cuts[-1] - cuts[0], -1)
-    sent = [
-        [held[begin - cuts[0] : end - cuts[0], a * size : b * size].reshape(-1) for a, b in pairwise(places)]
-        for begin, end in pairwise(cuts)
-    ]
     count = cuts[axis.index + 1] - cuts[axis.index]
+    widths = [[end - begin for begin, end in each] for each in columns]
+    received = values.new_empty(count * sum(map(sum, widths)))
+    gets = [count * sum(each) * values.itemsize for each in widths]
+    gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
+    # Of bytes a collective changes no bit, NaNs' neither.
+    out, given = received.view(torch.uint8), values.view(torch.uint8)
+    what = "rows of divided tensors"
+    axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives).wait()
+    parts = torch.split(received, [count * sum(each) for each in widths])
     whole = allocate_lasting((count, rows.width), values.dtype, torch.device("cpu"))
-    received = [[whole.view(torch.uint8)[:, a * size : b * size] for a, b in each] for each in columns]
-    axis.exchange(sent, received, held.view(-1), "rows of divided tensors")
+    for part, width, places in zip(parts, widths, columns, strict=True):
+        for (begin, end), column in zip(places, torch.split(part.view(count, sum(width)), width, 1), strict=True):
+            whole[:, begin:end] = column
     return whole.view(-1)
