@@ -6,6 +6,7 @@ transformers.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.trainer.callbacks.callback import Callback
@@ -17,19 +18,12 @@ if TYPE_CHECKING:
     from zeromesh.trainer.trainer import Trainer
 
 __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig"]
+_MODULES = {
+    **dict.fromkeys(("Generated", "Generator"), "inference.generator"), "FitReport": "loop.context", "Trainer": "trainer"
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from zeromesh.trainer.trainer import Trainer
-
-        return Trainer
-    if name == "FitReport":
-        from zeromesh.trainer.loop.context import FitReport
-
-        return FitReport
-    if name in {"Generated", "Generator"}:
-        from zeromesh.trainer.inference import generator
-
-        return getattr(generator, name)
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")

@@ -16,9 +16,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ def seed_generators(number: int) -> None:
 def seed_all(number: int) -> None:
     """Seed the generators of PyTorch, NumPy and Python. Models of speech draw from NumPy's what they mask."""
     seed_generators(number)
-    _python.seed(number)
+    random.seed(number)
     _numpy.seed(number & 0xFFFFFFFF)
 
 
@@ -53,67 +52,43 @@ class _Seeded(NamedTuple):
     memory: bytes
 
 
-class _HostGenerator:
-    """A global Mersenne Twister of the host, as fast to save and to put back as may be while nothing draws from it.
+class _NumpyGenerator:
+    """NumPy's global Mersenne Twister, as fast to save and to put back as may be while nothing draws from it.
 
-    Most units never do: a copy of its memory takes 1 us, and its state as 625 numbers takes up to 80 us.
+    Most units never do: a copy of its memory takes 1 us, and its state as 624 numbers takes up to 80 us.
     """
 
-    def __init__(
-        self,
-        seed: Callable[[int], object],
-        get: Callable[[], Any],
-        put: Callable[[Any], object],
-        address: Callable[[], int | None],
-    ) -> None:
-        """`address()` is where its 624 numbers and the position in them lie; None: that is not known."""
-        self._seed, self._get, self._put, self._address = seed, get, put, address
+    def __init__(self) -> None:
         self._seeded: _Seeded | None = None
 
     def seed(self, number: int) -> None:
         """Seed it."""
-        self._seed(number)
-        address = self._address()
-        self._seeded = None if address is None else _Seeded(number, ctypes.string_at(address, _TWISTER_BYTES))
+        np.random.seed(number)
+        memory = self._memory()
+        self._seeded = None if memory is None else _Seeded(number, memory)
 
     def state(self) -> Any:
         """The last seed where nothing was drawn since, else the whole state."""
-        seeded, address = self._seeded, self._address()
-        if seeded is None or address is None or ctypes.string_at(address, _TWISTER_BYTES) != seeded.memory:
-            return self._get()
-        return seeded
+        seeded = self._seeded
+        return np.random.get_state() if seeded is None or self._memory() != seeded.memory else seeded
 
     def restore(self, state: Any) -> None:
         """Put it into a state that `state` has returned."""
-        if not isinstance(state, _Seeded):
-            self._seeded = None
-            self._put(state)
-        elif self._seeded is not None and self.state() is self._seeded and (address := self._address()) is not None:
-            ctypes.memmove(address, state.memory, _TWISTER_BYTES)
-            self._seeded = state
-        else:  # A normal number may be kept beside the memory, which seeding drops.
+        if isinstance(state, _Seeded):
             self.seed(state.number)
+        else:
+            self._seeded = None
+            np.random.set_state(state)
+
+    def _memory(self) -> bytes | None:
+        """Its numbers and the position in them; None where the user has replaced it by another."""
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(generator) is not np.random.MT19937:
+            return None
+        return ctypes.string_at(int(generator.ctypes.state_address), 625 * 4)
 
 
-_TWISTER_BYTES = 625 * 4
-
-
-def _numpy_address() -> int | None:
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    return int(generator.ctypes.state_address) if type(generator) is np.random.MT19937 else None
-
-
-def _python_address() -> int | None:
-    """The memory behind `random.getstate`, which CPython keeps after an object's head; None where it is not so."""
-    address = id(random._inst) + object.__basicsize__
-    *numbers, position = random.getstate()[1]
-    found = ctypes.string_at(address, min(_TWISTER_BYTES, random.Random.__basicsize__ - object.__basicsize__))
-    return address if found == struct.pack("=625I", position, *numbers) else None
-
-
-_address_of_python = _python_address()
-_python = _HostGenerator(random.seed, random.getstate, random.setstate, lambda: _address_of_python)
-_numpy = _HostGenerator(np.random.seed, np.random.get_state, np.random.set_state, _numpy_address)
+_numpy = _NumpyGenerator()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +101,12 @@ class HostState:
     @classmethod
     def now(cls) -> HostState:
         """The present states of both generators."""
-        return cls(numpy=_numpy.state(), python=_python.state())
+        return cls(numpy=_numpy.state(), python=random.getstate())
 
     def restore(self) -> None:
         """Put both generators into this state."""
         _numpy.restore(self.numpy)
-        _python.restore(self.python)
+        random.setstate(self.python)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

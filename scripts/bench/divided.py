@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from zeromesh.offload import reuse_freed_memory, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
-from zeromesh.pipeline.pipeline import MicrobatchWork
+from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
@@ -89,7 +88,7 @@ class Training:
 
     def step(self, number: int, tokens: Tensor) -> float:
         """One step on `[microbatches x micro, sequence]` token ids; the mean loss."""
-        micro, pipeline = self._workload.micro, self.divided.pipeline
+        micro = self._workload.micro
         parts = [{"input_ids": part, "labels": part} for part in tokens.split(micro)]
         count = sum(self.loss.count(part) or 0 for part in parts)
         seed, last = 1.0 / count, len(parts) - 1
@@ -99,17 +98,10 @@ class Training:
             for place in range(len(parts))
         ]
         total = torch.zeros(1, dtype=torch.float64)
-        if pipeline is not None:
-            work = [MicrobatchWork(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
-            losses = self.engine.run_schedule(partial(pipeline.train, work=work, loss=self._sum))
-            total += torch.stack(losses).double().sum()
-            self.mesh.pipeline.sum_(total, "loss")
-        else:
-            for part, at in zip(parts, where, strict=True):
-                with self.engine.microbatch(at) as backward:
-                    loss = self._sum(part, seed)
-                    backward(loss, seed)
-                total += loss.detach()
+        work = [MicrobatchWork(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
+        driver = self.divided.pipeline or StepDriver(self.mesh)
+        total += torch.stack(driver.train(self.engine, work, self._sum)).double().sum()
+        self.mesh.pipeline.sum_(total, "loss")
         self.engine.finish_step()
         return float(total) / count
 

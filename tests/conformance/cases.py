@@ -6,8 +6,8 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.offload import Ledger, Purpose, Tier, tensor_bytes
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
-from zeromesh.pipeline.pipeline import MicrobatchWork
+from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
@@ -92,21 +92,11 @@ class Run:
             )
             for place, (start, _) in enumerate(parts)
         ]
-        if self.divided.pipeline is not None:
-            work = [
-                MicrobatchWork(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)
-            ]
-            with self.problem.arithmetic():
-                train = self.divided.pipeline.train
-                losses = self.engine.run_schedule(partial(train, work=work, loss=lambda m, _: self.loss_of(m, factor)))
-            total += torch.stack(losses).double().sum().cpu()
-            self.mesh.pipeline.sum_(total, "loss")
-        else:
-            for (_, micro), at in zip(parts, where, strict=True):
-                with self.engine.microbatch(at) as backward:
-                    loss = self.loss_of(micro, factor)
-                    backward(loss, 1.0 / count)
-                total += loss.detach().cpu()
+        work = [MicrobatchWork(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)]
+        with self.problem.arithmetic() if self.divided.pipeline is not None else nullcontext():
+            losses = self._driver.train(self.engine, work, lambda m, _: self.loss_of(m, factor))
+        total += torch.stack(losses).double().sum().cpu()
+        self.mesh.pipeline.sum_(total, "loss")
         self.mesh.data.sum_(total, "loss")
         self.losses.append(float(total) / count)
         if before_update is not None:
@@ -123,16 +113,15 @@ class Run:
     def evaluate(self) -> float:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""
         subject, batch = SUBJECTS[self.problem.model], self.batch_of(0)
-        if self.divided.pipeline is not None:
-            work = [
-                MicrobatchWork(batch=batch, where=MicrobatchPosition(step=0, first_sample=0, first=True, last=True))
-            ]
-            with self.engine.evaluation() as passes, self.problem.arithmetic():
-                losses = self.divided.pipeline.evaluate(passes, work, lambda m, _: self.loss_of(m, 1.0))
-            total = torch.stack(losses).double().cpu()
-            return float(self.mesh.pipeline.sum_(total, "loss")) / subject.count(batch)
-        with self.engine.evaluation(), self.problem.arithmetic():
-            return float(subject.loss_sum(self.model, batch)) / subject.count(batch)
+        work = [MicrobatchWork(batch=batch)]
+        with self.problem.arithmetic():
+            losses = self._driver.evaluate(self.engine, work, lambda m, _: self.loss_of(m, 1.0))
+        total = torch.stack(losses).double().cpu()
+        return float(self.mesh.pipeline.sum_(total, "loss")) / subject.count(batch)
+
+    @property
+    def _driver(self) -> StepDriver:
+        return self.divided.pipeline or StepDriver(self.mesh)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by name."""
@@ -233,7 +222,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """A hash of the bits of tensors."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        found.update(tensor_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from zeromesh.errors import LayoutError, PhaseError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import resident_bytes
+from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 
 from . import reference
 from .cases import Run, digest
@@ -205,12 +205,7 @@ def phases(mesh: Mesh, stage: int, transport: str) -> dict[str, Any]:
 
 
 def _train(engine: ZeroEngine, loss_of: Callable[[], torch.Tensor]) -> None:
-    with engine.microbatch(_microbatch()) as backward:
-        backward(loss_of(), 1.0)
-
-
-def _microbatch() -> MicrobatchPosition:
-    return MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
+    StepDriver(engine.mesh).train(engine, [MicrobatchWork(batch={})], lambda _batch, _seed: loss_of())
 
 
 def looking(mesh: Mesh, stage: int, transport: str, budget: int | None) -> dict[str, Any]:

@@ -15,9 +15,6 @@ LEGAL = {
     (Phase.RESTING, Phase.GATHERING),
     (Phase.GATHERING, Phase.LIVE),
     (Phase.LIVE, Phase.RESTING),
-    (Phase.LIVE, Phase.REDUCING),
-    (Phase.REDUCING, Phase.RESTING),
-    (Phase.REDUCING, Phase.LIVE),
 }
 
 

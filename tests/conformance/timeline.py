@@ -58,10 +58,11 @@ def watched_run(mesh: Mesh, layout: Layout, timeline: Timeline, layers: int = 4)
 
 
 def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
-    original = engine._passes.gradients._reducer.launch
+    gradients = engine._passes.gradients
+    original = gradients._reducer.launch
     names = {id(bucket): unit.name for unit in engine.units for bucket in unit.buckets}
     current: list[Bucket] = []
-    announce = engine._passes.before_reduction
+    announce = gradients._announce
 
     def remember(bucket: Bucket) -> None:
         current[:] = [bucket]
@@ -74,8 +75,8 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         timeline.wrap(reduction, "finish", f"finish {name}")
         return reduction
 
-    engine._passes.before_reduction = remember  # type: ignore[method-assign]
-    engine._passes.gradients._reducer.launch = launch  # type: ignore[method-assign]
+    gradients._announce = remember  # type: ignore[method-assign]
+    gradients._reducer.launch = launch  # type: ignore[method-assign]
 
 
 def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[Entry]:

@@ -24,6 +24,7 @@ from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.optim.optimizer_step import OptimizerStep
+from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.passes import Passes, PassMode
 
 KINDS = ("kill", "hang", "disk-full", "short-write", "bit-flip", "truncate")
@@ -97,7 +98,7 @@ class _Sites:
         self._committing = False
         for owner, name in (
             *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest", "_set_aside", "_discard")),
-            *((ShardWriter, "_store"), (Passes, "before_forward"), (Passes, "before_reduction")),
+            *((ShardWriter, "_store"), (Passes, "before_forward"), (GradientReducer, "_announce")),
             (OptimizerStep, "_update"),
         ):
             original = owner.__dict__[name]
@@ -159,7 +160,7 @@ class _Sites:
             self._visit("forward")
         original(passes, unit)
 
-    def before_reduction(self, original: Callable[..., Any], *args: Any) -> None:
+    def announce(self, original: Callable[..., Any], *args: Any) -> None:
         self._visit("reduce")
         original(*args)
 

@@ -110,7 +110,7 @@ def _generate(
     with Generator(options.config, options.config_file, overrides=keys) as generator:
         leads = generator.mesh.rank == 0
         if options.check:
-            generator.check()
+            generator.check_weights()
         generator.check_fields(fields)
         if options.chat:
             if isinstance(sys.stdin, io.TextIOWrapper):

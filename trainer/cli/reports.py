@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeromesh.errors import StorageError, printable
+from zeromesh.errors import StorageError, plural, printable
 from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.formatting import print_lines
 
@@ -58,7 +58,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         values = [{"part": part, **asdict(finding)} for part, finding in found]
         sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
     else:
-        words = [f"{count or 'no'} {name if count != 1 else name[:-1]}" for name, count in counts.items()]
+        words = [f"{count or 'no'} {plural(count, name.removesuffix('s'))}" for name, count in counts.items()]
         print_lines([", ".join(words)])
     return 1 if counts["problems"] else 0
 

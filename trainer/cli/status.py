@@ -20,7 +20,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from zeromesh.errors import ConfigError, StorageError, printable, ranks_text
+from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
@@ -119,7 +119,7 @@ def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
         columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
         lines += table_lines(columns, list(map(_cells, rows)), columns[4::2], width=width)
     if len(rows) < len(order):
-        lines.append(f"and {len(order) - len(rows)} more ranks")
+        lines.append(f"and {counted(len(order) - len(rows), 'more rank')}")
     over = bool(found.verdict)
     said = [f"rank {row['rank']} failed: {row['failure']}" for row in rows if row["failure"]]
     said += [] if over else sentences(blamed)

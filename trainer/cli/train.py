@@ -27,18 +27,18 @@ from zeromesh.environment import (
     read_environment,
     setting,
 )
-from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
+from zeromesh.errors import ConfigError, ZeromeshError, counted, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
-from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns, format_of, holds_pictures
+from zeromesh.trainer.data.text_sources import first_columns, holds_pictures
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -178,7 +178,7 @@ def _take_start(options: argparse.Namespace) -> None:
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes = _json_object(model / "config.json")
     if first.is_dir() and holds_pictures(first):
-        kind, head = PICTURES, "image_classification"
+        kind, head = "pictures", "image_classification"
     else:
         columns = first_columns(options.data)
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
@@ -264,7 +264,7 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
         return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:
         raise ConfigError(
-            f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
+            f"--nproc {wanted}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
             "host, which are the ranks; leave --nproc out"
         )
     return environment.world_size, False
@@ -278,7 +278,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
         raise ConfigError(
             f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
         )
-    _hint(f"starting {processes} processes")
+    _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)

@@ -45,6 +45,7 @@ from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar, plain_value, read_yaml, with_variables
+from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults.
@@ -174,7 +175,6 @@ def _read_file(path: Path, where: str) -> dict[str, Any]:
     return value
 
 
-_TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _ON_THE_HUB = "the name of a model on the Hub"
 _DATASET = "hub:OWNER/NAME for a dataset of the Hub"
 _PATHS = {
@@ -215,15 +215,15 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
     # accelerate's own trackers, and those that were registered in this process.
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
-        if name in _TRACKERS:
-            if not any(map(_installed, (name, *(["tensorboardX"] if name == "tensorboard" else [])))):
+        if name in TRACKERS:
+            if not any(map(_installed, TRACKERS[name].modules or (name,))):
                 package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
         elif name not in registered:
-            near = nearest(name, _TRACKERS, cutoff=0.6)
+            near = nearest(name, TRACKERS, cutoff=0.6)
             hint = f"; did you mean {near}?" if near else ""
             yield (
-                f"tracking.backends: got {name!r}; allowed are {', '.join(_TRACKERS)}, and names of trackers that were given to "
+                f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}, and names of trackers that were given to "
                 f"accelerate.tracking.register_tracker_class{hint}"
             )
 

@@ -14,6 +14,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from zeromesh.errors import counted
 from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret
 from zeromesh.trainer.config.sections.base import Allowed
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -101,7 +102,7 @@ def shown(path: str, value: object) -> str:
     if path not in known_paths() and is_secret(path, value):
         return REDACTED
     if isinstance(value, dict):
-        return f"a mapping of {len(value)} keys"
+        return f"a mapping of {counted(len(value), 'key')}"
     if isinstance(value, list | tuple) and not all(isinstance(item, str | int | float | None) for item in value):
         return f"a list of {len(value)} items"
     if value is None or isinstance(value, bool):

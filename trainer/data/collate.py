@@ -263,9 +263,20 @@ class BatchRules:
         return dict(batch) if self.cut_to is None else without_padding(batch, self.cut_to)
 
     def _reduced(self, sample: Any, index: int) -> Any:
-        """A sample without the fields that the collator does not see. Raises `DataError` where no field is left."""
+        """A sample as the collator sees it. Raises `DataError` where no field is left, and for labels that are text."""
         if not isinstance(sample, Mapping):
             return sample
+        labels = (
+            {name: sample[name] for name in ("labels", *_LABEL_NAMES) if name in sample}
+            if is_library(self.collate)
+            else {}
+        )
+        if labels and all(isinstance(label, str) for label in labels.values()):
+            name, label = next(iter(labels.items()))
+            raise DataError(
+                f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made; number the classes, such as by "
+                f"dataset.class_encode_column({name!r}) of datasets, or pass a data_collator that does"
+            )
         found = self.reduced(sample)
         if not found and sample:
             raise DataError(

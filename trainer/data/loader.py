@@ -17,11 +17,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -299,7 +300,7 @@ class _WorkerGroup:
         ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), without_states(), _blocked(signal.SIGTERM):
+        with warnings.catch_warnings(), without_states():
             warnings.simplefilter("ignore")  # of more workers than cores, which may wait for disks
             loader: DataLoader[_Made] = DataLoader(
                 work,
@@ -319,6 +320,8 @@ class _WorkerGroup:
             # torch's handler raises an error wherever this process is when a worker ends, amid a collective for instance.
             signal.signal(signal.SIGCHLD, on_child)
         self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
+        # They heed no SIGTERM, and an interpreter that ends waits for its children.
+        Finalize(self, _kill, args=(self._processes,), exitpriority=1)
 
     def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Made:
         """Return the result of the next task. Raises `DataError` where a worker is gone or hangs.
@@ -381,20 +384,21 @@ class _WorkerGroup:
         if self._report < 0:
             return
         if at_once:
-            self._kill()
+            _kill(self._processes)
         self._iterator = None  # torch tells them to end.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))
-        self._kill()
+        _kill(self._processes)
         os.close(self._report)
         self._report = -1
 
-    def _kill(self) -> None:
-        for each in self._processes:
-            if each.exitcode is None:
-                each.kill()
-                each.join()
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for each in processes:
+        if each.exitcode is None:
+            each.kill()
+            each.join()
 
 
 def _ending(code: int) -> str:
@@ -406,16 +410,6 @@ def _ending(code: int) -> str:
         signal.SIGBUS: ", as where /dev/shm is full (docker run --shm-size)",
     }
     return f"was ended by {signal.Signals(-code).name}{advice.get(signal.Signals(-code), '')}"
-
-
-@contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Block a signal in all threads of processes that this block forks, those too that torch starts before `_Begin` runs."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_it_is(made: _Made) -> _Made:
@@ -434,22 +428,12 @@ class _Begin:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._parent:
             os._exit(1)
-        for number in {*STOP_SIGNALS} - {signal.SIGTERM}:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        threading.Thread(target=self._end_when_asked, name="end of the worker", daemon=True).start()
         for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
             file = getattr(sys, name)
             setattr(sys, name, getattr(file, "rich_proxied_file", file))
         _reopen_files()
-
-    def _end_when_asked(self) -> None:
-        """End by SIGTERM from the parent alone: a scheduler sends it to every process of a job, whose step is to end in order.
-
-        The signal is blocked since the fork.
-        """
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != self._parent:
-            continue
-        os._exit(0)
 
 
 def _reopen_files() -> None:

@@ -19,7 +19,8 @@ from zlib import crc32
 
 import torch
 
-from zeromesh.errors import CheckpointError, DataError, summary
+from zeromesh.errors import CheckpointError, DataError, counted, summary
+from zeromesh.offload import tensor_bytes
 from zeromesh.rng import number_of, own_randomness, seed_all
 
 _LOG = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class StreamedDataset:
         line, done, total = self.reading
         if line != self._shown:
             self._shown = line
-            note(f"data: {_LINES[line]} ({total:,} samples to read, without collating)")
+            note(f"data: {_LINES[line]} ({counted(total, 'sample', ',')} to read, without collating)")
         if done < total:
             status(f"reading the stream [{'=' * (20 * done // total):20}] {done:,} of {total:,} samples")
 
@@ -239,7 +240,7 @@ def _contents(sample: Any, limit: int | None = None) -> Iterator[tuple[bytes, by
     for name, value in sample.items():
         content: bytes | None
         if isinstance(value, torch.Tensor):
-            content = value.detach().reshape(-1)[:limit].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            content = tensor_bytes(value.reshape(-1)[:limit]).numpy().tobytes()
         elif hasattr(value, "tobytes") and not getattr(getattr(value, "dtype", None), "hasobject", False):
             content = (
                 value.tobytes()

@@ -59,7 +59,7 @@ class TokenWriter:
         self.amount = TextAmount()
         self.largest = 0
         self._file = file
-        self._vocab_size = vocab_size
+        self._vocab_size, self._marked = vocab_size, marked
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
         """Add the tokens of one document, one or more; `targets`, bool of the same length, says which are targets where tokens are
@@ -72,7 +72,7 @@ class TokenWriter:
                 f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"
             )
         stored = ids
-        if targets is not None:
+        if self._marked and targets is not None:
             stored = (ids.astype(np.int32) << ID_SHIFT) | targets
             stored[0] |= BEGINS
         self._file.write(stored.astype(self.dtype).tobytes())

@@ -115,42 +115,40 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._share_batches()
 
     def _problems(self) -> list[str]:
-        problems = []
-        state = self.state
-        if state.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-            problems.append(
-                f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead"
-            )
-        if state.mixed_precision not in ("no", *_COMPUTE):
-            problems.append(f"mixed_precision is {state.mixed_precision}; allowed are no, {', '.join(_COMPUTE)}")
-        elif state.mixed_precision != "no" and self._compute != _COMPUTE[state.mixed_precision]:
-            problems.append(
-                f"mixed_precision is {state.mixed_precision}, precision.compute {self._compute}; set one alone"
-            )
-        if state.parallelism_config is not None and state.parallelism_config.total_size > 1:
-            problems.append('parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead')
-        if self.ddp_handler is not None and self.ddp_handler.comm_hook.value != "no":
-            problems.append(
-                f"comm_hook is {self.ddp_handler.comm_hook.value}; leave it out: the engine sums gradients as they are"
-            )
-        if self.scaler_handler is not None or self.autocast_handler is not None:
-            problems.append(
-                "GradScalerKwargs and AutocastKwargs have no effect on the engine, which has the loss scale and computes in "
-                'one dtype; give zeromesh={"precision": {...}} instead'
-            )
-        if self.state.dynamo_plugin.backend.value != "NO":
-            problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
-        if self._config.parallel.pipeline > 1:
-            problems.append(
-                "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer"
-            )
-        ranks = read_environment().world_size
-        if ranks != self.num_processes:
-            problems.append(
-                f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, make the "
-                "Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate"
-            )
-        return problems
+        """Say what of accelerate's settings the engine cannot follow, or has settings of its own for."""
+        state, mixed, handler = self.state, self.state.mixed_precision, self.ddp_handler
+        kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        ranks, shape = read_environment().world_size, state.parallelism_config
+        problems = {
+            f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead": (
+                state.distributed_type not in kinds
+            ),
+            f"mixed_precision is {mixed}; allowed are no, {', '.join(_COMPUTE)}": mixed not in ("no", *_COMPUTE),
+            f"mixed_precision is {mixed}, precision.compute {self._compute}; set one alone": (
+                mixed in _COMPUTE and self._compute != _COMPUTE[mixed]
+            ),
+            'parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead': (
+                shape is not None and shape.total_size > 1
+            ),
+            f"comm_hook is {handler and handler.comm_hook.value}; leave it out: the engine sums gradients as they are": (
+                handler is not None and handler.comm_hook.value != "no"
+            ),
+            "GradScalerKwargs and AutocastKwargs have no effect on the engine, which has the loss scale and computes in "
+            'one dtype; give zeromesh={"precision": {...}} instead': (
+                self.scaler_handler is not None or self.autocast_handler is not None
+            ),
+            "torch.compile is on (dynamo); compile inner modules before prepare() instead": (
+                state.dynamo_plugin.backend.value != "NO"
+            ),
+            "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer": (
+                self._config.parallel.pipeline > 1
+            ),
+            f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, make the "
+            "Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate": (
+                ranks != self.num_processes
+            ),
+        }
+        return [problem for problem, found in problems.items() if found]
 
     def _share_batches(self) -> None:
         """Give the ranks that divide layers the same batches: loaders ask the device mesh who those are."""

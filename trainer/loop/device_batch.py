@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import masking_utils
 
 from zeromesh.offload.accelerator import current_stream, is_accelerator, launching_on, on_accelerator, record
+from zeromesh.overrides import replaced
 
 _Function = Callable[..., Any]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch that is sent to the device, whose tensors are there once `arrive` is called. `targets` are how many the host has
-    counted in it; None: only forward counts.
+    """A batch on its way to the device, whose tensors are there inside `present`. The host has counted `targets` in it; None: only
+    forward counts.
     """
 
     def __init__(
@@ -30,28 +31,46 @@ class DeviceBatch(dict[str, Any]):
         compute: torch.dtype,
         targets: int | None,
         copies: torch.Stream | None,
+        before: Self | None = None,
     ) -> None:
         """Floating-point inputs become `compute`, but labels stay as they are. `copies` carries tensors to the device, from pinned
-        memory: the host would wait for any other. None: the device is the CPU."""
+        memory: the host would wait for any other. None: the device is the CPU. `before` is the batch that is computed on first."""
         super().__init__(batch)
         self.targets = targets
-        self._device, self._compute = device, compute
+        self._device, self._compute, self._copies = device, compute, copies
+        self._next: DeviceBatch | None = None
+        if before is not None:
+            before._next = self
         self._copied: torch.Event | None = None
         self._masks: dict[torch.Size, bool] = {}
         """True if padding masks pad nothing, by their shape."""
         self._packed = False
         """True if a row of positions has several sequences."""
         self._on_device = is_accelerator(device)
-        if copies is not None:
-            self._look()
-            with launching_on(copies):
-                for name, value in batch.items():
-                    if isinstance(value, Tensor) and not on_accelerator(value):
-                        pinned = value if value.is_pinned() else value.pin_memory()
-                        self[name] = pinned.to(device, non_blocking=True)
-            self._copied = record(copies)
 
-    def arrive(self) -> Self:
+    def send(self) -> None:
+        """Begin to copy the tensors, unless that has begun."""
+        if self._copies is None or self._copied is not None:
+            return
+        self._look()
+        with launching_on(self._copies):
+            for name, value in self.items():
+                if isinstance(value, Tensor) and not on_accelerator(value):
+                    pinned = value if value.is_pinned() else value.pin_memory()
+                    self[name] = pinned.to(self._device, non_blocking=True)
+        self._copied = record(self._copies)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside the block the tensors are on the device, and questions about masks are answered; the next batch is on its way."""
+        self.send()
+        if self._next is not None:
+            self._next.send()
+        self._arrive()
+        with self.answering():
+            yield
+
+    def _arrive(self) -> None:
         """Have what is launched from now on find the tensors on the device."""
         if self._copied is not None:
             stream = current_stream(self._device)
@@ -63,7 +82,6 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-        return self
 
     def _look(self) -> None:
         """Look at masks and positions while they are on the host."""
@@ -93,11 +111,8 @@ class DeviceBatch(dict[str, Any]):
             "find_packed_sequence_indices": self._sequences,
             "fast_all": self._all,
         }
-        vars(masking_utils).update({name: answers.get(name, self._ignored)(each) for name, each in before.items()})
-        try:
+        with replaced(masking_utils, {name: answers.get(name, self._ignored)(each) for name, each in before.items()}):
             yield
-        finally:
-            vars(masking_utils).update(before)
 
     def _sequences(self, find: _Function) -> _Function:
         """Sequences are looked for where the host has seen several, and without asking whether there are."""
@@ -105,12 +120,9 @@ class DeviceBatch(dict[str, Any]):
         def found(position_ids: Tensor) -> Tensor | None:
             if not self._packed:
                 return None
-            asks = vars(masking_utils)["is_tracing"]
-            vars(masking_utils)["is_tracing"] = lambda *_: True  # Then it does not look whether it was worth while.
-            try:
+            # Under tracing it does not look whether it was worth while.
+            with replaced(masking_utils, {"is_tracing": lambda *_: True}):
                 sequences: Tensor = find(position_ids)
-            finally:
-                vars(masking_utils)["is_tracing"] = asks
             return sequences
 
         return found

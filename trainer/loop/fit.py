@@ -2,17 +2,18 @@
 
 import shlex
 
-from zeromesh.errors import ConfigError, DataError
+from zeromesh.errors import ConfigError, DataError, counted
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.config.sections.schedule import STEADY
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.evaluation import generation_of, require_metric
-from zeromesh.trainer.loop.stop_signals import leave, stop_requests
+from zeromesh.trainer.loop.stop_signals import StopRequest, leave, stop_requests
 from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
-from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
+from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
 from zeromesh.trainer.monitoring.step_metrics import unstrict
@@ -31,7 +32,7 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
         KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
         NonFiniteError: at the end, where more than half of all steps made no update.
     """
-    config, mesh, progress = run.config, run.mesh, run.progress
+    config, progress = run.config, run.progress
     if progress.report is not None:
         run.console.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
         return progress.report
@@ -40,7 +41,6 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
         raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
     _require_trained_parameters(run)
     run.start_times.begin()
-    stopped, report = 0, None
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         if run.data.eval is not None:
             # What these refuse is better refused now than at the first evaluation.
@@ -54,50 +54,53 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
             run.console.note,
             linked=run.events.of_transformers is not None,
         )
-        eval_loss = _resume(run, checkpoints) if progress.step == 0 else None
+        stopped, eval_loss = 0, _resume(run, checkpoints) if progress.step == 0 else None
         run.start_times.end("checkpoints")
+        if not run.finished:
+            checkpoints.require_room()
         if not run.finished or progress.owes_evaluation:
-            if not run.finished:
-                checkpoints.require_room()
-            given = [name for name, how in run.inputs.names().items() if how == "given"]
-            facts = {**start_facts(mesh, run.model.parameters), "given": given}
-            with (
-                checkpoints,
-                directory.open(config, progress.step, facts, mesh) as writer,
-                run.console,
-                run.loader(feed, last=config.run.max_steps, state=progress.stream or None) as loader,
-                Tracking.open(
-                    config, mesh, directory.path, step=progress.step, known=progress.tracker, note=run.console.note
-                ) as tracking,
-                Profile(config.profile, directory.path, run.model.require_engine(), run.console.note) as profile,
-            ):
-                run.start_times.end("files and trackers")
-                loop = TrainingLoop(
-                    run=run,
-                    loader=loader,
-                    writer=writer,
-                    tracking=tracking,
-                    profile=profile,
-                    checkpoints=checkpoints,
-                    request=request,
-                    samples=samples,
-                )
-                stopped = loop.go()
-                eval_loss = loop.eval_loss
+            stopped, eval_loss = _train(run, feed, directory, checkpoints, request, samples)
         if not stopped:
-            best = progress.best
-            if config.run.load_best and best.value is not None and best.step != progress.step:
-                load_weights(checkpoints.store.path(best.step), run.model.require_engine(), mesh)
-                run.console.note(f"weights of step {best.step}: {config.run.metric} {best.value:.4g} is the best")
-            report = progress.report = _end(run, eval_loss)
-            if checkpoints.latest is not None:
-                run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
-                run.console.note(f"next     {_next_command(run, shlex.quote(str(directory.path)))}")
-    if report is None:
+            progress.report = _end(run, eval_loss, checkpoints, shlex.quote(str(directory.path)))
+    if progress.report is None:
         run.console.note(f"stopped after step {progress.step}")
         leave(stopped)
     progress.require_trained()
-    return report
+    return progress.report
+
+
+def _train(
+    run: RunContext,
+    feed: Feed,
+    directory: RunDirectory,
+    checkpoints: RunCheckpoints,
+    request: StopRequest,
+    samples: Samples | None,
+) -> tuple[int, float | None]:
+    """Make the steps that are left; returns the signal that has stopped the run, or 0, and the loss of the last evaluation."""
+    config, mesh, progress, note = run.config, run.mesh, run.progress, run.console.note
+    given = [name for name, how in run.inputs.names().items() if how == "given"]
+    facts = {**start_facts(mesh, run.model.parameters), "given": given}
+    with (
+        checkpoints,
+        directory.open(config, progress.step, facts, mesh) as writer,
+        run.console,
+        run.loader(feed, last=config.run.max_steps, state=progress.stream or None) as loader,
+        Tracking.open(config, mesh, directory.path, step=progress.step, known=progress.tracker, note=note) as tracking,
+        Profile(config.profile, directory.path, run.model.require_engine(), note) as profile,
+    ):
+        run.start_times.end("files and trackers")
+        loop = TrainingLoop(
+            run=run,
+            loader=loader,
+            writer=writer,
+            tracking=tracking,
+            profile=profile,
+            checkpoints=checkpoints,
+            request=request,
+            samples=samples,
+        )
+        return loop.go(), loop.eval_loss
 
 
 def _next_command(run: RunContext, directory: str) -> str:
@@ -150,13 +153,16 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     return state.eval_loss
 
 
-def _end(run: RunContext, eval_loss: float | None) -> FitReport:
-    """Make the model whole; returns the report, and shows it."""
-    progress = run.progress
+def _end(run: RunContext, eval_loss: float | None, checkpoints: RunCheckpoints, shown: str) -> FitReport:
+    """Make the model whole, with its best weights where wanted; returns the report, and shows it. `shown`: the directory."""
+    progress, best, config = run.progress, run.progress.best, run.config.run
+    if config.load_best and best.value is not None and best.step != progress.step:
+        load_weights(checkpoints.store.path(best.step), run.model.require_engine(), run.mesh)
+        run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
     report = progress.report_of(eval_loss, rank_figures(run.mesh)[0], progress.summary or run.summary_values())
     if report.losses:
         run.console.note(
-            f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
+            f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
             f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )
@@ -164,4 +170,7 @@ def _end(run: RunContext, eval_loss: float | None) -> FitReport:
     if run.planned is not None and run.planned.result:
         run.console.note("\n  ".join(comparison_lines(run.planned.result)))
     run.model.make_whole()
+    if checkpoints.latest is not None:
+        run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
+        run.console.note(f"next     {_next_command(run, shown)}")
     return report

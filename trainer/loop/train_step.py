@@ -8,9 +8,7 @@ update divides.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator, numbers
 from zeromesh.optim.fused_optimizer import Hyperparameters
-from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
+from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
 from zeromesh.telemetry.event_ring import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -59,7 +57,7 @@ class Stepper:
         self._mesh = mesh
         self._dtype = compute_dtype
         self._engine = engine
-        self._pipeline = pipeline
+        self._driver: StepDriver = pipeline or StepDriver(mesh)
         self._modules = list(model.modules())
         self._modes = [module.training for module in self._modules]
         """Which modules are in training mode; see `_restore_modes`."""
@@ -130,26 +128,18 @@ class Stepper:
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
 
         def end(number: int) -> None:
-            """Announce that a microbatch is over."""
+            """Forget a microbatch that is over, and announce it."""
+            moved[number].clear()
             if number + 1 < rounds:
                 substep_end()
                 self._restore_modes()
 
-        if self._pipeline is None:
-            moved = self._to_device(batches, counts)
-            for number, (own_seed, position) in enumerate(zip(seeds, positions, strict=True)):
-                mesh.watch.begin_microbatch(number)
-                with engine.microbatch(position) as backward:
-                    backward(self._loss_of(next(moved), own_seed * engine.loss_scale), own_seed)
-                end(number)
-        else:
-            work = [
-                MicrobatchWork(batch=each, where=position, seed=own * engine.loss_scale, around=each.answering)
-                for each, own, position in zip(self._to_device(batches, counts), seeds, positions, strict=True)
-            ]
-            engine.run_schedule(partial(self._pipeline.train, work=work, loss=self._loss_of))
-            for number in range(len(work)):
-                end(number)
+        moved = self._to_device(batches, counts)
+        work = [
+            MicrobatchWork(batch=each, where=position, seed=own, around=each.present)
+            for each, own, position in zip(moved, seeds, positions, strict=True)
+        ]
+        self._driver.train(engine, work, self._loss_of, end)
 
         # What the device has computed is read at once, and summed over all ranks together with what the host knows.
         counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts]
@@ -157,8 +147,8 @@ class Stepper:
         values, squares = engine.read_step(_tensors_in(computed))
         asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
-        for number, (loss, found, scalars) in zip(counted, _with_values(computed, values), strict=True):
-            own = [loss * shares[number], whole_count(found), _inputs_of(batches[number])[1]]
+        for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
+            own = [loss * shares[number], whole_count(targets), _inputs_of(batches[number])[1]]
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
@@ -179,7 +169,7 @@ class Stepper:
         outcome = engine.finish_step(
             factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
         )
-        bubble = self._pipeline.bubble() if self._pipeline is not None else None
+        bubble = self._driver.bubble()
         phases = mesh.recorder.take_seconds()
         mesh.watch.count_step(phases)
         mesh.post(Activity.IDLE)
@@ -213,7 +203,7 @@ class Stepper:
         feed = loader.feed
         rounds = feed.plan.accumulation
         # Microbatches that are in a pipeline together.
-        at_once = 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
+        at_once = self._driver.at_once
         computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self._model):
             for start in range(0, rounds, at_once):
@@ -223,22 +213,22 @@ class Stepper:
                 require_same_batches(fetched, self._mesh)
                 # Where outputs are wanted, of batches that may be without targets, the host waits for them anyway.
                 counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]
-                batches = list(self._to_device(fetched, counts))
+                batches = self._to_device(fetched, counts)
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 generation = collector.generation if collector is not None else None
-                found: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
+                results: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
                 # Where outputs are generated, a forward is for the loss alone.
                 if generation is None or self._loss.kind != "labels" or all("labels" in each for each in fetched):
                     plain = collector is not None and generation is None
-                    found = self._forwards(batches, streams, outputs=plain)
+                    results = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
                     tokens = [
                         generation.tokens(batch, list(feed.order.dataset_indices(each)), self._dtype)
                         for each, batch in zip(group, fetched, strict=True)
                     ]
-                    found = [(loss, count, new) for (loss, count, _), new in zip(found, tokens, strict=True)]
-                for each, batch, (loss, count, outputs) in zip(group, batches, found, strict=True):
+                    results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
+                for each, batch, (loss, count, outputs) in zip(group, batches, results, strict=True):
                     counted = bool(each.weight) and self._counts
                     if counted:
                         computed.append((loss, count))
@@ -266,48 +256,43 @@ class Stepper:
     @property
     def _counts(self) -> bool:
         """True if this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
-        last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last
+        last = self._mesh.pipeline.index == 0 if self._engine is None else self._driver.is_last
         return self._mesh.tensor.index == 0 and last
 
     def _forwards(
         self, batches: Sequence[DeviceBatch], streams: Sequence[Streams], *, outputs: bool
     ) -> list[tuple[Tensor, int | Tensor, Any]]:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
-        if self._engine is None or self._pipeline is None:
-            found = []
-            for batch, drawn in zip(batches, streams, strict=True):
-                with torch.no_grad(), drawn.in_force() if self._engine is None else self._engine.evaluation(drawn):
-                    found.append(self._evaluated(batch, outputs=outputs))
-            return found
-        last: list[tuple[Tensor, int | Tensor, Any]] = []
+        results: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
-            last.append(self._evaluated(batch, outputs=outputs))
-            return last[-1][0]
+            results.append(self._evaluated(batch, outputs=outputs))
+            return results[-1][0]
 
-        nowhere = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
         work = [
-            MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn, around=batch.answering)
+            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
-        with self._engine.evaluation() as passes:
-            losses = self._pipeline.evaluate(passes, work, loss_of)
-        return last or [(loss, 0, None) for loss in losses]
+        if self._engine is not None:
+            losses = self._driver.evaluate(self._engine, work, loss_of)
+            return results or [(loss, 0, None) for loss in losses]
+        for batch, drawn in zip(batches, streams, strict=True):
+            with torch.no_grad(), drawn.in_force(), batch.present():
+                loss_of(batch, 0.0)
+        return results
 
     def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
         """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
-        made: Any = None
-        with _answering(batch):
-            if outputs:
-                loss, made = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
-            else:
-                loss = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch))
-        return loss, self._loss.last_count, made
+        model_outputs: Any = None
+        if outputs:
+            loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
+        else:
+            loss = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch))
+        return loss, self._loss.last_count, model_outputs
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
-        with _answering(batch):
-            loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
+        loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
         count, scalars = self._loss.last_count, self._loss.last_scalars
         self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
         if not loss.requires_grad and count:
@@ -337,24 +322,18 @@ class Stepper:
         ]
         return int(targets), shares
 
-    def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> Iterator[DeviceBatch]:
-        """The batches on the device. Each begins to be copied before what computes on the one before it is launched."""
+    def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
+        """The batches, each of which begins to be copied to the device before what computes on the one before it is launched."""
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
             told = with_documents(self._model, batch)
-            coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies))
-            if self._copies is None or len(coming) > 1:
-                yield coming.pop(0).arrive()
-        for each in coming:
-            yield each.arrive()
+            before = coming[-1] if coming else None
+            coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies, before))
+        return coming
 
 
 def _targets_of(batch: Mapping[str, Any]) -> int | None:
     return batch.targets if isinstance(batch, DeviceBatch) else None
-
-
-def _answering(batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    return batch.answering() if isinstance(batch, DeviceBatch) else nullcontext()
 
 
 def _detached(value: Any) -> Any:

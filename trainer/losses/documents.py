@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.models.adapters import pretrained_of
-from zeromesh.trainer.models.small_copy import small_copy
+from zeromesh.trainer.models.small_copy import small_copy, vary
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 
@@ -49,10 +49,8 @@ def _difference(model: Any | None) -> str:
     found: list[_Calls] = []
 
     def run(small: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
+        vary(small)
         with torch.no_grad():
-            for parameter in small.parameters():  # What begins at zero, such as a gate, would hide what lies behind it.
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
             found[:] = [_calls(small), *(_calls(small, number) for number in range(len(_DOCUMENTS)))]
         return found[0][-1][1][0]
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
+from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Kind, PipelineSchedule
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
-from zeromesh.trainer.monitoring.plan_check import Prediction
+from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.stage_times import Chunk, StageChunks, StageTimes, schedule_of
@@ -66,12 +66,15 @@ class Estimate:
         """The seconds of a step."""
         return sum(self.phases.values())
 
-    def prediction(self) -> Prediction:
-        """Return the prediction that a run can compare itself with."""
-        here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
-        beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
-        memory = {Tier.DEVICE: here, Tier.HOST: beside} if beside else {Tier.DEVICE: here}
-        return Prediction(layout=str(self.layout), phases=self.phases, memory=memory, peak=self.device_bytes)
+    def check(self) -> PlanCheck:
+        """Return what a run compares itself with."""
+        here, beside = (
+            {purpose.name.lower(): tier[purpose.value] for purpose in Purpose if purpose.value in tier}
+            for tier in (self.device, self.host)
+        )
+        memory = {"device": here, "host": beside} if beside else {"device": here}
+        phases = {str(phase): self.phases.get(phase, 0.0) for phase in StepPhase}
+        return PlanCheck(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
 
 
 _DISTINCT = 4

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError, LayoutError, counted
 from zeromesh.offload.tiers import TierName
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
@@ -132,7 +132,7 @@ class Planner:
             reasons = "; ".join(f"{layout}: {reason}" for reason, layout in self._refused.items())
             given = ", ".join(f"{name} {value}" for name, value in self._fixed.items())
             raise ConfigError(
-                f"no layout has {ranks} ranks{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
+                f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
         rows += self._shorter(space, rows, room)
         return Plan(

@@ -26,7 +26,7 @@ from zeromesh.trainer.planning.tracing.work import Work
 
 _AROUND = 400
 """How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
-numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator the host does it ahead."""
+numbers, hooks, checks. Found with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does it ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,8 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
-from zeromesh.trainer.losses.losses import Loss, make_loss
-from zeromesh.trainer.models.adapters import add_lora
-from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.data.tokenizer import BYTES
+from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
@@ -91,20 +89,6 @@ class Subject:
         self._stage_units: dict[object, StageUnits] = {}
         self._alike: dict[tuple[int, ...], StageUnits] = {}
         self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
-
-    @classmethod
-    def of(cls, config: TrainerConfig, *, device: str = "cpu") -> Subject:
-        """Build the model that a configuration names, without values, and tokens for it.
-
-        Raises:
-            ConfigError, DataError: for a model or a tokenizer that cannot be had, and a task whose data are no texts.
-        """
-        named = config.data.tokenizer or (BYTES if config.model.source is None else None)
-        built = build_model(config.model, config.run.seed, None if named is None else load_tokenizer(named))
-        if config.model.lora is not None:
-            built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-        loss = make_loss(built.model, mode=config.model.loss_mode, smoothing=config.run.label_smoothing)
-        return cls(built.model, loss, config, tokens_of(config), device=device)
 
     def close(self) -> None:
         """Give the model back what it had."""
@@ -314,10 +298,7 @@ def tokens_of(config: TrainerConfig) -> Batches:
         batch["labels" if head != "question_answering" else "start_positions"] = places
         if head == "question_answering":
             batch["end_positions"] = places
-        separate = config.data.separate_documents
-        if separate or (
-            separate is None and config.data.packing and any(p.format != "text" for p in config.data.parts().values())
-        ):
+        if config.data.separates:
             batch["position_ids"] = torch.arange(length).expand(micro, length).contiguous()
         return batch
 

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from zeromesh.errors import StorageError
+from zeromesh.flat.layout import BucketLayout
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes, swap_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
@@ -16,8 +17,9 @@ from zeromesh.offload.io.direct_io import IN_MEMORY, free_bytes, mount_of, neare
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import STAGES, OffloadOptions, Placement, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
-from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
-from zeromesh.zero.memory_model import MemoryBytes, MemoryModel, predict_memory
+from zeromesh.units.build import plan_layouts
+from zeromesh.units.plan import ModelCuts, plan_model
+from zeromesh.zero.memory_model import MemoryBytes, MemoryModel, predict_layouts
 
 _STEP = 0.05
 """The distance between the fractions that are tried."""
@@ -34,17 +36,21 @@ class _Host:
     of the file tier.
     """
 
-    plan: ModelPlan
+    layouts: list[list[BucketLayout]]
     parts: int
     transport: str
     device: torch.device
     local_ranks: int
     inputs: int
     room: MemoryBytes
+    _known: dict[ZeroOptions, MemoryModel] = field(default_factory=dict)
 
     def least(self, options: ZeroOptions) -> MemoryModel:
         """Memory of one rank."""
-        return predict_memory(self.plan, options, parts=self.parts, transport=self.transport, device=self.device)
+        if options not in self._known:
+            found = predict_layouts(self.layouts, options, self.parts, self.transport, self.device)
+            self._known[options] = found
+        return self._known[options]
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
         """Bytes that all ranks of the host need, and each of its accelerators."""
@@ -131,8 +137,9 @@ def require_memory(
     directories = options.offload.files.directories
     parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
     freed = [sum(each.nbytes for each in parameters if on_accelerator(each) is there) for there in (False, True)]
+    plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
     host = _Host(
-        plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
+        layouts=plan_layouts(plan, mesh.shard.size),
         parts=mesh.shard.size,
         transport=transport,
         device=mesh.device,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate
@@ -71,7 +71,11 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
         return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data", *off))
     length = _LENGTH + -_LENGTH % mesh.tensor.size
     samples = make_samples(model, small, wanted, length)
-    notes = (*notes, f"{len(samples)} samples of {length} random tokens, with other numbers of targets in each", *off)
+    notes = (
+        *notes,
+        f"{counted(len(samples), 'sample')} of {length} random tokens, with other numbers of targets in each",
+        *off,
+    )
     return SmallRun(model=model, config=small, samples=samples, collate=None, notes=notes)
 
 

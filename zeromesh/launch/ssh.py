@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from zeromesh.environment import RankRange, export
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.launch import messages
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, Message, MessageError
 from zeromesh.launch.rank_processes import StopSignals, WorkersFailed, noted_signals
@@ -226,7 +226,7 @@ class _SshLeader(Leader):
         names, processes = [host.name for host in self._left], sum(host.slots for host in self._left)
         self._notify(str(cause))
         self._notify(
-            f"going on from the newest checkpoint with {len(names)} host{'s' * (len(names) != 1)} "
+            f"going on from the newest checkpoint with {counted(len(names), 'host')} "
             f"({', '.join(names)}) and {processes} process{'es' * (processes != 1)}"
         )
 

@@ -1,7 +1,7 @@
 """Gradient shards between the reduction of a bucket and its update: where they lie, who else sums them, their norm and scale.
 
-    make_room -> the reducer sums into bucket.grad -> put_away      for each microbatch
-    norms                                                           at the end of the step, for the norm of all
+    allocate -> the reducer sums into bucket.grad -> offload      for each microbatch
+    norm                                                          at the end of the step, for the norm of all
 
 A shard that rests on another tier has memory only while its bucket is being summed: at most `LEAVING` of them are on their way out
 at a time.
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zeromesh.errors import PhaseError
+from zeromesh.flat.layout import Positions
+from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ScalerSettings, ZeroOptions
@@ -89,7 +91,7 @@ class GradientShards:
         """Begin a backward; `first` of its step."""
         self._first = first
 
-    def expect(self, bucket: Bucket) -> None:
+    def prefetch(self, bucket: Bucket) -> None:
         """Prepare for a bucket's gradients: begin to read the sum of earlier microbatches, if it rests on another tier.
 
         A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
@@ -104,13 +106,13 @@ class GradientShards:
             memory = self._memory_for(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
-    def make_room(self, bucket: Bucket) -> None:
+    def allocate(self, bucket: Bucket) -> None:
         """Give `bucket.grad` memory before a sum is made, with the sum of earlier microbatches in it.
 
         Raises:
             StorageError: when that sum cannot be read.
         """
-        self.expect(bucket)
+        self.prefetch(bucket)
         found = self._arriving.pop(id(bucket), None)
         if found is not None:
             bucket.grad, transfer = found
@@ -120,7 +122,7 @@ class GradientShards:
 
     def _memory_for(self, bucket: Bucket) -> torch.Tensor:
         while len(self._leaving) >= LEAVING:
-            self._settle_oldest()
+            self._order_oldest()
         length = bucket.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
@@ -129,34 +131,34 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, grad.nbytes)
         return grad
 
-    def put_away(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum that was made to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
+    def offload(self, bucket: Bucket, *, last: bool) -> None:
+        """Write a sum to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
 
         Raises:
             StorageError: when an earlier one could not be written.
         """
         if bucket.grad_rest is None:
             return
-        self.make_room(bucket)
+        self.allocate(bucket)
         grad = gradient_of(bucket)
         if last:
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
         self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
-    def settle(self) -> None:
-        """Have what comes next come after all that was put away. Raises `StorageError` where that failed."""
+    def order(self) -> None:
+        """Have what comes next come after all that was offloaded. Raises `StorageError` where that failed."""
         while self._leaving:
-            self._settle_oldest()
+            self._order_oldest()
 
-    def arrive(self) -> None:
-        """Wait until all that was put away is where it rests, for who reads the host's memory there."""
-        self.settle()
+    def wait(self) -> None:
+        """Wait until all that was offloaded is where it rests, for who reads the host's memory there."""
+        self.order()
         ordered, self._ordered = self._ordered, []
         for transfer in ordered:
             transfer.wait()
 
-    def _settle_oldest(self) -> None:
+    def _order_oldest(self) -> None:
         transfer, nbytes = self._leaving.popleft()
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
         transfer.order()
@@ -186,7 +188,7 @@ class GradientShards:
             transfer.end()  # What could not be read is not wanted any more.
         for bucket in buckets:
             self.drop(bucket)
-        self.settle()
+        self.order()
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:
@@ -194,11 +196,6 @@ def gradient_of(bucket: Bucket) -> torch.Tensor:
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
-
-
-_Positions = tuple[tuple[int, ...], tuple[int, ...]]
-"""Positions along the tensor axis, and along the pipeline axis."""
-_ALONE: _Positions = ((), ())
 
 
 class ReplicaGroups:
@@ -212,37 +209,28 @@ class ReplicaGroups:
     """
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
-        self._mesh = mesh
-        self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
-        if mesh.tensor.size == mesh.pipeline.size == 1:
+        self._coordinate = mesh.coordinate
+        self._sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        if mesh.model_size == 1:
             return
-        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {_ALONE})
-        sharers: dict[_Positions, list[int]] = {}
+        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {()})
+        sharers: dict[Positions, list[int]] = {}
         for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
-            for tensor, pipeline in rows:
-                sharers.setdefault((tuple(tensor), tuple(pipeline)), []).append(rank)
+            for row in rows:
+                sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
             # A mesh keeps such sets for the next engine.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
-            colour = self._colour(positions) if mesh.rank in ranks else None
+            axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
+            colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
             if not any(each.startswith(name) for each in mesh.process_sets):
                 mesh.process_sets.split(colour, name=name)
             if colour is not None:
                 self._sets[positions] = mesh.process_sets[f"{name} {colour}"]
 
-    def _colour(self, positions: _Positions) -> int:
-        """Equal on the ranks that share: those that differ along replicate, and along what `positions` names."""
-        here, shape = self._mesh.coordinate, self._mesh.shape
-        tensor = 0 if positions[0] else here.tensor
-        pipeline = 0 if positions[1] else here.pipeline
-        return (pipeline * shape.shard + here.shard) * shape.tensor + tensor
-
     def counts(self, bucket: Bucket) -> bool:
-        """Return True if this rank counts and writes a bucket's shard, among the tensor and pipeline ranks that hold it."""
-        spec, here = bucket.spec, self._mesh.coordinate
-        first = spec.holders[0] if spec.holders else 0
-        stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
-        return (here.tensor, here.pipeline) == (first, stage)
+        """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it and see the same samples."""
+        return all(self._coordinate[axis] == first for axis, first in bucket.spec.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
         """The ranks that share a bucket's elements, this one among them."""

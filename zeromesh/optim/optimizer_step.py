@@ -4,8 +4,8 @@ A step calls, in this order:
 
     begin_step        with the hyperparameters of each group
     begin_backward    for each microbatch, with the order in which its buckets are reduced
-    take              for each bucket that is summed over its shard group; in the last backward it is summed over its replicas too,
-                      and then put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
+    reduced           for each bucket that is summed over its shard group; in the last backward it is summed over its replicas too,
+                      and then offloaded, kept for `finish`, or updated at once (`optimizer_in_backward`)
     end_backward      to wait for the sums over replicas
     read              for this rank's part of the global norm: the one time in a step that the host waits for a device
     finish            for clipping, and the update of what is not updated yet
@@ -27,7 +27,7 @@ from itertools import chain
 
 import torch
 
-from zeromesh.errors import NonFiniteError, some
+from zeromesh.errors import NonFiniteError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import (
     Access,
@@ -224,7 +224,7 @@ class OptimizerStep:
         self._sums: dict[int, Callable[[], None]] = {}
         """Calls that wait for the sum of a bucket over its replicas."""
         self._ready: deque[Bucket] = deque()
-        """Buckets whose gradients are to be updated with, or put away, inside this backward."""
+        """Buckets whose gradients are to be updated with, or offloaded, inside this backward."""
         self._tied: list[Bucket] = []
         """Buckets that stages of a pipeline share, and that are summed when all backwards of the step are over."""
         self._retired: set[int] = set()
@@ -329,20 +329,20 @@ class OptimizerStep:
         self._last = last
         self._in_backward = last and self._options.optimizer_in_backward
 
-    def take(self, bucket: Bucket) -> None:
+    def reduced(self, bucket: Bucket) -> None:
         """Go on with a bucket that is summed over its shard group."""
         if not self._last:
-            if bucket.grad is not None:
-                self.shards.put_away(bucket, last=False)
+            if bucket.grad is not None and bucket.grad_rest is not None:
+                self.shards.offload(bucket, last=False)
             return
-        self.shards.make_room(bucket)
+        self.shards.allocate(bucket)
         if bucket.spec.copies is not None:
             self._tied.append(bucket)  # The other stage may wait for what follows this backward.
         else:
             self._share(bucket)
 
     def _share(self, bucket: Bucket) -> None:
-        """Sum a bucket over its replicas, and update it or put it away where that is due."""
+        """Sum a bucket over its replicas, and update it or offload it where that is due."""
         wait = self.sharing.start_sum(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
@@ -351,13 +351,13 @@ class OptimizerStep:
             self._update_ready()
         elif bucket.grad_rest is not None:
             self._ready.append(bucket)
-            self._put_away(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
+            self._offload(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
 
-    def _put_away(self, but: int = 0) -> None:
+    def _offload(self, but: int = 0) -> None:
         while len(self._ready) > but:
             bucket = self._ready.popleft()
             self._complete(bucket)
-            self.shards.put_away(bucket, last=True)
+            self.shards.offload(bucket, last=True)
 
     def leave(self, units: Iterable[Unit]) -> None:
         """Note that this rank is done with these units in backward, so that all ranks may update them."""
@@ -366,13 +366,13 @@ class OptimizerStep:
             self._update_ready()
 
     def end_backward(self, units: Iterable[Unit]) -> None:
-        """End a backward: wait for the sums over replicas, and for what is put away."""
+        """End a backward: wait for the sums over replicas, and for what is offloaded."""
         self.leave(units)
         if self._last and not self._in_backward:
-            self._put_away()
+            self._offload()
         for bucket in self._buckets if self._sums else ():
             self._complete(bucket)
-        self.shards.settle()
+        self.shards.order()
 
     def end_backwards(self) -> None:
         """Sum what stages share, when all backwards of the step are over and no other rank waits for one of this rank."""
@@ -431,7 +431,7 @@ class OptimizerStep:
         due = late if self._options.optimizer_in_backward else self._buckets
         if not skip:
             if not is_accelerator(self._stream.device):
-                self.shards.arrive()
+                self.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
         self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.
@@ -477,7 +477,7 @@ class OptimizerStep:
             text += f": gradients of unit {some(names, 1)} are not finite"
         ranks = [str(rank) for rank, (bad, _) in enumerate(rows) if bad]
         if ranks:
-            text += f"; the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            text += f"; the loss is not finite on {plural(len(ranks), 'rank')} {', '.join(ranks)}"
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:

@@ -60,6 +60,18 @@ class StageRunner:
         raise NotImplementedError
 
 
+def compute(runner: StageRunner, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Have a runner compute an action of any kind."""
+    if action.kind is Kind.FORWARD:
+        return runner.forward(action.chunk, action.microbatch, received)
+    if action.kind is Kind.BACKWARD:
+        return runner.backward(action.chunk, action.microbatch, received)
+    if action.kind is Kind.BACKWARD_INPUT:
+        return runner.backward_input(action.chunk, action.microbatch, received)
+    runner.backward_weight(action.chunk, action.microbatch)
+    return ()
+
+
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
     """Return the signature of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
     shapes = [
@@ -138,6 +150,11 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
+        if schedule.stages == 1:  # Nothing is sent, and nobody is waited for.
+            for action in schedule.actions[rank]:
+                self.group.watch.begin_microbatch(action.microbatch)
+                compute(runner, action, ())
+            return Measured(schedule=schedule, marks=())
         if schedule not in self._incoming:
             validate(schedule)
             self._incoming[schedule] = _incoming(schedule, rank)
@@ -175,21 +192,21 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
             kinds.setdefault((rank, span.action.kind, span.action.chunk), []).append(span.end - span.start)
 
     def mean(rank: int, action: Action) -> float:
-        found = kinds[rank, action.kind, action.chunk]
-        return sum(found) / len(found)
+        durations = kinds[rank, action.kind, action.chunk]
+        return sum(durations) / len(durations)
 
     return Bubble(predicted=simulate(schedule, mean).bubble, measured=timeline.bubble, timeline=timeline)
 
 
 def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
     """Return the messages that each neighbour sends a rank, in order."""
-    found: dict[int, list[Message]] = {}
+    incoming: dict[int, list[Message]] = {}
     for source in schedule.neighbours(rank):
         for action in schedule.actions[source]:
             message = sent_by(schedule, source, action)
             if message is not None and message.target == rank:
-                found.setdefault(source, []).append(message)
-    return found
+                incoming.setdefault(source, []).append(message)
+    return incoming
 
 
 _AHEAD = 2
@@ -233,20 +250,12 @@ class _Run:
         self.channels.group.watch.begin_microbatch(action.microbatch)
         self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
-        made: Sequence[torch.Tensor] = ()
-        if action.kind is Kind.FORWARD:
-            made = self.runner.forward(action.chunk, action.microbatch, received)
-        elif action.kind is Kind.BACKWARD:
-            made = self.runner.backward(action.chunk, action.microbatch, received)
-        elif action.kind is Kind.BACKWARD_INPUT:
-            made = self.runner.backward_input(action.chunk, action.microbatch, received)
-        else:
-            self.runner.backward_weight(action.chunk, action.microbatch)
+        outputs = compute(self.runner, action, received)
         end = _now(self.channels.device)
         del received
         message = sent_by(self.schedule, self.rank, action)
         if message is not None:
-            self._send(message, made)
+            self._send(message, outputs)
         if self.order is None:
             self.channels.advance()
             self._post_ahead()

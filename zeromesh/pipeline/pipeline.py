@@ -1,9 +1,10 @@
-"""`Pipeline`: the stages of one rank, how they run a step under ZeRO, each action of a schedule as a pass of the engine."""
+"""Drivers of steps: `StepDriver` runs actions of a schedule as passes of the engine; `Pipeline` is that of a model in stages."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, Measured, StageRunner, signature_of, take_gradient
 from zeromesh.pipeline.generation import StagedForward, StagedLane, TurnRunner
-from zeromesh.pipeline.schedule import PipelineSchedule, ScheduleName, forward_only, make_schedule
+from zeromesh.pipeline.schedule import Kind, PipelineSchedule, ScheduleName, forward_only, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
-from zeromesh.zero.gather_order import MicrobatchPosition
-from zeromesh.zero.passes import Forward, Passes, Tensors
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.gather_order import NOWHERE, MicrobatchPosition, PassProgress
+from zeromesh.zero.passes import Passes, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 """`(batch, seed)` to the sum of its losses, a scalar, whose backward will start with `seed`; runs the model."""
@@ -29,7 +31,7 @@ class MicrobatchWork:
     """A microbatch: what it is, where it stands in the step, and the gradient of its loss's sum."""
 
     batch: Mapping[str, Any]
-    where: MicrobatchPosition
+    where: MicrobatchPosition = NOWHERE
     seed: float = 1.0
     streams: Streams | None = None
     """The random numbers that it draws in an evaluation; None: it draws from the generators as they are."""
@@ -37,18 +39,25 @@ class MicrobatchWork:
     """Makes what is around each forward of it."""
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class ZeroRunner(StageRunner):
     """Runs one step's microbatches. `losses` has the sum of each one's losses, on the last stage."""
 
     passes: Passes
-    stages: Stages
+    stages: Stages | None
+    """None: the model is a single stage."""
     work: Sequence[MicrobatchWork]
     loss: LossOf
     queue: WeightQueue
+    scale: float = 1.0
+    """The loss scale, by which gradients of losses are multiplied."""
+    goes_on: frozenset[tuple[int, int]] = frozenset()
+    """The chunks and microbatches whose backward follows their forward at once."""
+    after: Callable[[int], None] | None = None
+    """Called with the number of each microbatch whose backward is over."""
     losses: list[torch.Tensor] = field(init=False)
     _inputs: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    _forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
+    _forwards: dict[tuple[int, int], PassProgress] = field(default_factory=dict)
     _reduced: dict[int, int] = field(default_factory=dict)
     """By chunk: how many backwards have begun to add to its gradients."""
 
@@ -63,102 +72,163 @@ class ZeroRunner(StageRunner):
         if not torch.is_grad_enabled():
             with self.passes.drawing(self.work[microbatch].streams):
                 return self._sent(chunk, microbatch, run())
-        made, forward = self.passes.forward(chunk, run, self.work[microbatch].where)
-        self._inputs[chunk, microbatch] = [tensor for tensor in received if tensor.requires_grad]
-        self._forwards[chunk, microbatch] = forward
-        return self._sent(chunk, microbatch, made)
+        key = chunk, microbatch
+        outputs, forward = self.passes.forward(chunk, run, self.work[microbatch].where, goes_on=key in self.goes_on)
+        self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
+        self._forwards[key] = forward
+        return self._sent(chunk, microbatch, outputs)
 
     def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
-        work = self.work[microbatch]
+        work, stages = self.work[microbatch], self.stages
         with work.around():
-            if not self.stages.is_last(chunk):
+            if stages is None:
+                return (self.loss(work.batch, work.seed * self.scale),)
+            if not stages.is_last(chunk):
                 self.passes.begin_without_root()
-                return self.stages.forward(chunk, work.batch, received)
-            with self.stages.chunk(chunk, received):
-                return (self.loss(work.batch, work.seed),)
+                return stages.forward(chunk, work.batch, received)
+            with stages.chunk(chunk, received):
+                return (self.loss(work.batch, work.seed * self.scale),)
 
-    def _sent(self, chunk: int, microbatch: int, made: Tensors) -> Tensors:
-        if not self.stages.is_last(chunk):
-            return made
-        self.losses[microbatch] = made[0].detach()
+    def _is_last(self, chunk: int) -> bool:
+        return self.stages is None or self.stages.is_last(chunk)
+
+    def _sent(self, chunk: int, microbatch: int, outputs: Tensors) -> Tensors:
+        if not self._is_last(chunk):
+            return outputs
+        self.losses[microbatch] = outputs[0].detach()
         return ()
 
     def backward(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:
         forward = self._placed(chunk, self._forwards.pop((chunk, microbatch)))
         self.passes.backward(forward, self._start(chunk, microbatch, forward, gradients))
+        if self.after is not None:
+            self.after(microbatch)
         return self._returned(chunk, microbatch)
 
     def backward_input(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:
         forward = self._forwards[chunk, microbatch]
         with self.queue.deferring((chunk, microbatch)):
             self.passes.backward_input(forward, self._start(chunk, microbatch, forward, gradients))
-        forward.outputs = ()
         return self._returned(chunk, microbatch)
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         forward = self._placed(chunk, self._forwards.pop((chunk, microbatch)))
         self.passes.backward_weight(forward, partial(self.queue.run, (chunk, microbatch)))
 
-    def _placed(self, chunk: int, forward: Forward) -> Forward:
+    def _placed(self, chunk: int, forward: PassProgress) -> PassProgress:
         """Gradients are summed in the order in which they come: the first of a chunk begins the sums, the last one ends them."""
         number = self._reduced.get(chunk, 0)
         self._reduced[chunk] = number + 1
         last = number == len(self.work) - 1
-        forward.microbatch = replace(forward.microbatch, first=number == 0, last=last)
+        forward.position = replace(forward.position, first=number == 0, last=last)
         return forward
 
-    def _start(self, chunk: int, microbatch: int, forward: Forward, gradients: Tensors) -> Tensors:
+    def _start(self, chunk: int, microbatch: int, forward: PassProgress, gradients: Tensors) -> Tensors:
         """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that needs one."""
-        if not self.stages.is_last(chunk):
+        if not self._is_last(chunk):
             return gradients
-        return [torch.full_like(self.losses[microbatch], self.work[microbatch].seed)] if forward.outputs else ()
+        seed = self.work[microbatch].seed * self.scale
+        return [torch.full_like(self.losses[microbatch], seed)] if forward.roots else ()
 
     def _returned(self, chunk: int, microbatch: int) -> list[torch.Tensor]:
         """Gradients of what the chunk received."""
         return [take_gradient(tensor) for tensor in self._inputs.pop((chunk, microbatch))]
 
 
-class Pipeline:
-    """One rank's part of the pipeline. All ranks of the pipeline axis call its methods alike."""
+class StepDriver:
+    """Runs passes of one rank over its microbatches by a schedule: of a model that is not cut, one of a single stage."""
 
-    def __init__(self, mesh: Mesh, stages: Stages, name: ScheduleName, blocks: Sequence[nn.Module]) -> None:
-        """`blocks` are this rank's own: those whose gradients a schedule may compute in halves."""
-        self.stages = stages
+    def __init__(self, mesh: Mesh, stages: Stages | None = None, name: ScheduleName = "1f1b", chunks: int = 1) -> None:
+        """All ranks of the world call this together."""
+        self._stages = stages
         self._name: ScheduleName = name
-        self._ranks, self._chunks = mesh.pipeline.size, len(stages.own)
-        self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=self._chunks > 1)
+        self._ranks, self._chunks = mesh.pipeline.size, chunks
+        self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=chunks > 1)
         self._executor = Executor(mesh.pipeline, self._channels)
         self._queue = WeightQueue()
-        self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
         self._measured: Measured | None = None
 
     @property
     def is_last(self) -> bool:
         """True if this rank has the last stage, which knows the loss."""
-        return self.stages.is_last(self._chunks - 1)
+        return self._stages is None or self._stages.is_last(self._chunks - 1)
+
+    @property
+    def at_once(self) -> int:
+        """How many microbatches of an evaluation keep all ranks busy."""
+        return 2 * self._ranks if self._ranks > 1 else 1
 
     def schedule(self, microbatches: int) -> PipelineSchedule:
         """Return the order in which a step of so many microbatches runs."""
         return make_schedule(self._name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
 
-    def train(self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
+    def train(
+        self,
+        engine: ZeroEngine,
+        work: Sequence[MicrobatchWork],
+        loss: LossOf,
+        after: Callable[[int], None] = lambda number: None,
+    ) -> list[torch.Tensor]:
         """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
+
+        `after` is called with the number of each microbatch that is over, in order on all ranks: of a pipeline at the end.
 
         Raises:
             CollectiveError: when a neighbour is gone or late.
+            PhaseError: during another pass; nothing is begun then.
         """
-        runner = ZeroRunner(passes, self.stages, work, loss, self._queue)
-        with torch.enable_grad():
-            self._measured = self._executor.run(self.schedule(len(work)), runner)
-        passes.end_backwards()
+        schedule = self.schedule(len(work))
+        each, actions = self._ranks == 1, schedule.actions[self._executor.group.index]
+        follows = frozenset(
+            (first.chunk, first.microbatch)
+            for first, second in pairwise(actions)
+            if first.kind is Kind.FORWARD and second == replace(first, kind=second.kind)
+        )
+
+        def run(passes: Passes) -> list[torch.Tensor]:
+            runner = ZeroRunner(
+                passes=passes,
+                stages=self._stages,
+                work=work,
+                loss=loss,
+                queue=self._queue,
+                scale=engine.loss_scale,
+                goes_on=follows,
+                after=after if each else None,
+            )
+            with torch.enable_grad():
+                self._measured = self._executor.run(schedule, runner)
+            passes.end_backwards()
+            return runner.losses
+
+        losses = engine.run_schedule(run)
+        for number in range(0 if each else len(work)):
+            after(number)
+        return losses
+
+    def evaluate(self, engine: ZeroEngine, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
+        """Forward alone; returns losses as `train` does."""
+        schedule = forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks)
+        with engine.evaluation() as passes:
+            runner = ZeroRunner(passes=passes, stages=self._stages, work=work, loss=loss, queue=self._queue)
+            self._executor.run(schedule, runner)
         return runner.losses
 
-    def evaluate(self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
-        """Forward alone, inside an evaluation of the engine."""
-        runner = ZeroRunner(passes, self.stages, work, loss, self._queue)
-        with torch.no_grad():
-            self._executor.run(forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks), runner)
-        return runner.losses
+    def bubble(self) -> Bubble | None:
+        """Return how much of the latest step ranks have stood still, predicted and measured; None before the first, and for one."""
+        if self._measured is None or self._ranks == 1:
+            return None
+        return self._executor.bubble(self._measured)
+
+
+class Pipeline(StepDriver):
+    """One rank's part of the pipeline. All ranks of the pipeline axis call its methods alike."""
+
+    def __init__(self, mesh: Mesh, stages: Stages, name: ScheduleName, blocks: Sequence[nn.Module]) -> None:
+        """`blocks` are this rank's own: those whose gradients a schedule may compute in halves."""
+        super().__init__(mesh, stages, name, len(stages.own))
+        self.stages = stages
+        self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
 
     def generation(self, *, microbatches: int, call: Callable[..., Any]) -> StagedForward:
         """The model's forward for the loop of one generation; each call of it belongs inside a pass of the engine."""
@@ -172,10 +242,6 @@ class Pipeline:
         with torch.no_grad():
             self._executor.run(schedule, runner)
         runner.finish()
-
-    def bubble(self) -> Bubble | None:
-        """Return how much of the latest step ranks have stood still, predicted and measured; None before the first."""
-        return self._executor.bubble(self._measured) if self._measured is not None else None
 
     def restore(self) -> None:
         """Give the model its own modules back."""

@@ -23,7 +23,7 @@ from itertools import chain
 from operator import attrgetter, itemgetter, sub
 from typing import Literal, get_args
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, counted
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -167,11 +167,11 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Pipeline
             return chain(forwards, backwards)
         # The last rank begins its first backward when the first round has come to the last of its chunks.
         ahead = (chunks - 1) * rounds[0] + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
-        found = _alternate(forwards, backwards, ahead=ahead)
-        return _with_weights(found, weights, rank) if name == "zero_bubble" else found
+        alternating = _alternate(forwards, backwards, ahead=ahead)
+        return _with_weights(alternating, weights, rank) if name == "zero_bubble" else alternating
 
-    made = tuple(tuple(actions(rank)) for rank in range(ranks))
-    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
+    actions_of_ranks = tuple(tuple(actions(rank)) for rank in range(ranks))
+    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=actions_of_ranks)
 
 
 def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: int) -> Iterator[Action]:
@@ -294,7 +294,7 @@ def validate(schedule: PipelineSchedule) -> None:
     """
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(
-            f"{_title(schedule)} has actions for {len(schedule.actions)} ranks instead of {schedule.ranks}"
+            f"{_title(schedule)} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
         )
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     kinds = {Kind.FORWARD, *map(attrgetter("kind"), chain(*schedule.actions))}
@@ -314,8 +314,8 @@ def validate(schedule: PipelineSchedule) -> None:
         objects, proven = proven, sorted(map(id, actions))
         if objects == proven:
             continue
-        found = Counter(actions)
-        for offenders, what in ((found - wanted, "occurs once too often"), (wanted - found, "is missing")):
+        counted = Counter(actions)
+        for offenders, what in ((counted - wanted, "occurs once too often"), (wanted - counted, "is missing")):
             if offenders:
                 raise ScheduleError(f"{_title(schedule)}: on rank {rank} {min(offenders, key=str)} {what}")
     simulate(schedule)
@@ -427,15 +427,15 @@ class MessageOrder:
     def of(cls, schedule: PipelineSchedule, rank: int) -> MessageOrder:
         """One rank's part, of a schedule that can be carried out. Of messages of one moment that of the lower rank is first."""
         ends = simulate(schedule).ends
-        found: list[tuple[float, int, Message]] = []
+        messages: list[tuple[float, int, Message]] = []
         for source in sorted({rank, *schedule.neighbours(rank)}):
             for action, end in zip(schedule.actions[source], ends[source], strict=True):
                 message = sent_by(schedule, source, action)
                 if message is not None and source != message.target and rank in (source, message.target):
-                    found.append((end, source, message))
-        found.sort(key=itemgetter(0, 1))
+                    messages.append((end, source, message))
+        messages.sort(key=itemgetter(0, 1))
         own = dict(zip(schedule.actions[rank], ends[rank], strict=True))
-        return cls(messages=tuple((end, message) for end, _, message in found), ends=own)
+        return cls(messages=tuple((end, message) for end, _, message in messages), ends=own)
 
 
 def _before(action: Action) -> Action | None:
@@ -445,4 +445,6 @@ def _before(action: Action) -> Action | None:
 
 
 def _title(schedule: PipelineSchedule) -> str:
-    return f"pipeline schedule {schedule.name} of {schedule.ranks} ranks x {schedule.chunks} chunks"
+    return (
+        f"pipeline schedule {schedule.name} of {counted(schedule.ranks, 'rank')} x {counted(schedule.chunks, 'chunk')}"
+    )

@@ -65,6 +65,8 @@ class Built:
     """The parts that the engine runs on. `transport` moves parameters, `reduction` gradients: one object where both are sharded."""
 
     units: tuple[Unit, ...]
+    releases: bool
+    """True if units are released after their use; else they are live from one update to the next."""
     transport: Transport
     reduction: Transport
     tiers: Tiers
@@ -132,7 +134,8 @@ def build_units(
         module = model.get_submodule(unit_plan.module)
         buckets = [_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
-    return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
+    releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
+    return Built(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
@@ -242,7 +245,7 @@ def _stored(
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
     if not (offload.in_place and whole) or first.requires_grad:
         return None
-    found = []
+    runs = []
     for piece in layout.pieces(interval):
         if _scattered(piece) is not None:
             return None
@@ -251,8 +254,8 @@ def _stored(
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            found.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
-    return found
+            runs.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
+    return runs
 
 
 def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:

@@ -142,10 +142,10 @@ def _vectors_of_spectral_norms(module: nn.Module) -> list[torch.Tensor]:
 
 def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Every parameter once, with all of its names in the order of the model."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(fqn)
-    return list(found.values())
+        names.setdefault(id(parameter), (parameter, []))[1].append(fqn)
+    return list(names.values())
 
 
 def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
@@ -211,13 +211,13 @@ def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
 
 
 def _repeated_children(model: nn.Module) -> list[str]:
-    found: list[str] = []
+    children: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
             names = [name for name, child in module.named_children() if kinds[type(child)] > 1]
-            found += [f"{fqn}.{name}" if fqn else name for name in names]
-    return found
+            children += [f"{fqn}.{name}" if fqn else name for name in names]
+    return children
 
 
 def _fqn_of(model: nn.Module, getter: str) -> list[str]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -51,9 +52,9 @@ def _metadata() -> frozenset[Any]:
         "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
     )
     descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
-    found = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
-    found |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
-    return frozenset(found - {None})
+    functions = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
+    functions |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
+    return frozenset(functions - {None})
 
 
 _METADATA = _metadata()
@@ -137,17 +138,10 @@ class Phase(Enum):
     """A gather is in flight."""
     LIVE = "live"
     """Parameters are whole and current."""
-    REDUCING = "reducing"
-    """Backward has passed; gradients are being summed."""
 
 
-_LEGAL: dict[Phase, frozenset[Phase]] = {
-    Phase.RESTING: frozenset({Phase.GATHERING}),
-    Phase.GATHERING: frozenset({Phase.LIVE}),
-    # A unit that stays live through its reduction (replicated parameters) goes back from REDUCING to LIVE.
-    Phase.LIVE: frozenset({Phase.RESTING, Phase.REDUCING}),
-    Phase.REDUCING: frozenset({Phase.RESTING, Phase.LIVE}),
-}
+_NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
+_version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
@@ -184,6 +178,8 @@ class Bucket:
     ) -> None:
         self.layout = layout
         self.name = layout.name
+        self.unit = 0
+        """The number of its unit."""
         self.spec = layout.first
         """The first parameter, with which the others share dtype and ranks."""
         self.dtype = self.spec.dtype
@@ -251,16 +247,19 @@ class Bucket:
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            set_values(parameter, view)
-        self._versions = [parameter._version for parameter in self.parameters]
+            if issubclass(kind := type(parameter), AtRest):
+                parameter.__class__ = kind.kind
+            parameter.data = view
+        self._versions = list(map(_version_of, self.parameters))
         if self._miscounts:
             self.note_values()
 
     def hide(self) -> None:
         """Parameters become NaN of their own shape, of a class that calls `on_use` before it is read or written."""
         for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
-            set_values(parameter, rest)
-            parameter.__class__ = kind
+            if not issubclass(type(parameter), AtRest):
+                parameter.data = rest
+                parameter.__class__ = kind
 
     def note_values(self) -> None:
         """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
@@ -269,13 +268,13 @@ class Bucket:
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
         replaced = self._moved(cast=False)  # Parameters that have got other memory, as by `parameter.data = values`.
-        for parameter, view in ((self.parameters[number], self._views[number]) for number in replaced):
-            view.copy_(parameter.detach())
-            set_values(parameter, view)
-        versions = [parameter._version for parameter in self.parameters]
-        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
-        if not (counted or self._digests or replaced):
+        for number in replaced:
+            self._views[number].copy_(self.parameters[number].detach())
+            set_values(self.parameters[number], self._views[number])
+        versions = list(map(_version_of, self.parameters))
+        if versions == self._versions and not (self._digests or replaced):
             return None
+        counted = [number for number, old in enumerate(self._versions) if old != versions[number]]
         noted, self._versions, self._digests = self._digests, versions, []
         changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
@@ -290,8 +289,8 @@ class Bucket:
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
         """Compare values with what was noted of them on the device, and keep the answer there."""
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
-        found = same.to(torch.float32).cumprod(0).sum()
-        self.first_changed = found if self.first_changed is None else torch.minimum(self.first_changed, found)
+        unchanged = same.to(torch.float32).cumprod(0).sum()
+        self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
 
     def drop_casts(self) -> None:
         """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
@@ -300,6 +299,8 @@ class Bucket:
 
     def _moved(self, *, cast: bool) -> list[int]:
         """The numbers of live parameters that are not in the gathered buffer, of another dtype or of its own."""
+        if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
+            return []
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
         outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
@@ -323,6 +324,8 @@ class Unit:
         self.module = module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
+        for bucket in self.buckets:
+            bucket.unit = index
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
         self.follow()
@@ -354,8 +357,11 @@ class Unit:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         device, address = tensor.device, tensor.data_ptr()
-        memory = ((bucket.buffer.full, bucket.nbytes) for bucket in self.buckets)
-        return any(full.device == device and 0 <= address - full.data_ptr() < nbytes for full, nbytes in memory)
+        for bucket in self.buckets:
+            full = bucket.buffer.full
+            if full.device == device and 0 <= address - full.data_ptr() < bucket.nbytes:
+                return True
+        return False
 
     def note_values(self) -> None:
         """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
@@ -364,18 +370,17 @@ class Unit:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place; see `Bucket.written`."""
-        return next(filter(None, [bucket.written() for bucket in self.buckets]), None)
+        name: str | None = None
+        for bucket in self.buckets:  # All of them, since each notes what it finds.
+            name = bucket.written() or name
+        return name
 
     def enter(self, phase: Phase) -> None:
-        """Go to the next phase.
-
-        Raises:
-            PhaseError: when the table of transitions does not allow it.
-        """
-        if phase not in _LEGAL[self.phase]:
-            allowed = ", ".join(sorted(each.value for each in _LEGAL[self.phase]))
+        """Go to the next phase. Raises `PhaseError` when `phase` is another."""
+        if phase is not _NEXT[self.phase]:
             raise PhaseError(
-                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become {allowed}"
+                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
+                f"{_NEXT[self.phase].value}"
             )
         self.phase = phase
 
@@ -392,12 +397,13 @@ class Unit:
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
-        self.point()
+        for bucket in self.buckets:
+            bucket.show()
 
     def point(self) -> None:
         """Let the parameters look at what they have in this phase, whatever has replaced their data."""
         for bucket in self.buckets:
-            if self.phase in (Phase.LIVE, Phase.REDUCING):
+            if self.phase is Phase.LIVE:
                 bucket.show()
             else:
                 bucket.hide()

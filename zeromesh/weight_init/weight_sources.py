@@ -60,7 +60,7 @@ def seeded_cpu(seed: int, name: str) -> Iterator[None]:
 def is_pretrained_model(module: nn.Module) -> bool:
     """Return True if `module` looks like a Hugging Face `PreTrainedModel`; that library is not imported here."""
     cls = type(module)
-    return all(callable(getattr(cls, name, None)) for name in ("_init_weights", "initialize_weights", "tie_weights"))
+    return hasattr(cls, "_init_weights") and hasattr(cls, "initialize_weights") and hasattr(cls, "tie_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +170,11 @@ def _initialiser(path: Sequence[nn.Module]) -> Initialiser | None:
 
 
 def _reset(module: nn.Module) -> Initialiser | None:
-    resets = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"))
-    return next(filter(callable, resets), None)
+    for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
+        reset: Initialiser | None = getattr(module, name, None)
+        if callable(reset):
+            return reset
+    return None
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -411,10 +414,10 @@ def _meta_attributes(model: nn.Module) -> Iterator[str]:
     """Plain tensor attributes, registered nowhere, that building on meta left without values."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else (value,)
-            tensors = [each for each in items if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
-            if any(each.is_meta for each in tensors):
-                yield _joined(fqn, name)
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
+                    yield _joined(fqn, name)
+                    break
 
 
 def materialize_buffers(
@@ -523,11 +526,14 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
         raise LostValuesError(lost, "nothing sets them again")
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
-    notes = (
+    note = (
         f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
-        "`__init__` may have set otherwise is lost; a callable that builds the model keeps it",
+        "`__init__` may have set otherwise is lost; a callable that builds the model keeps it"
+        if drawn
+        else "the model was passed on the meta device, where it has no values: its weights are drawn anew, and a model that was "
+        "loaded before it was moved there has lost its own; pass that as it was loaded"
     )
-    return BuiltModel(model=model, source=source, notes=notes if drawn else ())
+    return BuiltModel(model=model, source=source, notes=(note,) if owners else ())
 
 
 def hooked_parameters(model: nn.Module) -> tuple[str, ...]:

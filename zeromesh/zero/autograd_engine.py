@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +32,7 @@ from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
-from zeromesh.zero.passes import Forward, Passes
+from zeromesh.zero.passes import Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -95,6 +96,26 @@ class _Graph:
         """How many updates the parameters had had."""
 
 
+@dataclass(kw_only=True, slots=True)
+class StepGradients:
+    """What a step's gradients are, from its first backward until they are forgotten."""
+
+    backwards: int = 0
+    mixed: bool = False
+    """True if some were added to others that an update had used up."""
+    used: bool = False
+    """True if an update has used them up."""
+    summed: bool = False
+    """True if they are summed over all ranks."""
+    closed: bool = False
+    """True if ranks have agreed, too, which parameters have none."""
+    norm: float | None = None
+    """Their norm, once it was asked for."""
+    clip: float = 1.0
+    """The factor of clipping, by which they are multiplied where they are read or used."""
+    clipped: bool = False
+
+
 class AutogradPasses(Passes):
     """Passes without a trainer that says when they begin and end. All ranks run one program."""
 
@@ -107,23 +128,12 @@ class AutogradPasses(Passes):
         super().__init__(*arguments, **options)
         self._accumulation = self._options.accumulation
         self._reduces_each = self._reduces_each or self._accumulation == 1
-        self.backwards = 0
-        """Backwards since gradients were forgotten."""
-        self.used = False
-        """True if an update has used the gradients up."""
-        self._mixed = False
-        """True if gradients were added to others that an update had used up."""
-        self.clipped = False
-        """True if gradients of the present step have been clipped."""
+        self.step = StepGradients()
         self._synced = True
-        self._closed = True
-        self._summed = False
-        """True if the gradients of the step are summed over all ranks."""
         self._generation = 0
         self._graph: weakref.ref[_Graph] | None = None
         self._growing: _Graph | None = None
         """The graph of a forward that has not returned yet, which no hook may hold so far."""
-        self._backward: Forward | None = None
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
@@ -135,7 +145,7 @@ class AutogradPasses(Passes):
         then begins."""
         self._hook_after = hooks.after
         modules = {unit.module for unit in self.units}
-        for unit in self.units if self._sharded else ():
+        for unit in self.units if self._releases else ():
             inner = [module for _, module in unit.module.named_modules(memo=modules - {unit.module})][1:]
             self._inner.append([(module, int(module in hooks.parts)) for module in inner])
 
@@ -147,19 +157,19 @@ class AutogradPasses(Passes):
 
     def _after_inner(self, unit: Unit, output: Any) -> None:
         if self.mode is PassMode.FORWARD:
-            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.call_number))
+            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
 
     # Forward
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if not torch.is_grad_enabled() or self._mesh.pipeline.size > 1:
+        if not torch.is_grad_enabled() or self._mesh.shape.divides("blocks"):
             super()._begin_users_pass(module)
             return
-        if not self.backwards or self.used:
+        if not self.step.backwards or self.step.used:
             self.before_step()
         # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
-        shared = self._mesh.tensor.size > 1
-        where = self._generation << 20 | self.backwards
+        shared = self._mesh.shape.divides("layers")
+        where = self._generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
         self._growing = _Graph(self._progress, self._generation)
@@ -172,12 +182,12 @@ class AutogradPasses(Passes):
                 self.end()  # Nobody holds what the open forward has computed, or an evaluation has failed half-way.
         self.require_no_failure()
         super().before_forward(unit)
-        if self._sharded and self.mode is PassMode.FORWARD:
+        if self._releases and self.mode is PassMode.FORWARD:
             self._follow_hooked(unit)
 
     def before_part(self, module: nn.Module) -> None:
         super().before_part(module)
-        if self._sharded and self.mode is PassMode.FORWARD:
+        if self._releases and self.mode is PassMode.FORWARD:
             self._follow_hooked(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
@@ -237,7 +247,7 @@ class AutogradPasses(Passes):
 
     def require_no_gradients(self, done: str) -> None:
         """Raise `PhaseError` when there are gradients that only this engine can give, which somebody has read or set."""
-        if self.backwards and self.mode is not PassMode.BACKWARD:
+        if self.step.backwards and self.mode is not PassMode.BACKWARD:
             raise PhaseError(
                 f"the gradient of a parameter was {done}, and gradients are divided among ranks: clip with "
                 "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
@@ -261,41 +271,38 @@ class AutogradPasses(Passes):
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
-        if self.used:  # A backward that passes through, as to a generator, may come before gradients are forgotten.
-            self.used, self._mixed, self.backwards, self.clipped = False, True, 0, False
-        if self.clipped:
+        if (
+            self.step.used
+        ):  # A backward that passes through, as to a generator, may come before gradients are forgotten.
+            self.step = StepGradients(mixed=True)
+        step = self.step
+        if step.clipped:
             raise PhaseError(
                 "the gradients of this step have been clipped, and another backward would add to them; clip after the last "
                 "backward of a step, or call optimizer.zero_grad() before the next one"
             )
-        if self._accumulation > 1 and self.backwards >= self._accumulation:
+        if self._accumulation > 1 and step.backwards >= self._accumulation:
             raise PhaseError(
                 f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
-        if self.mode is not PassMode.FORWARD or graph.progress is not self._progress:
-            self._begin(PassMode.BACKWARD, "backward", graph.progress)
-        self.mode = PassMode.BACKWARD
+        last = self._synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
+        position = MicrobatchPosition(step=self._generation, first_sample=0, first=not step.backwards, last=last)
+        graph.progress.position = position
+        self._enter_backward(graph.progress)
         graph.progress.restart_backward()
-        last = self._synced and self._accumulation > 1 and self.backwards + 1 == self._accumulation
-        self._closed = self._summed = False
-        where = MicrobatchPosition(step=self._generation, first_sample=0, first=not self.backwards, last=last)
-        self._backward = Forward(chunk=0, microbatch=where, outputs=(), progress=graph.progress)
-        self._begin_reducing(self._backward)
+        step.closed, step.summed, step.norm = False, False, None
+        self._begin_reducing()
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        forward, self._backward = self._backward, None
-        if forward is None:
-            raise PhaseError("a backward ended that had not begun")
         try:
-            self._end_reducing(forward)
+            self._end_reducing()
         except BaseException as error:
             self._mesh.fail(error)
             raise
-        self.backwards += 1
-        self._closed = False
-        self._summed = forward.microbatch.last
+        self.step.backwards += 1
+        self.step.summed = self._progress.position.last
         self.end()
 
     @property
@@ -331,33 +338,28 @@ class AutogradPasses(Passes):
                 "ranks update together, from the gradients of all of them: leave no_sync() before optimizer.step()"
             )
         self.writes.refuse_between_passes(self.units)
-        if self._mixed or self.used:
+        if self.step.mixed or self.step.used:
             raise PhaseError(
                 "optimizer.step() has used the gradients up; call optimizer.zero_grad() after it and before the next backward"
             )
-        if not self.backwards:
+        if not self.step.backwards:
             raise PhaseError(
                 "there are no gradients: call loss.backward() before, with a loss that the model has computed"
             )
-        if self._closed:
+        if self.step.closed:
             return
-        self.find_missing()
-        self._closed = True
-        if self._summed:
-            return
+        self.step.closed = True
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
-        self._updater.begin_backward(buckets, first=False, last=True)
-        if self._options.sums_before_reducing:
-            self.gradients.begin(buckets, reduce=True, first=False)
+        if not self.step.summed:
+            self._updater.begin_backward(buckets, first=False, last=True)
+            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False)
             self.gradients.flush()
-        else:
-            for bucket in buckets:
-                self._updater.take(bucket)
-        self._updater.end_backward(self.units)
+            self._updater.end_backward(self.units)
+        self.gradients.find_missing(buckets, self._updater.sharing)
 
     def forget_gradients(self) -> None:
         """Begin anew: the next backward is the first of its step."""
-        self.backwards, self.used, self._mixed, self._closed, self.clipped = 0, False, False, True, False
+        self.step = StepGradients()
 
     def next_generation(self) -> None:
         """Note that parameters have other values now."""
@@ -374,9 +376,6 @@ class AutogradEngine(ZeroEngine):
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
         self._passes.follow_inner(self._hooks)
-        self._norm: tuple[int, float] | None = None
-        """The norm of the present gradients, once it was asked for, and after how many backwards."""
-        self._clip = 1.0
         self._takes = False
         kinds = {kind: GuardedParameter.of(kind, self._passes) for kind in self._kinds()}
         for bucket in self._buckets:
@@ -448,20 +447,21 @@ class AutogradEngine(ZeroEngine):
         """A whole gradient times `factor`, with clipping, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()
         found = self.state.gradient(name)
-        return None if found is None else found.mul_(factor * self._clip / self.loss_scale)
+        return None if found is None else found.mul_(factor * self._passes.step.clip / self.loss_scale)
 
     def gradient_norm(self, factor: float) -> float:
         """The norm of all gradients times `factor`, without loss scale, as clipping has left them. All ranks call it."""
         self._passes.close_backwards()
-        if self._norm is None or self._norm[0] != self._passes.backwards:
-            self._norm = self._passes.backwards, math.sqrt(self._sum_squares())
-        return self._norm[1] * abs(factor) * self._clip / self.loss_scale
+        step = self._passes.step
+        if step.norm is None:
+            step.norm = math.sqrt(self._sum_squares())
+        return step.norm * abs(factor) * step.clip / self.loss_scale
 
     def clip(self, limit: float, factor: float) -> float:
         """Scale gradients down to the norm `limit`; returns the norm before. All ranks call it."""
         norm = self.gradient_norm(factor)
-        self._clip *= clip_factor(norm, limit)
-        self._passes.clipped = True
+        step = self._passes.step
+        step.clip, step.clipped = step.clip * clip_factor(norm, limit), True
         return norm
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:
@@ -479,8 +479,8 @@ class AutogradEngine(ZeroEngine):
         self._optimizer_step.begin_step(groups)
         with self._updating():
             self._optimizer_step.scaler.update(overflow=skip)
-            self._optimizer_step.update(self.units, factor * self._clip / scale, skip=skip)
-        self._passes.used = True
+            self._optimizer_step.update(self.units, factor * self._passes.step.clip / scale, skip=skip)
+        self._passes.step.used = True
         return not skip
 
     def forget_gradients(self, *, zeros: bool = False) -> None:
@@ -493,8 +493,7 @@ class AutogradEngine(ZeroEngine):
         self._passes.require_no_failure()
         self._optimizer_step.drop_gradients()
         self._passes.forget_gradients()
-        self._passes.keep_zeros = zeros
-        self._norm, self._clip = None, 1.0
+        self._passes.gradients.keep_zeros = zeros
 
     def _next_generation(self) -> None:
         super()._next_generation()

@@ -3,11 +3,9 @@
 A step is
 
     engine.begin_step(step, groups)
-    for position in ...:
-        with engine.microbatch(position) as backward:    # forward gathers each unit around its use
-            loss = model(...)
-            backward(loss, seed)                         # backward does so too, and reduces gradients as buckets complete
-    engine.finish_step(factor)                           # norm, clipping, update of the shards, next values of the parameters
+    driver.train(engine, work, loss)    # a schedule of passes: forward gathers each unit around its use, and so does backward,
+                                        # which reduces gradients as buckets complete
+    engine.finish_step(factor)          # norm, clipping, update of the shards, next values of the parameters
 
 Before `finish_step` a caller may `read_step` what it wants to know of the device, so that the host waits for it once a step.
 
@@ -31,8 +29,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome, UpdateDevice
-from zeromesh.options import Placement, ZeroOptions
-from zeromesh.rng import Streams
+from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import Built, build_units, open_tiers
@@ -40,9 +37,9 @@ from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
 from zeromesh.zero.full_state import CheckpointState, FullState
-from zeromesh.zero.gather_order import MicrobatchPosition, PassMode
+from zeromesh.zero.gather_order import PassMode
 from zeromesh.zero.hooks import Hooks
-from zeromesh.zero.passes import Backward, Passes
+from zeromesh.zero.passes import Passes
 from zeromesh.zero.requires_grad import RequiresGradFlags
 
 _Result = TypeVar("_Result")
@@ -87,7 +84,7 @@ class ZeroEngine:
         """How long this rank has stood still for bytes of other tiers."""
         self.transport = built.transport
         self._reduction = built.reduction
-        self._sharded = options.placements.parameters is Placement.SHARDED
+        self._releases = built.releases
         self._optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
         self._passes = self.passes_class(
             built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts())
@@ -98,7 +95,7 @@ class ZeroEngine:
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Stages of a pipeline have units of their own.
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
-        mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks}
+        mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
         self._states: dict[bool, FullState] = {}
@@ -106,7 +103,7 @@ class ZeroEngine:
         self._states_followed: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
         """This rank's part of all states, by the names of whole tensors."""
-        if not self._sharded:
+        if not self._releases:
             self._gather_all()
 
     @classmethod
@@ -227,40 +224,23 @@ class ZeroEngine:
         self._optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
-    @contextmanager
-    def microbatch(self, position: MicrobatchPosition) -> Iterator[Backward]:
-        """Inside the block one microbatch runs: the caller computes its loss, and then calls what the block is given:
+    def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
+        """Run all microbatches of a step: `run` calls the passes of each action of a schedule in its turn.
 
-        `backward(loss, seed)` runs backward from a scalar, the sum of the microbatch's losses, whose gradient is `seed` times
-        `loss_scale`. Gradients are afterwards on their way to this rank's shards, or in them.
+        Gradients are afterwards on their way to this rank's shards, or in them.
 
         Raises:
             CollectiveError: when a peer is gone, late or in another unit.
             PhaseError: during another pass; nothing is begun then.
         """
         self._passes.require_idle()
-        updates = position.last and self.options.optimizer_in_backward
-        try:
-            with self._passes.microbatch(position) as backward:
-                yield lambda loss, seed: backward(loss, seed * self.loss_scale)
-        except BaseException as error:
-            self._mixed = updates and self._passes.mode is PassMode.BACKWARD
-            self.mesh.fail(error)
-            raise
-        self._mixed = updates
-
-    def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
-        """Run all microbatches of a step by a pipeline's schedule: `run` calls the passes of each action in its turn.
-
-        Raises:
-            CollectiveError: when a peer is gone, late or in another unit.
-        """
-        self._mixed = self.options.optimizer_in_backward
         try:
             return run(self._passes)
         except BaseException as error:
             self.mesh.fail(error)
             raise
+        finally:
+            self._mixed = bool(self._optimizer_step.last_order)  # Inside backward some buckets were updated.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
         """Read, after the last backward, what the caller has on the device and wants to know, scalars: the host waits once.
@@ -291,7 +271,7 @@ class ZeroEngine:
     def lacks_gradients(self) -> bool:
         """True if a trained parameter has had no gradient on this rank in the present step, or on any in the latest."""
         trained = [bucket for bucket in self._buckets if any(bucket.training)]
-        return any(bucket.missing or self._passes.lacking(bucket) for bucket in trained)
+        return any(bucket.missing or self._passes.gradients.lacking(bucket) for bucket in trained)
 
     @property
     def without_gradient(self) -> list[str]:
@@ -316,8 +296,12 @@ class ZeroEngine:
             if squares is None:
                 squares = self._sum_squares()
             if lacking:
-                self._passes.find_missing()
+                self._find_missing()
             return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
+
+    def _find_missing(self) -> None:
+        trained = [bucket for unit in self.units for bucket in unit.trainable]
+        self._passes.gradients.find_missing(trained, self._optimizer_step.sharing)
 
     def end_without_update(self) -> None:
         """End a step whose gradients are of nothing: they are forgotten, and the optimizer's states and the weights stay."""
@@ -346,8 +330,6 @@ class ZeroEngine:
         if self._mixed:
             return False
         for unit in self.units:
-            if unit.phase is Phase.REDUCING:
-                unit.enter(Phase.LIVE)
             for bucket in unit.trainable:
                 for parameter in bucket.parameters:
                     parameter.grad = None
@@ -360,7 +342,7 @@ class ZeroEngine:
         """Let all units rest after an update, as their parameters are out of date, and start to gather replicated ones again."""
         for unit in self.units:
             unit.leave()
-        if not self._sharded:
+        if not self._releases:
             self._gather_all()
         self.transport.poll()
 
@@ -404,13 +386,12 @@ class ZeroEngine:
 
     # Passes over the model
 
-    def evaluation(self, streams: Streams | None = None) -> AbstractContextManager[Passes]:
+    def evaluation(self) -> AbstractContextManager[Passes]:
         """Inside the block forward runs under no_grad, on all ranks alike; units are gathered around use as in training.
 
-        Random numbers come from `streams`; None: from the generators as they are. A pipeline's schedule calls the passes that the
-        block is given.
+        Random numbers come from the generators as they are. A driver's schedule calls the passes that the block is given.
         """
-        return self._passes.evaluation(streams)
+        return self._passes.evaluation()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -95,7 +95,7 @@ def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[Bac
     """Edges without a hook from outside into the nodes of calls."""
     calls = sorted(calls, key=lambda call: call.first)
     firsts = [call.first for call in calls]
-    found: dict[Edge, BackwardEntry] = {}
+    entries: dict[Edge, BackwardEntry] = {}
     stack: list[tuple[int, Edge]] = [(-1, root) for root in roots]
     visited: set[Node] = set()
     while stack:
@@ -104,11 +104,11 @@ def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[Bac
         place = bisect_right(firsts, node._sequence_nr()) - 1
         inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
         if inside not in (-1, before) and not _hooked(edge, calls[inside]):
-            found.setdefault(edge, BackwardEntry(unit=calls[inside].unit, parameter=_viewed(node)))
+            entries.setdefault(edge, BackwardEntry(unit=calls[inside].unit, parameter=_viewed(node)))
         if node not in visited:
             visited.add(node)
             stack += [(inside, each) for each in node.next_functions if each[0] is not None]
-    return list(found.values())
+    return list(entries.values())
 
 
 def _hooked(edge: Edge, call: UnitCall) -> bool:
@@ -147,6 +147,7 @@ class InplaceWrites:
         """Note the values of a unit, of `units` in all, that is about to run forward, where its turn has come."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST or self._forwards % units == unit.index:
+            self.refuse_in_pass([unit])  # What was noted before an earlier call of it is compared now.
             unit.note_values()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:

@@ -9,17 +9,18 @@
 this order gathers each unit when it is used, and is recorded anew. Ranks whose orders differ are in error: the watchdog finds that.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch.autograd.graph import GradientEdge
 
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import Streams
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import NOTHING
-from zeromesh.units.unit import Phase, Unit
+from zeromesh.units.unit import Bucket, Phase, Unit
 
 
 class PassMode(Enum):
@@ -42,49 +43,45 @@ class MicrobatchPosition:
     last: bool
 
 
-class PassProgress:
-    """The progress of one microbatch on one rank."""
+NOWHERE = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
+"""The position of a microbatch that is no part of a step."""
 
-    def __init__(self, streams: Streams | None = None) -> None:
+
+class PassProgress:
+    """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward."""
+
+    def __init__(self, streams: Streams | None = None, chunk: int = 0, position: MicrobatchPosition = NOWHERE) -> None:
+        self.chunk = chunk
+        self.position = position
+        self.roots: Sequence[GradientEdge] = ()
+        """The outputs that need a gradient, from which backward starts."""
+        self.gradients: list[tuple[Bucket, int, torch.Tensor]] = []
+        """Gradients of parameters that came with those of inputs, and wait for `backward_weight`."""
         self.streams = streams
         """The random numbers of the microbatch; None: it draws from the generators as they are."""
         self.outputs: list[GradientEdge] = []
         """The outputs of the latest call of a unit that autograd has computed."""
         self.held: set[int] = set()
         """Units that are needed beyond their calls: they stay live until the pass is over, and are live in all of backward."""
-        self._visited: list[int] = []
+        self.reached: set[int] = set()
+        """Units to whose outputs backward has come."""
+        self.calls = 0
+        """The number of calls of units in forward."""
         self._first_visits: dict[int, int] = {}
-        self._reached: set[int] = set()
         self._inside: list[int] = []
-        self._unreduced: dict[int, int] = {}
 
     def visit(self, unit: int) -> None:
         """Note that forward calls a unit."""
-        self._first_visits.setdefault(unit, len(self._visited))
-        self._visited.append(unit)
-
-    @property
-    def call_number(self) -> int:
-        """The number of the latest call in forward."""
-        return len(self._visited) - 1
+        self._first_visits.setdefault(unit, self.calls)
+        self.calls += 1
 
     def reduction_order(self, units: Iterable[int]) -> list[int]:
         """Units in the reverse order of their first visits; those that forward did not touch come last."""
         return [*reversed(self._first_visits), *(unit for unit in units if unit not in self._first_visits)]
 
-    def begin_backward(self, unreduced: Mapping[int, int]) -> None:
-        """Note that forward is over. `unreduced` is the number of buckets of each unit that backward gives gradients."""
-        self._unreduced = dict(unreduced)
-
     def restart_backward(self) -> None:
         """Forget an earlier backward, which has run through another part of the graph or has kept it."""
-        self._reached, self._inside = set(), []
-
-    def reach(self, unit: int) -> bool:
-        """Note that backward has come to the outputs of a unit; returns whether that is the first time."""
-        new = unit not in self._reached
-        self._reached.add(unit)
-        return new
+        self.reached, self._inside = set(), []
 
     def enter(self, unit: int) -> bool:
         """Note that backward needs a unit's parameters; returns whether it did not yet."""
@@ -93,22 +90,18 @@ class PassProgress:
             self._inside.append(unit)
         return new
 
-    def complete(self, unit: int) -> None:
-        """Note that all gradients of one of a unit's buckets have arrived."""
-        self._unreduced[unit] -= 1
-
-    def leave_passed(self, call: int) -> list[int]:
-        """Leave the units that backward is done with, now that it has reached call number `call`; returns them.
+    def leave_passed(self, call: int, owes: Callable[[int], bool]) -> list[int]:
+        """Leave the units that backward is done with, now that it has reached call number `call`; returns them. `owes(unit)` says
+        whether gradients of a unit are yet to come.
 
         Autograd runs what is ready in the reverse order of its creation, so units that forward began to use only later will
         not be read again. That a parameter has its gradient is no such sign: it may be frozen, or be read through `detach`.
         """
-        passed = [
-            unit
-            for unit in self._inside
-            if self._first_visits.get(unit, 0) > call and not self._unreduced[unit] and unit not in self.held
-        ]
-        self._inside = [unit for unit in self._inside if unit not in passed]
+        passed: list[int] = []
+        inside, self._inside = self._inside, []
+        for unit in inside:
+            done = self._first_visits.get(unit, 0) > call and not owes(unit) and unit not in self.held
+            (passed if done else self._inside).append(unit)
         return passed
 
 
@@ -152,16 +145,12 @@ class Prefetcher:
 
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` where that follows a recorded order."""
-        self.announce(Activity.GATHER, unit, settled=settled)
+        # All data-parallel ranks compare it: replicas sum over one another in the order of reductions.
+        if self._mesh.data.size > 1:
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._mesh.data.ranks, settled=settled)
         recorder = self._mesh.recorder
         with recorder.range("gather", unit.name) if recorder.profiling else NOTHING:
             unit.gather()
-
-    def announce(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
-        """Let the other ranks compare what they do with what this one is about to do."""
-        # All data-parallel ranks: replicas sum over one another in the order of reductions.
-        if self._mesh.data.size > 1:
-            self._mesh.watch.event(activity, unit.index, self._mesh.data.ranks, settled=settled)
 
     def keep(self, unit: Unit) -> None:
         """Note that passes of this kind need a unit beyond its calls."""

@@ -12,16 +12,18 @@ bucket is copied into its slot at once, when it is complete and next, and the st
 the slot before. So what is launched, and when, follows from the program alone, on all ranks alike.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.optim.gradients import GradientShards, ReplicaGroups
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.step_recorder import NOTHING, StepRecorder
+from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.step_recorder import NOTHING
 from zeromesh.units.unit import Bucket
 
 
@@ -45,37 +47,34 @@ class BucketArrivals:
         return again
 
 
-class GradientSink(Protocol):
-    """The object that a `GradientReducer` asks for memory, and to which it reports how far a bucket's gradients have come."""
-
-    def make_room(self, bucket: Bucket) -> None: ...
-
-    def before_reduction(self, bucket: Bucket) -> None: ...
-
-    def on_complete(self, bucket: Bucket) -> None: ...
-
-    def on_reduced(self, bucket: Bucket) -> None: ...
-
-
 class GradientReducer:
     """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
 
     def __init__(
         self,
         reducer: Reducer,
-        passes: GradientSink,
+        shards: GradientShards,
+        mesh: Mesh,
         options: ZeroOptions,
-        *,
-        direct: bool,
-        recorder: StepRecorder,
+        reduced: Callable[[Bucket], None],
     ) -> None:
-        """`passes` give memory, and hear how far a bucket is. `direct`: the group has one rank, whose own sums are the result."""
+        """`reduced(bucket)` is called once `bucket.grad` is summed over the shard group, or over this rank's microbatches where it
+        has them first."""
+        self.shards = shards
         self._reducer = reducer
         self._options = options
-        self._direct = direct
+        self._direct = mesh.shard.size == 1
+        """True if this rank's own sums are the result."""
         self._overlap = options.overlap
-        self._recorder = recorder
-        self._passes = passes
+        self._mesh = mesh
+        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
+        self._recorder = mesh.recorder
+        self._reduced = reduced
+        self._settled = False
+        self._owed: Counter[int] = Counter()
+        """By unit: how many of its buckets lack a gradient in the running backward."""
+        self.keep_zeros = False
+        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
@@ -90,10 +89,12 @@ class GradientReducer:
         """Reduce by another reducer, which has launched nothing yet. Allowed between two backwards."""
         self._reducer, self._next_sequence = reducer, 0
 
-    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool) -> None:
-        """Begin a backward. `reduce`: sum over ranks now, or only keep this rank's sums. `first`: of the step."""
+    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, settled: bool = False) -> None:
+        """Begin a backward. `reduce`: sum over ranks now, or only keep this rank's sums. `first`: of the step. `settled`: in an
+        order that an earlier one had."""
         self._reduce = reduce and not self._direct
-        self._first = first
+        self._first, self._settled = first, settled
+        self._owed = Counter(bucket.unit for bucket in buckets)
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
@@ -112,9 +113,7 @@ class GradientReducer:
             PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
         """
         if not bucket.training[index]:
-            bucket.parameters[
-                index
-            ].grad = None  # `requires_grad` was set amid a step, and counts from the next one on.
+            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next one on.
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
@@ -128,17 +127,18 @@ class GradientReducer:
             if not again:  # Autograd adds a second one to the first.
                 arrivals.waiting.append(index)
         elif not self._reduce:
-            _put(self._own_sum(bucket), bucket, index, add=again or not self._first)
+            _put(self._own_sum(bucket), bucket, [index], add=again or not self._first)
         elif again:
             # Autograd has added it to a first one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
-                _put(arrivals.filled, bucket, index, add=True)
+                _put(arrivals.filled, bucket, [index], add=True)
         elif (slot := self._slot_of(arrivals)) is not None:
-            _put(slot, bucket, index, add=False)
+            _put(slot, bucket, [index], add=False)
         else:
             arrivals.waiting.append(index)
         if arrivals.complete:
-            self._passes.on_complete(bucket)
+            if not again:
+                self._owed[bucket.unit] -= 1
             if not self._reduce:
                 self._keep(arrivals)
                 arrivals.launched = True
@@ -179,9 +179,30 @@ class GradientReducer:
             self._finish_one()
         for bucket, reduction in self._whole:
             reduction.settle()
-            self._passes.on_reduced(bucket)
+            self._hand_over(bucket)
         self._whole.clear()
         self._arrivals = {}
+        self._owed.clear()
+
+    def owes(self, unit: int) -> bool:
+        """Return True if the running backward has yet to bring gradients of a unit."""
+        return self._owed[unit] > 0
+
+    def lacking(self, bucket: Bucket) -> frozenset[int]:
+        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
+        came = self.came.get(id(bucket), ())
+        return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
+
+    def find_missing(self, buckets: Sequence[Bucket], sharing: ReplicaGroups) -> None:
+        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
+        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
+        sums = torch.tensor([each for row in came for each in row])
+        self._mesh.data.sum_(sums, "parameters with gradients")
+        for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
+            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
+                sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
+            missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
+            bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _launch_next(self) -> None:
         """Launch the next bucket in order, as soon as its slot is free."""
@@ -198,21 +219,31 @@ class GradientReducer:
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
             if self._direct:
-                self._passes.before_reduction(bucket)
-            self._passes.on_reduced(bucket)
+                self._announce(bucket)
+            self._hand_over(bucket)
+
+    def _hand_over(self, bucket: Bucket) -> None:
+        # As far as this rank knows: `find_missing` asks the others.
+        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
+        self._reduced(bucket)
+
+    def _announce(self, bucket: Bucket) -> None:
+        """Let the other ranks compare which sum starts now. Replicas too: they sum over one another in the order of reductions."""
+        if self._compared:
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
 
     def _keep(self, arrivals: BucketArrivals) -> None:
         """Take what has waited into this rank's sum, in which the gradients of frozen and of unused parameters are zeros."""
         if self._first or arrivals.waiting:
             target = self._own_sum(arrivals.bucket)
-            _put_all(target, arrivals.bucket, arrivals.waiting, add=not self._first)
+            _put(target, arrivals.bucket, arrivals.waiting, add=not self._first)
             if self._first:
                 _zero_missing(target, arrivals)
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._direct and bucket.grad is None
         if fresh:
-            self._passes.make_room(bucket)
+            self.shards.allocate(bucket)
         target = bucket.grad if self._direct else bucket.partial
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
@@ -235,11 +266,11 @@ class GradientReducer:
 
     def _launch(self, arrivals: BucketArrivals) -> None:
         bucket, filled = arrivals.bucket, arrivals.filled
-        self._passes.make_room(bucket)
-        self._passes.before_reduction(bucket)
+        self.shards.allocate(bucket)
+        self._announce(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
-        _put_all(filled, bucket, arrivals.waiting, add=False)
+        _put(filled, bucket, arrivals.waiting, add=False)
         _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
         if bucket.partial is not None and not self._first:
@@ -257,40 +288,28 @@ class GradientReducer:
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:
-            self._passes.on_reduced(bucket)
+            self._hand_over(bucket)
         else:
             self._whole.append((bucket, reduction))
 
 
-def _put(flat: torch.Tensor | None, bucket: Bucket, index: int, *, add: bool) -> None:
-    """Copy or add the gradient that autograd has left on a parameter to its place."""
-    slot, parameter = bucket.layout.slots[index], bucket.parameters[index]
-    if flat is None or parameter.grad is None:
-        raise PhaseError(f"bucket {bucket.name}: no slot or no gradient of {slot.spec.fqn} to put into it")
-    place = flat[slot.where.start : slot.where.end].view(slot.spec.shape)
-    if add:
-        place.add_(parameter.grad)
-    else:
-        place.copy_(parameter.grad)
-    parameter.grad = None
-
-
-def _put_all(flat: torch.Tensor, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
-    """Copy or add the gradients of some parameters to their places: on a device by one kernel, with the change of dtype."""
-    slots = [bucket.layout.slots[index] for index in indices]
-    parameters = [bucket.parameters[index] for index in indices]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if len(gradients) < len(slots):
-        raise PhaseError(f"bucket {bucket.name}: a gradient is gone that waited to be taken")
-    if not slots:
+def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
+    """Copy or add the gradients that autograd has left on parameters to their places: on a device by one kernel, with the change of
+    dtype."""
+    if not indices:
         return
-    places = [flat[slot.where.start : slot.where.end].view(slot.spec.shape) for slot in slots]
+    places, gradients = [], []
+    for index in indices:
+        slot, parameter = bucket.layout.slots[index], bucket.parameters[index]
+        if flat is None or parameter.grad is None:
+            raise PhaseError(f"bucket {bucket.name}: no slot or no gradient of {slot.spec.fqn} to put into it")
+        places.append(flat[slot.where.start : slot.where.end].view(slot.spec.shape))
+        gradients.append(parameter.grad)
+        parameter.grad = None
     if add:
         torch._foreach_add_(places, gradients)
     else:
         torch._foreach_copy_(places, gradients)
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:

@@ -6,7 +6,7 @@ back when its gradient is complete, and before it is used while it is at rest. W
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -49,7 +49,10 @@ class _OfModule:
         self._call = call
 
     def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
-        _outside_transforms(self._call, *output)
+        if peek_interpreter_stack() is None:
+            self._call(*output)
+        else:
+            _outside_transforms(self._call, *output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OfModule, (_nothing,)
@@ -64,10 +67,7 @@ _dynamo.set_code_exec_strategy(_OfModule.__call__.__code__, _skipped)
 
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
     """Call as if no transform of `torch.func` were in force: what the engine computes is no part of a user's function."""
-    if peek_interpreter_stack() is None:
-        call(*arguments)
-        return
-    with temporarily_clear_interpreter_stack():
+    with temporarily_clear_interpreter_stack() if peek_interpreter_stack() is not None else nullcontext():
         call(*arguments)
 
 

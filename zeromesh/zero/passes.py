@@ -5,21 +5,19 @@
     backward    before_backward   leave the units that backward is done with, and gather this one as in forward
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
-The backward of a microbatch may follow its forward at once, or after other microbatches have run: `Forward` keeps what it needs.
+The backward of a microbatch may follow its forward at once, or after other microbatches have run: `PassProgress` is kept for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
-from weakref import proxy
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
@@ -36,25 +34,10 @@ from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 
 Tensors = Sequence[torch.Tensor]
-Backward = Callable[[torch.Tensor, float], None]
-"""`backward(loss, seed)` runs backward from a scalar whose gradient is `seed`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Forward:
-    """A microbatch between its forward through a chunk of the model and its backward."""
-
-    chunk: int
-    microbatch: MicrobatchPosition
-    outputs: Sequence[torch.Tensor | GradientEdge]
-    """The outputs that need a gradient, from which backward starts."""
-    progress: PassProgress
-    held: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
-    """Gradients of parameters that came with those of inputs, and wait for `backward_weight`."""
 
 
 class Passes:
-    """The passes of one engine, one at a time. `Hooks` and the `GradientReducer` call them."""
+    """The passes of one engine, one at a time. `Hooks` calls them."""
 
     reading: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -78,102 +61,82 @@ class Passes:
         self._options = options
         self._updater = updater
         self._transport = built.transport
-        self._sharded = options.placements.parameters is Placement.SHARDED
+        self._releases = built.releases
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, not only their sum at the end of a step."""
-        self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
         self.writes = InplaceWrites(mesh)
         self._progress = PassProgress()
-        self._holding: Forward | None = None
+        self._holding = False
+        """True if gradients of parameters are held until those of inputs are on their way."""
         self._weights_alone = False
         """True if the running backward computes gradients of weights from kept tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
-        self._reductions_settled = False
-        self.gradients = GradientReducer(
-            built.reduction.reducer,
-            proxy(self),  # No cycle, which would keep what a closed engine has until the interpreter looks for garbage.
-            options,
-            direct=mesh.shard.size == 1,
-            recorder=mesh.recorder,
-        )
-        self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        self.gradients = GradientReducer(built.reduction.reducer, updater.shards, mesh, options, updater.reduced)
 
     # Training
 
-    @contextmanager
-    def microbatch(self, position: MicrobatchPosition) -> Iterator[Backward]:
-        """Forward and backward of a microbatch at once; see `ZeroEngine.microbatch`."""
-        streams = self._begin_forward("train", position)
-        with streams.in_force(), torch.enable_grad(), ExitStack() as forward:
-            forward.enter_context(self._recorder.span(StepPhase.FORWARD))
-
-            def backward(loss: torch.Tensor, seed: float) -> None:
-                forward.close()
-                self._end_forward([loss])
-                outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
-                done = Forward(chunk=0, microbatch=position, outputs=outputs, progress=self._progress)
-                self.mode = PassMode.BACKWARD
-                self._reduce_during(done, lambda: self._run_backward(done, seeds))
-
-            yield backward
-            if self.mode is not PassMode.BACKWARD:
-                raise PhaseError(
-                    "a microbatch ended without backward, which the other ranks run; call it with the loss"
-                )
-        self.end()
-
     def forward(
-        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition
-    ) -> tuple[Tensors, Forward]:
-        """Run forward of a microbatch through a chunk by `run()`, and return what that returns. Backward comes later."""
-        streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
+        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition, *, goes_on: bool
+    ) -> tuple[Tensors, PassProgress]:
+        """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
+
+        `goes_on`: backward of the same microbatch comes next, in the same pass.
+        """
+        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
+        kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk, microbatch))
         with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
-            made = run()
-            self._end_forward(made)
+            outputs = run()
+            self._end_forward(outputs)
         # The edges alone: what was sent on need not stay until backward.
-        outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
-        done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, progress=self._progress)
-        self.end()
-        return made, done
+        self._progress.roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        done = self._progress
+        if not goes_on:
+            self.end()
+        return outputs, done
 
-    def backward(self, forward: Forward, gradients: Tensors) -> None:
-        """Run backward of a microbatch from the gradients of its outputs."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
+    def backward(self, forward: PassProgress, gradients: Tensors) -> None:
+        """Run backward of a microbatch from the gradients of its roots."""
+        self._enter_backward(forward)
         with own_randomness():
-            self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
+            self._reduce_during(lambda: self._run_backward(gradients))
         self.end()
 
-    def backward_input(self, forward: Forward, gradients: Tensors) -> None:
+    def _enter_backward(self, forward: PassProgress) -> None:
+        """Go on in the pass of the forward that has just run, or begin one."""
+        if self.mode is not PassMode.FORWARD or self._progress is not forward:
+            self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
+        self.mode = PassMode.BACKWARD
+
+    def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
-        self._holding = forward
-        forward.progress.begin_backward(dict.fromkeys(range(len(self.units)), 0))
+        self._enter_backward(forward)
+        self._holding = True
         self._need_held()
         try:
             with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-                self._run_backward(forward, gradients)
+                self._run_backward(gradients)
         finally:
-            self._holding = None
+            self._holding = False
         self.end()
 
-    def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
+    def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
-        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward.progress)
+        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
 
         def deliver() -> None:
-            for bucket, index, gradient in forward.held:
+            for bucket, index, gradient in forward.gradients:
                 bucket.parameters[index].grad = gradient
                 self.gradients.take(bucket, index)
-            forward.held.clear()
+            forward.gradients.clear()
             run()
 
         self._weights_alone = True
         try:
-            self._reduce_during(forward, deliver)
+            self._reduce_during(deliver)
         finally:
             self._weights_alone = False
         self.end()
@@ -182,10 +145,14 @@ class Passes:
         """End a step's backwards, when all ranks that wait for one another have run them."""
         self._updater.end_backwards()
 
-    def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
-        outputs, self._progress.outputs = self._progress.outputs, []
-        if forward.outputs:
-            torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges
+    def _run_backward(self, gradients: Tensors) -> None:
+        roots, outputs = self._progress.roots, self._progress.outputs
+        self._progress.roots, self._progress.outputs = (
+            (),
+            [],
+        )  # What is kept of the graph would keep the engine, by its hooks.
+        if roots:
+            torch.autograd.backward(roots, gradients)
             return
         # The loss is a constant, as of a microbatch without targets. Peers gather and reduce units in the course of their backward,
         # and this rank does so in the same order: its gradients are zeros, which come from what the model has returned last.
@@ -193,40 +160,39 @@ class Passes:
         zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
         torch.autograd.backward(outputs, zeros)
 
-    def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
+    def _reduce_during(self, bring: Callable[[], None]) -> None:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
         with self._recorder.span(StepPhase.BACKWARD):
-            self._begin_reducing(forward)
+            self._begin_reducing()
             bring()
-            self._end_reducing(forward)
+            self._end_reducing()
 
-    def _begin_reducing(self, forward: Forward) -> None:
+    def _begin_reducing(self) -> None:
         """Begin a backward whose gradients are reduced as they come."""
-        microbatch, units = forward.microbatch, self._chunks[forward.chunk]
-        reduce = microbatch.last or self._reduces_each
-        own = {unit.index for unit in units}
-        order = [index for index in forward.progress.reduction_order(range(len(self.units))) if index in own]
-        self._reductions_settled = order == self._last_reductions.get(forward.chunk)
-        self._last_reductions[forward.chunk] = order
+        position, chunk = self._progress.position, self._progress.chunk
+        own = {unit.index for unit in self._chunks[chunk]}
+        order = [index for index in self._progress.reduction_order(range(len(self.units))) if index in own]
+        settled = order == self._last_reductions.get(chunk)
+        self._last_reductions[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        forward.progress.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
-        self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
-        self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
+        self._updater.begin_backward(buckets, first=position.first, last=position.last)
+        reduce = position.last or self._reduces_each
+        self.gradients.begin(buckets, reduce=reduce, first=position.first, settled=settled)
         self._need_held()
 
-    def _end_reducing(self, forward: Forward) -> None:
+    def _end_reducing(self) -> None:
         """Reduce what is left of a backward that has run."""
         self._recorder.next_range(None)
         self.gradients.flush()
-        self._updater.end_backward(self._chunks[forward.chunk])
+        self._updater.end_backward(self._chunks[self._progress.chunk])
 
     # Any pass
 
     @contextmanager
-    def evaluation(self, streams: Streams | None = None) -> Iterator[Passes]:
+    def evaluation(self) -> Iterator[Passes]:
         """Forward passes under no_grad; see `ZeroEngine.evaluation`."""
-        with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
-            self._begin(PassMode.EVALUATION, "eval", PassProgress(streams))
+        with torch.no_grad():
+            self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.begun
             try:
                 yield self
@@ -252,11 +218,6 @@ class Passes:
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
 
-    def _begin_forward(self, kind: str, microbatch: MicrobatchPosition) -> Streams:
-        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
-        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
-        return streams
-
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
@@ -275,9 +236,8 @@ class Passes:
     def end(self) -> None:
         """End the pass, whether it went well or not."""
         self._recorder.end_ranges()
-        for unit in self.units:
-            if self._sharded:
-                unit.leave()
+        for unit in self.units if self._releases else ():
+            unit.leave()
         self.gathers.end()
         self._calls.reset()
         self.mode = PassMode.IDLE
@@ -297,11 +257,11 @@ class Passes:
             self._begin_users_pass(unit.module)
         self._progress.visit(unit.index)
         # Backward enters a stage of a pipeline at what its last block returns, not at what the root does.
-        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.pipeline.size > 1):
+        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.shape.divides("blocks")):
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
         self.writes.look_at(unit, len(self.units))
-        if self.mode is PassMode.FORWARD and self._sharded and unit.index != 0:
+        if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
             self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._progress.streams is not None:
@@ -328,7 +288,7 @@ class Passes:
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
             return
-        if self._sharded and self._mesh.shard.size > 1:
+        if self._releases and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
                 f"{self._mesh.shard.size} ranks. {self.reading.format(name)}. Load values by the whole model's load_state_dict, "
@@ -354,7 +314,7 @@ class Passes:
             self._need_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if self._mesh.pipeline.size > 1:
+        if self._mesh.shape.divides("blocks"):
             raise PhaseError(
                 "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
                 "when fit has made it whole"
@@ -375,14 +335,17 @@ class Passes:
             return
         if self._recorder.profiling:
             self._recorder.end_range()
-        tensors = list(tensors_in(output))
-        self.writes.refuse_in_pass([unit])
-        if self._sharded:
-            self._keep_returned(unit, tensors)
-        self._hook_backward(unit, tensors)
-        if self._sharded and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
+        ends = self._entry is unit.module
+        if self._releases or ends:
+            self.writes.refuse_in_pass(self.units if ends else [unit])
+        if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
+            tensors = list(tensors_in(output))
+            if self._releases:
+                self._keep_returned(unit, tensors)
+            self._hook_backward(unit, tensors)
+        if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
-        if self._entry is unit.module:
+        if ends:
             self.end()
 
     def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
@@ -401,20 +364,19 @@ class Passes:
         return partial(self.before_backward, unit, place)
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
-        place = self._progress.call_number
-        hooked = on_gradient_of(tensors, self._on_reached(unit, place))
+        hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
         if (
             hooked and self._progress.streams is not None
         ):  # Only a microbatch of the engine's own has a backward in any case.
             self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
-        looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0
+        looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
-    def _end_forward(self, made: Tensors) -> None:
-        """End forward, from whose results `made` backward begins, and hold the units that backward will enter without a hook."""
+    def _end_forward(self, outputs: Tensors) -> None:
+        """End forward, from whose results `outputs` backward begins, and hold the units that backward will enter without a hook."""
         self.writes.end_forward(self.units)
-        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
+        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
             unit = self.units[entrance.unit]
             if unit.index in self._progress.held:
@@ -435,10 +397,11 @@ class Passes:
         if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
             return
-        for index in self._progress.leave_passed(place):
+        for index in self._progress.leave_passed(place, self.gradients.owes):
             self._leave_backward(self.units[index])
-        if not self._progress.reach(unit.index):
+        if unit.index in self._progress.reached:
             return
+        self._progress.reached.add(unit.index)
         self._need_in_backward(unit)
         if self._recorder.profiling:
             self._recorder.next_range(unit.name)
@@ -449,16 +412,16 @@ class Passes:
     def _need_in_backward(self, unit: Unit) -> None:
         if self._progress.enter(unit.index):
             for bucket in unit.trainable:
-                self._updater.shards.expect(bucket)
+                self.gradients.shards.prefetch(bucket)
             self.gathers.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which autograd has completed."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
-        if self._holding is not None:
+        if self._holding:
             if parameter.grad is not None:  # Else its gradient is deferred.
-                self._holding.held.append((bucket, index, parameter.grad))
+                self._progress.gradients.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return
         if self.mode is not PassMode.BACKWARD:
@@ -474,50 +437,10 @@ class Passes:
             )
         self.gradients.take(bucket, index)
 
-    # What the gradient reducer asks for and reports
-
-    def make_room(self, bucket: Bucket) -> None:
-        """A bucket is about to be summed: have memory in `bucket.grad`."""
-        self._updater.shards.make_room(bucket)
-
-    def before_reduction(self, bucket: Bucket) -> None:
-        """A bucket's sum over its group is about to start."""
-        self.gathers.announce(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
-
-    def on_complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket have arrived."""
-        self._progress.complete(self._unit_of[id(bucket)].index)
-
-    def on_reduced(self, bucket: Bucket) -> None:
-        """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
-        # As far as this rank knows: `find_missing` asks the others.
-        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
-        self._updater.take(bucket)
-
-    def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
-        came = self.gradients.came.get(id(bucket), ())
-        return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
-
-    def find_missing(self) -> None:
-        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
-        buckets = [bucket for unit in self.units for bucket in unit.trainable]
-        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
-        sums = torch.tensor([each for row in came for each in row])
-        self._mesh.data.sum_(sums, "parameters with gradients")
-        for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
-                self._updater.sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
-            missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
-            bucket.missing = frozenset(() if self.keep_zeros else missing)
-
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:
             return
-        unit.enter(Phase.REDUCING)
-        if self._sharded:
+        if self._releases:
             unit.rest()
-        else:
-            unit.enter(Phase.LIVE)
-        if self._holding is None:
+        if not self._holding:
             self._updater.leave([unit])

@@ -239,6 +239,14 @@ def unused(side: Side, step: int) -> None:
     side.optimizer.step()
 
 
+def unused_by_others(side: Side, step: int) -> None:
+    """One rank alone has gradients of the last block."""
+    for place, batch in zip(side._places, side.batches(step), strict=True):
+        side.model.backbone.used = 3 if place == 0 else 2
+        (side.share * mse(side.model, batch)).backward()
+    side.finish()
+
+
 def toggled(side: Side, step: int) -> None:
     side.model.backbone.blocks[1].requires_grad_(step % 2 == 1)
     side.backward(step)
@@ -316,7 +324,18 @@ def compiled(side: Side, step: int) -> None:
 
 LOOPS = {
     each.__name__: each
-    for each in (zero_between, retained, unused, toggled, recomputed, hooked, by_closure, fallible, compiled)
+    for each in (
+        zero_between,
+        retained,
+        unused,
+        unused_by_others,
+        toggled,
+        recomputed,
+        hooked,
+        by_closure,
+        fallible,
+        compiled,
+    )
 }
 
 

@@ -104,16 +104,16 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
     from simulated import device
 
     seen: list[str] = []
-    begin, arrive, loss_of = DeviceBatch.__init__, DeviceBatch.arrive, Stepper._loss_of
+    send, arrive, loss_of = DeviceBatch.send, DeviceBatch._arrive, Stepper._loss_of
 
-    def noted_begin(self: DeviceBatch, *arguments: Any) -> None:
-        seen.append("sent")
+    def noted_send(self: DeviceBatch) -> None:
+        seen.extend(["sent"] * (self._copied is None))
         with device.no_waits("a batch is sent"):
-            begin(self, *arguments)
+            send(self)
 
-    def noted_arrive(self: DeviceBatch) -> DeviceBatch:
+    def noted_arrive(self: DeviceBatch) -> None:
         with device.no_waits("a batch is used"):
-            return arrive(self)
+            arrive(self)
 
     def noted_loss(self: Stepper, batch: Any, seed: float) -> Any:
         seen.append("computed")
@@ -121,8 +121,8 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
         return loss_of(self, batch, seed)
 
     with (
-        patch.object(DeviceBatch, "__init__", noted_begin),
-        patch.object(DeviceBatch, "arrive", noted_arrive),
+        patch.object(DeviceBatch, "send", noted_send),
+        patch.object(DeviceBatch, "_arrive", noted_arrive),
         patch.object(Stepper, "_loss_of", noted_loss),
     ):
         precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}

@@ -17,6 +17,7 @@ from zeromesh.offload import Purpose
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
+from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.units.plan import plan_model
 from zeromesh.units.unit import Bucket
 from zeromesh.weight_init.weight_sources import BuiltSource
@@ -88,8 +89,8 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
         tokens = torch.arange(8).view(1, 8) % VOCABULARY
         engine.begin_step(0)
         where = MicrobatchPosition(step=0, first_sample=mesh.rank, first=True, last=True)
-        with engine.microbatch(where) as backward:
-            backward(model(tokens).square().sum(), 1.0)
+        work = [MicrobatchWork(batch={"tokens": tokens}, where=where)]
+        StepDriver(mesh).train(engine, work, lambda batch, _, model=model: model(batch["tokens"]).square().sum())
         engine.finish_step()
         sizes = [sum(bucket.layout.padded * 4 for bucket in unit.trainable) for unit in engine.units]
         found.append({"waiting": most, "largest": max(sizes), "all": sum(sizes)})

@@ -550,6 +550,8 @@ def test_arguments_and_methods_of_other_trainers_are_known() -> None:
         Trainer(None, tokenizer=object())
     with pytest.raises(ConfigError, match=r"no argument peft_config; it is model.lora here"):
         Trainer(None, peft_config=object())
+    with pytest.raises(ConfigError, match=r"no argument max_steps; config has the key run\.max_steps"):
+        Trainer(None, max_steps=2)
     with pytest.raises(AttributeError, match=r"has no train; it is trainer.fit\(\) here"):
         Trainer(None).train()
 
@@ -580,9 +582,9 @@ def test_every_schedule_can_be_chosen() -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    reference = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))
+    reference = runpy.run_path(str(ROOT / "scripts/pages/config_reference.py"))
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference["page"](), "run: python scripts/config_reference.py"
+    assert page == reference["page"](), "run: python scripts/pages/config_reference.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.*")), ids=lambda path: path.name)

@@ -76,7 +76,7 @@ def test_wrong_settings_are_refused_where_they_enter(generator: Generator, field
             check(fields)
     with pytest.raises(ConfigError):
         generator.generate([[1, 2]], **fields)
-    assert not generator._failure
+    assert not generator.placed.failure
 
 
 @pytest.mark.parametrize("fields", RIGHT, ids=map(repr, RIGHT))

@@ -1,6 +1,8 @@
 """Reductions on a device, whose host is ahead of what is computed: what is launched, and when, follows from the program alone."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ class StreamReducer(Reducer):
         return Reduction(
             traffic=account,
             kind=Collective.REDUCE_SCATTER,
-            parts=[half, half],
+            parts=lambda: [half, half],
             sums=out,
             add=add,
             arrived=arrived,
@@ -71,24 +73,22 @@ class StreamReducer(Reducer):
         )
 
 
-class Sink:
-    """Gives gradient shards, and notes what has come."""
+class Shards:
+    """Gives gradient shards whose memory holds anything."""
 
-    def __init__(self) -> None:
-        self.reduced: list[str] = []
-
-    def make_room(self, bucket: Bucket) -> None:
+    def allocate(self, bucket: Bucket) -> None:
         if bucket.grad is None:
             bucket.grad = torch.full((bucket.length,), float("nan"))
 
-    def before_reduction(self, bucket: Bucket) -> None:
-        """Nobody compares what ranks launch."""
 
-    def on_complete(self, bucket: Bucket) -> None:
-        """Nobody waits for it."""
-
-    def on_reduced(self, bucket: Bucket) -> None:
-        self.reduced.append(bucket.name)
+def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientReducer, list[str]]:
+    """A reducer whose peers compare nothing, and the names of the buckets that it has summed."""
+    mesh: Any = SimpleNamespace(
+        shard=SimpleNamespace(size=ranks), data=SimpleNamespace(size=1), recorder=StepRecorder()
+    )
+    shards: Any = Shards()
+    reduced: list[str] = []
+    return GradientReducer(ring, shards, mesh, options, lambda bucket: reduced.append(bucket.name)), reduced
 
 
 def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Sequence[int] = (1, 0)) -> None:
@@ -98,25 +98,24 @@ def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Seque
         reducer.take(bucket, place)
 
 
-def started(buckets: Sequence[Bucket]) -> tuple[StreamReducer, Sink, GradientReducer]:
-    ring, sink = StreamReducer(4 * buckets[0].layout.padded), Sink()
-    options = ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16))
-    reducer = GradientReducer(ring, sink, options, direct=False, recorder=StepRecorder())
+def started(buckets: Sequence[Bucket]) -> tuple[StreamReducer, list[str], GradientReducer]:
+    ring = StreamReducer(4 * buckets[0].layout.padded)
+    reducer, reduced = reducer_of(ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2)
     reducer.begin(buckets, reduce=True, first=True)
-    return ring, sink, reducer
+    return ring, reduced, reducer
 
 
 class TestAHostThatIsAhead:
     def test_each_reduction_is_launched_as_its_bucket_completes(self) -> None:
         buckets = [bucket_of(number) for number in range(UNITS)]
-        ring, sink, reducer = started(buckets)
+        ring, reduced, reducer = started(buckets)
         for number, bucket in enumerate(buckets):
             arrive(reducer, bucket, number + 1.0)
             assert ring.events[-1] == ("launch", number)
             assert not any(parameter.grad is not None for each in buckets for parameter in each.parameters)
-        assert sink.reduced == [f"bucket {number}" for number in range(UNITS - SLOTS)]
+        assert reduced == [f"bucket {number}" for number in range(UNITS - SLOTS)]
         reducer.flush()
-        assert sink.reduced == [f"bucket {number}" for number in range(UNITS)]
+        assert reduced == [f"bucket {number}" for number in range(UNITS)]
         # A slot is filled again behind the reduction that had it, and no earlier one waits for longer.
         expected = [("launch", 0), ("launch", 1)]
         for number in range(2, UNITS):
@@ -166,15 +165,14 @@ class TestAHostThatIsAhead:
 
     def test_sums_of_microbatches_are_made_bucket_by_bucket(self) -> None:
         (bucket,) = buckets = [bucket_of(0, ranks=1)]
-        sink = Sink()
         options = ZeroOptions(stage=2, accumulation=2, precision=Precision(compute=torch.bfloat16))
-        reducer = GradientReducer(Reducer(on_stream=True), sink, options, direct=True, recorder=StepRecorder())
+        reducer, reduced = reducer_of(Reducer(on_stream=True), options, ranks=1)
         for number, places in enumerate(([1], [1, 0])):
             reducer.begin(buckets, reduce=True, first=number == 0)
             arrive(reducer, bucket, 1.0, places)
             reducer.flush()
         assert bucket.grad is not None
-        assert sink.reduced == ["bucket 0"] * 2
+        assert reduced == ["bucket 0"] * 2
         for count, slot in enumerate(bucket.layout.slots, 1):
             values = bucket.grad[slot.where.start : slot.where.end]
             assert values.tolist() == [float(count)] * slot.where.length

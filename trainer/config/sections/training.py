@@ -1,7 +1,7 @@
 """The sections `data`, `batch`, `optimizer` and `ema`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
@@ -24,6 +24,7 @@ from zeromesh.trainer.config.sections.base import (
     Texts,
     Whole,
 )
+from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 
 
 class BatchSection(Section):
@@ -43,11 +44,11 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels", "pictures"]
-Column = Literal[
-    "messages", "prompt", "completion", "tools", "chat_template_kwargs",
-    "instruction", "input", "output", "conversations", "system", "label",
-]  # fmt: skip
+if TYPE_CHECKING:
+    DataFormat = str
+    Column = str
+else:
+    DataFormat, Column = Literal[tuple(FORMATS)], Literal[COLUMNS]
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
@@ -85,7 +86,6 @@ class MixturePart(Section):
 
 AUTO_EVAL_SAMPLES = 256
 EVAL = "data.eval"
-PICTURES = "pictures"
 
 
 class DataSection(Section):
@@ -191,7 +191,17 @@ class DataSection(Section):
         """`separate_documents`, with null made true or false."""
         if self.separate_documents is not None:
             return self.separate_documents
-        return self.packing and any(part.format not in ("text", "labels") for part in self.parts().values())
+        return self.packing and any(each.answers for each in self.formats)
+
+    @property
+    def rows(self) -> RowFormat:
+        """The row of the table of `format`."""
+        return FORMATS[self.format]
+
+    @property
+    def formats(self) -> list[RowFormat]:
+        """Those of all parts of the mixture."""
+        return [part.rows for part in self.parts().values()]
 
 
 class OptimizerSection(Section):

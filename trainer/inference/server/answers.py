@@ -10,23 +10,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from zeromesh.errors import ConfigError, DataError, PhaseError, QueueFullError
+from zeromesh.errors import ConfigError
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.requests import Inbox, Progress
 from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
-
-RETRY_SECONDS = 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +44,12 @@ class Piece:
         """True if there is anything in it that a client sees."""
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
+    def add(self, other: Piece) -> None:
+        """Go on with a piece that follows this one."""
+        for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.finish = other.finish
+
 
 class Answer:
     """Submits a request, and gives its text in pieces. Made and used on one event loop.
@@ -57,7 +60,8 @@ class Answer:
         parser: tells tool calls and reasoning from text; None: all is text.
 
     Raises:
-        RequestError: for a request that the model cannot continue (400), a full queue (429), and a server that stops (503).
+        ConfigError, DataError: for a request that the model cannot continue.
+        QueueFullError, PhaseError: for a full queue, and for a server that stops.
     """
 
     def __init__(
@@ -83,14 +87,9 @@ class Answer:
         self.over = False
         positions, seed = served.positions, asked.seed
         fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
-        try:
-            served.check_request(tokens, fields)
-        except (ConfigError, DataError) as error:
-            raise RequestError(400, str(error)) from error
-        with refused_by_inbox():
-            self.number = inbox.submit(
-                tokens, self._arrived, fields=fields, seed=secrets.randbits(62) if seed is None else seed
-            )
+        served.check_request(tokens, fields)
+        seed = secrets.randbits(62) if seed is None else seed
+        self.number = inbox.submit(tokens, self._arrived, fields=fields, seed=seed)
 
     def _arrived(self, progress: Progress | BaseException) -> None:
         """Hand progress over to the event loop, from the generator's thread."""
@@ -170,17 +169,6 @@ class Answer:
         return piece
 
 
-@contextmanager
-def refused_by_inbox() -> Iterator[None]:
-    """Have a full queue and a server that stops raise `RequestError` inside the block."""
-    try:
-        yield
-    except QueueFullError as error:
-        raise RequestError(429, str(error), code="queue_full") from error
-    except PhaseError as error:
-        raise RequestError(503, str(error), code="stopping") from error
-
-
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
     """The parser of the answers of this kind of model, of transformers' serving code; None where it knows none.
 
@@ -202,12 +190,10 @@ def chat_tokens(served: Generator, messages: Sequence[Mapping[str, Any]], tools:
     tokenizer = served.tokenizer
     if tokenizer is None:
         raise RequestError(400, "the model has no tokenizer")
-    try:
+    with RequestError.about("messages"):
         tokens = tokenizer.encode_messages(plain, tools=tools)
         if tools and tokens == tokenizer.encode_messages(plain):
             raise RequestError(400, "the model's chat template knows no tools", param="tools")
-    except DataError as error:
-        raise RequestError(400, str(error), param="messages") from error
     return tokens
 
 

@@ -29,14 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.inference.requests import Inbox
-from zeromesh.trainer.inference.server.answers import (
-    RETRY_SECONDS,
-    Answer,
-    Piece,
-    chat_tokens,
-    refused_by_inbox,
-    response_parser,
-)
+from zeromesh.trainer.inference.server.answers import Answer, Piece, chat_tokens, response_parser
 from zeromesh.trainer.inference.server.schema import Body, ChatRequest, CompletionRequest, RequestError, parse_body
 
 if TYPE_CHECKING:
@@ -49,6 +42,7 @@ _CONNECTIONS = 1024
 _REFUSED = 64
 _BACKLOG = 128
 _DESCRIPTORS = 1 << 16
+_RETRY_SECONDS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,17 +170,16 @@ class HttpServer:
         for path, (method, handle) in routes.items():
             app.add_api_route(path, handle, methods=[method], response_model=None)
 
-        @app.exception_handler(RequestError)
-        async def refuse(request: Request, error: RequestError) -> Response:
-            return _refusal(error)
+        @app.exception_handler(ZeromeshError)
+        async def refuse(request: Request, error: ZeromeshError) -> Response:
+            return _refusal(RequestError.of(error))
 
         @app.exception_handler(HTTPException)
         async def refuse_route(request: Request, error: HTTPException) -> Response:
-            what = {404: "there is no such path", 405: "the path has another method"}.get(
-                error.status_code, error.detail
-            )
+            what = {404: "there is no such path", 405: "the path has another method"}
             served = ", ".join(f"{method} {path}" for path, (method, _) in routes.items())
-            return _refusal(RequestError(error.status_code, f"{what}; there are {served}"))
+            text = what.get(error.status_code, error.detail)
+            return _refusal(RequestError(error.status_code, f"{text}; there are {served}"))
 
         @app.exception_handler(Exception)
         async def fail(request: Request, error: Exception) -> Response:
@@ -219,10 +212,8 @@ class HttpServer:
 
     async def _completions(self, request: Request) -> Response:
         asked = await self._asked(request, CompletionRequest)
-        try:
+        with RequestError.about("prompt"):
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
-        except ZeromeshError as error:
-            raise RequestError(400, str(error), param="prompt") from error
 
         def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
             return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
@@ -280,8 +271,7 @@ class HttpServer:
         except ClientDisconnect as error:
             raise _left() from error
         # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
-        with refused_by_inbox():
-            self._inbox.require_room()
+        self._inbox.require_room()
         asked = parse_body(bytes(content), kind)
         self._require_model(asked.model)
         return asked
@@ -306,7 +296,7 @@ class HttpServer:
     async def _whole(self, request: Request, answer: Answer) -> Piece:
         """All of an answer in one piece, unless the client leaves before."""
         gone = asyncio.ensure_future(_until_gone(request))
-        made = asyncio.ensure_future(_joined(answer))
+        made = asyncio.ensure_future(_all_of(answer))
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
             if not made.done():
@@ -415,15 +405,10 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _joined(answer: Answer) -> Piece:
+async def _all_of(answer: Answer) -> Piece:
     whole = Piece()
     async for piece in answer.pieces():
-        whole.text += piece.text
-        whole.reasoning += piece.reasoning
-        whole.tool_calls += piece.tool_calls
-        whole.tokens += piece.tokens
-        whole.logprobs += piece.logprobs
-        whole.finish = piece.finish
+        whole.add(piece)
     return whole
 
 
@@ -437,7 +422,7 @@ def _event(value: Mapping[str, Any]) -> str:
 
 
 def _refusal(error: RequestError) -> Response:
-    later = {"Retry-After": str(RETRY_SECONDS)} if error.status in (429, 503) else {}
+    later = {"Retry-After": str(_RETRY_SECONDS)} if error.status in (429, 503) else {}
     login = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return JSONResponse(error.body(), status_code=error.status, headers={**later, **login})
 

@@ -17,6 +17,7 @@ import torch
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import TransportName
 from zeromesh.environment import available_cores
+from zeromesh.errors import counted
 from zeromesh.mesh.process_mesh import ProcessMesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
@@ -97,9 +98,8 @@ def _source(mesh: ProcessMesh, hosts: int) -> str:
     """The command, the date and the circumstances of a measurement."""
     threads = "" if is_accelerator(mesh.device) else f" of {torch.get_num_threads()} threads"
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    return (
-        f"zeromesh plan --measure, {date}: {mesh.world_size} ranks{threads} on {hosts} hosts, torch {torch.__version__}"
-    )
+    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(hosts, 'host')}"
+    return f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"
 
 
 def _links(

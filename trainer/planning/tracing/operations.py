@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zeromesh.kernels import chunked_cross_entropy
+from zeromesh.overrides import replaced
 from zeromesh.trainer.planning.tracing.work import Product
 
 
@@ -128,13 +129,12 @@ def kernels_of(device: str) -> Iterator[None]:
     autograd's own thread, where a mode of this one is not in force.
     """
     rows = chunked_cross_entropy._ROW_ELEMENTS
-    functional.scaled_dot_product_attention = partial(_fused_attention, device != "cpu")
     if device != "cpu":
         chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR
     try:
-        yield
+        with replaced(functional, {"scaled_dot_product_attention": partial(_fused_attention, device != "cpu")}):
+            yield
     finally:
-        functional.scaled_dot_product_attention = _plain_attention
         chunked_cross_entropy._ROW_ELEMENTS = rows
 
 
