@@ -22,8 +22,8 @@ OPTIMIZER = (
 SCHEDULE = (
     (
         "trainer/config/sections/schedule.py",
-        "SCHEDULES: dict[str, frozenset[str]] = {\n",
-        '    "halved": frozenset(),\n',
+        "SCHEDULES: dict[str, dict[str, str]] = {\n",
+        '    "halved": {},\n',
     ),
     (
         "trainer/config/sections/schedule.py",

@@ -15,21 +15,26 @@ from pydantic import Field
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.base import Count, CountOrOff, Fraction, Number, Positive, Ratio, Section
 
-_DECAY_OPTIONS = frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})
-SCHEDULES: dict[str, frozenset[str]] = {
-    "constant": frozenset(),  # 1, and no warm-up
-    "constant_with_warmup": frozenset(),  # 1
-    "linear": frozenset(),  # falls to 0
-    "cosine": frozenset({"num_cycles"}),  # waves, half of one (a fall to 0) if not given
-    "cosine_with_restarts": frozenset({"num_cycles"}),  # falls to 0, one if not given
-    "cosine_with_min_lr": frozenset({"min_ratio", "num_cycles"}),  # as cosine, down to min_ratio, which it needs
-    "cosine_warmup_with_min_lr": frozenset({"min_ratio", "num_cycles"}),  # the same a step earlier, as is its warm-up
-    "polynomial": frozenset({"min_ratio", "power"}),  # (1 - progress) ** power (1 if not given), down to min_ratio
-    "warmup_stable_decay": _DECAY_OPTIONS,  # 1, then to min_ratio in decay_steps
-    "wsd": _DECAY_OPTIONS,  # the same
-    "inverse_sqrt": frozenset({"timescale"}),  # 1 / sqrt(step / timescale)
+_CYCLES = {"num_cycles": "num_cycles"}
+_LOWEST = {**_CYCLES, "min_ratio": "min_lr_rate"}
+_DECAY = {**_CYCLES, "min_ratio": "min_lr_ratio", "decay_steps": "num_decay_steps", "decay_shape": "decay_type"}
+SCHEDULES: dict[str, dict[str, str]] = {
+    "constant": {},  # 1, and no warm-up
+    "constant_with_warmup": {},  # 1
+    "linear": {},  # falls to 0
+    "cosine": _CYCLES,  # waves, half of one (a fall to 0) if not given
+    "cosine_with_restarts": _CYCLES,  # falls to 0, one if not given
+    "cosine_with_min_lr": _LOWEST,  # as cosine, down to min_ratio, which it needs
+    "cosine_warmup_with_min_lr": _LOWEST,  # the same a step earlier, as is its warm-up
+    "polynomial": {
+        "min_ratio": "lr_end",
+        "power": "power",
+    },  # (1 - progress) ** power (1 if not given), down to min_ratio
+    "warmup_stable_decay": _DECAY,  # 1, then to min_ratio in decay_steps
+    "wsd": _DECAY,  # the same
+    "inverse_sqrt": {"timescale": "timescale"},  # 1 / sqrt(step / timescale)
 }
-"""The options of each schedule, beside those of its warm-up, and its curve after that."""
+"""The options of each schedule, beside those of its warm-up, with what `get_scheduler` calls them, and its curve after that."""
 _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 
@@ -87,7 +92,7 @@ class LRSchedule(ScheduleSection):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        allowed = SCHEDULES[self.name] | (_WARMUP_OPTIONS if self.name != "constant" else frozenset())
+        allowed = SCHEDULES[self.name].keys() | (_WARMUP_OPTIONS if self.name != "constant" else ())
         problems = [
             f"schedule.{option} has no effect on {self.name}; remove it"
             for option in list(ScheduleSection.model_fields)[3:]
@@ -140,22 +145,11 @@ def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
     from torch.optim import SGD
     from transformers import get_scheduler
 
-    options: dict[str, Any] = {"num_cycles": schedule.num_cycles, "power": schedule.power}
-    match schedule.name:
-        case "warmup_stable_decay" | "wsd":
-            tenth = max(1, schedule.total_steps // 10)
-            steps = tenth if schedule.decay_steps is None else schedule.decay_steps
-            options |= {
-                "num_decay_steps": steps,
-                "decay_type": schedule.decay_shape,
-                "min_lr_ratio": schedule.min_ratio,
-            }
-        case "cosine_with_min_lr" | "cosine_warmup_with_min_lr":
-            options["min_lr_rate"] = schedule.min_ratio
-        case "polynomial":
-            options["lr_end"] = schedule.min_ratio or 0.0
-        case "inverse_sqrt":
-            options["timescale"] = schedule.timescale or schedule.warmup_steps or 10_000
+    tenth = max(1, schedule.total_steps // 10)
+    usual = {"min_ratio": 0.0, "decay_steps": tenth, "timescale": schedule.warmup_steps or 10_000}
+    names = SCHEDULES[schedule.name]
+    options = {name: getattr(schedule, own) for own, name in names.items()}
+    options |= {names[own]: value for own, value in usual.items() if own in names and options[names[own]] is None}
     scheduler = get_scheduler(
         {"wsd": "warmup_stable_decay"}.get(schedule.name, schedule.name),
         SGD([torch.zeros(1)], lr=1.0),
