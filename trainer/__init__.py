@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from zeromesh.trainer.trainer import Trainer
 
 __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig"]
-_MODULES = {
-    **dict.fromkeys(("Generated", "Generator"), "inference.generator"), "FitReport": "loop.context", "Trainer": "trainer"
-}  # fmt: skip
+
+
+_LAZY = {"Trainer": "trainer", "FitReport": "loop.context"}
+_LAZY |= dict.fromkeys(("Generated", "Generator"), "inference.generator")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")
+    return getattr(import_module(f"zeromesh.trainer.{_LAZY[name]}"), name)

@@ -135,7 +135,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         set_products(config, mesh.device)
     mesh.recorder.enabled = False
     built = wrap_passed_model(model, config.run.seed)
-    begin_alike(built, mesh, config.run.seed, trains=trains)
+    begin_alike(built, mesh, config.run.seed)
     for note in built.notes if mesh.rank == 0 else ():
         _LOGGER.warning("%s", note)
     divided = divide_model(model, mesh, config)

@@ -117,10 +117,18 @@ class Renderer:
         elif self.format.holds == "text" and not isinstance(values[0], str):
             (name,), kind = given, type(values[0]).__name__
             raise DataError(f"{row.where}: field {name!r} is {kind}, not text; set data.text_field or remove the row")
-        if self.format.holds != "messages" and all(isinstance(value, str) for value in values):
+        plain = self.format.holds != "messages" and all(isinstance(value, str) for value in values)
+        if plain:
             text = "".join(values)
-            answer = (len(text) - len(values[-1]), len(text))
-            return self._rendered(row, text, [answer], plain=True, label=None if label is None else str(label))
+            answers = [(len(text) - len(values[-1]), len(text))]
+        else:
+            text, answers = self._conversation(row, given)
+        if label is not None:
+            return RenderedRow(row, text, (), False, str(label))
+        return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
+
+    def _conversation(self, row: Row, given: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text that the template makes of messages, and the characters of the answers in it. Raises `DataError`."""
         # What is neither text nor a list is wrong by itself, and is looked at before text that is wrong only beside a list.
         names = sorted(given, key=lambda name: isinstance(given[name], str))
         turns = {name: self._messages(row, name, given[name]) for name in names}
@@ -132,7 +140,14 @@ class Renderer:
         elif self.answers and not marked:
             said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
             answers = [self._added(row, text, whole, number, number + 1) for number in said]
-        return self._rendered(row, text, answers)
+        return text, answers
+
+    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
+        """What a process of a `DataLoader` makes, whose indices are rows: their tokens, or what is wrong with one of them."""
+        try:
+            return list(_encode([self.render(row) for row in rows], self))
+        except DataError as error:
+            return str(error)
 
     def ending(self, rows: Iterable[Row]) -> int | None:
         """The token that ends nearly all answers of some rows, such as <|im_end|>; None where there is none."""
@@ -156,29 +171,20 @@ class Renderer:
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
         return token if times > _NEARLY * count else None
 
-    def _rendered(
-        self, row: Row, text: str, answers: Sequence[tuple[int, int]], *, plain: bool = False, label: str | None = None
-    ) -> RenderedRow:
-        return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain, label)
-
     def _messages(self, row: Row, name: str, value: Any) -> Messages:
         """The messages of a column, without the keys that only other rows have: files of columns hold null for them."""
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
-            kinds = (
-                "text, or a list of messages, as the other column is"
-                if self.format.holds == "either"
-                else "a list of messages"
-            )
-            given = "an empty list" if value == [] else type(value).__name__
+            kind = "an empty list" if value == [] else type(value).__name__
+            rest = ", as the other column is" if self.format.holds == "either" else ""
             raise DataError(
-                f"{row.where}: field {name!r} is {given}; it should be {kinds} ({{role: ..., content: ...}})"
+                f"{row.where}: field {name!r} is {kind}; it should be {'text, or ' if rest else ''}a list of messages{rest} "
+                "({role: ..., content: ...})"
             )
-        for message in value:
-            if not isinstance(message.get("role"), str):
-                raise DataError(
-                    f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, message))}; messages are "
-                    "{role: system, user, assistant or tool, content: text}"
-                )
+        if bare := [each for each in value if not isinstance(each.get("role"), str)]:
+            raise DataError(
+                f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, bare[0]))}; messages are "
+                "{role: system, user, assistant or tool, content: text}"
+            )
         return [_without_null(message) for message in value]
 
     def _tools(self, row: Row) -> Any:
@@ -209,14 +215,8 @@ class Renderer:
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
         try:
-            texts, answers = render_jinja_template(
-                [messages],
-                tools=self._tools(row),
-                chat_template=template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=asking,
-                **keys,
-            )
+            wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": asking}
+            texts, answers = render([messages], tools=self._tools(row), **wanted)
         except TEMPLATE_ERRORS as error:
             raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
@@ -255,10 +255,10 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
     Raises `DataError` for a row or template that cannot be used, and where a process ends before its time.
     """
     loader: DataLoader[Any] = DataLoader(
-        _Encoder(renderer),  # type: ignore[arg-type]
+        renderer,  # type: ignore[arg-type]
         batch_sampler=_batches(rows),
         num_workers=processes,
-        collate_fn=_as_it_is,
+        collate_fn=lambda found: found,
         worker_init_fn=_begin_process,
         generator=torch.Generator(),  # else a number would be drawn from the user's
     )
@@ -273,27 +273,9 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
         raise DataError(f"a process that tokenizes has ended ({summary(error)}); is memory short?") from error
 
 
-class _Encoder:
-    """Rows as what a process of a `DataLoader` reads: its indices are the rows themselves."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-
-    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
-        """The tokens of some rows, or what is wrong with one of them."""
-        try:
-            return list(_encode([self._renderer.render(row) for row in rows], self._renderer))
-        except DataError as error:
-            return str(error)
-
-
 def _begin_process(number: int) -> None:
     # Each process has a core, and the tokenizer's own threads would compete for all of them.
     export({"TOKENIZERS_PARALLELISM": "false"})
-
-
-def _as_it_is(found: Any) -> Any:
-    return found
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -319,20 +301,15 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
         encoded = zip(tokenizer.encode(texts), repeat(None))
     else:
         encoded = tokenizer.encode_places(texts)
-    beginning = tokenizer.beginning
+    beginning = np.asarray(tokenizer.beginning, np.int64)
     for row, (ids, places) in zip(batch, encoded, strict=True):
         text_bytes = len(row.text.encode("utf-8", errors="replace"))
-        if row.label is not None:
-            yield EncodedRow(row.row.key, text_bytes, ids, np.zeros(len(ids), np.bool_), False, row.label)
-            continue
         targets, inside = _targets(row, ids, places, tokenizer)
         if row.plain:
-            ids = np.concatenate(
-                [np.asarray(beginning, ids.dtype), ids, np.asarray([tokenizer.end_of_text], ids.dtype)]
-            )
+            ids = np.concatenate([beginning.astype(ids.dtype), ids, np.asarray([tokenizer.end_of_text], ids.dtype)])
             # What ends a text is learnt, and what begins it is given.
             targets = np.concatenate([np.zeros(len(beginning), np.bool_), targets, [True]])
-        yield EncodedRow(row.row.key, text_bytes, ids, targets, inside, None)
+        yield EncodedRow(row.row.key, text_bytes, ids, targets, inside, row.label)
 
 
 def _targets(
@@ -343,8 +320,8 @@ def _targets(
     The places of the tokens say so, or the tokens of the pieces of the text, cut where answers begin and end, where these are
     together the tokens of the whole text.
     """
-    if row.answers == ((0, len(row.text)),):
-        return np.ones(len(ids), np.bool_), False
+    if row.answers in ((), ((0, len(row.text)),)):
+        return np.full(len(ids), bool(row.answers)), False
     targets, inside = (np.zeros(len(ids), np.bool_), True) if places is None else _by_places(places, row.answers)
     if not inside:
         return targets, False

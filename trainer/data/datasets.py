@@ -347,5 +347,4 @@ def _counted(row: EncodedRow, limit: int, counts: Counter[str]) -> EncodedRow:
 
 
 def _fills(section: DataSection, amount: TextAmount) -> bool:
-    """Return True if there is a sequence in this amount."""
     return amount.tokens >= section.sequence_length if section.rows.joined else amount.documents > 0

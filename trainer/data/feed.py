@@ -97,9 +97,9 @@ class Feed:
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
         with data_randomness(self.order.seed, microbatch.first_sample):
-            batch = self.rules.make_batch(self.dataset, list(self.order.dataset_indices(microbatch)))
-        fields = self.rules.fields
-        return {name: value for name, value in batch.items() if fields is None or name in fields}
+            return self.rules.accepted(
+                self.rules.make_batch(self.dataset, list(self.order.dataset_indices(microbatch)))
+            )
 
     def first_batch(self) -> dict[str, Any]:
         """Return the first batch with a target, with all its fields. Raises `DataError` where the first global batches have none.
@@ -112,10 +112,8 @@ class Feed:
         if plan.epoch_size is not None:
             steps = min(_TRIED, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
-            for number in range(steps * plan.accumulation):
-                indices = self.order.dataset_indices(
-                    plan.microbatch(number // plan.accumulation, 0, number % plan.accumulation)
-                )
+            for step, turn in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
+                indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
                 batch = self.rules.make_batch(self.dataset, list(indices))
                 labels = batch.get("labels")
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
@@ -158,20 +156,20 @@ class Feeds:
     def example(self) -> dict[str, Any] | None:
         """Return the first batch of the run, with the fields that the model accepts; None where there are no data."""
         batch = next((feed.first_batch() for feed in self.named().values()), None)
-        fields = self.rules.fields
-        return batch and {name: value for name, value in batch.items() if fields is None or name in fields}
+        return batch and self.rules.accepted(batch)
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Raises `DataError` for token ids that the vocabulary does not have."""
         size = self.rules.vocab_size
         if isinstance(dataset, TokenDataset | MixedDataset) and size is not None:
             dataset.check_vocabulary(size)
+        order: SampleOrder | MixedOrder
         if isinstance(dataset, MixedDataset):
-            mixed = dataset.order(self.seed, shuffle=shuffle)
-            return Feed(dataset=dataset, order=mixed, plan=plan, rules=self.rules)
-        endless = isinstance(dataset, StreamedDataset)
-        length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)
+            order = dataset.order(self.seed, shuffle=shuffle)
+        else:
+            endless = isinstance(dataset, StreamedDataset)
+            length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
+            order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)
         return Feed(dataset=dataset, order=order, plan=plan, rules=self.rules)
 
 

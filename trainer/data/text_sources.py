@@ -39,6 +39,8 @@ _STDLIB_SKIPPED = frozenset(
         *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
     }
 )
+_OF_A_MACHINE = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|usercustomize)[^/]*$)")
+"""Files that are not the same wherever a version of Python is installed."""
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, with which it begins
@@ -156,33 +158,31 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
-    expanded: list[tuple[Path, str]] = []
     notes = []
-    for path in (Path(each).expanduser() for each in paths):
-        if path.exists() or not glob.has_magic(str(path)):
-            expanded.append((path, path.name))
-            continue
-        every = "**" in path.parts  # Else a folder would be found beside its own files.
-        fitting = sorted(each for each in glob.glob(str(path), recursive=True) if not every or Path(each).is_file())
-        expanded += [(Path(each), each) for each in fitting]
-        notes.append(f"{where} {str(path)!r}: {counted(len(fitting), 'file', ',')}")
-    for path, name in expanded:
-        if str(path).startswith(HUB):
-            files += _hub_files(str(path), where)
-            continue
-        saved = _saved_files(path, where)
-        if saved:
-            files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
-        elif path.is_dir():
-            keys = files_below(path)
-            files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
-        elif path.is_file():
-            files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
-        else:
-            raise DataError(
-                f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
+    for given in (Path(each).expanduser() for each in paths):
+        found = [(given, given.name)]
+        if not given.exists() and glob.has_magic(str(given)):
+            every = "**" in given.parts  # Else a folder would be found beside its own files.
+            fitting = sorted(
+                each for each in glob.glob(str(given), recursive=True) if not every or Path(each).is_file()
             )
-    name = ", ".join(str(path) for path in paths)
+            found = [(Path(each), each) for each in fitting]
+            notes.append(f"{where} {str(given)!r}: {counted(len(fitting), 'file', ',')}")
+        for path, name in found:
+            if str(path).startswith(HUB):
+                files += _hub_files(str(path), where)
+            elif saved := _saved_files(path, where):
+                files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
+            elif path.is_dir():
+                keys = files_below(path)
+                files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
+            elif path.is_file():
+                files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
+            else:
+                raise DataError(
+                    f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
+                )
+    name = ", ".join(map(str, paths))
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")
     return TextSource(name=name, files=tuple(files), notes=tuple(notes))
@@ -216,7 +216,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    keys = filter(_is_portable_source, files_below(root, _STDLIB_SKIPPED))
+    keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _OF_A_MACHINE.search(key))
     files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
@@ -236,13 +236,14 @@ def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWra
         encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
         try:
             yield io.TextIOWrapper(file, encoding, newline="\n")
-        except UnicodeDecodeError as error:
-            # What could not be decoded ends where the file was read to.
-            place = file.place - len(error.object) + error.start
-            wrong = error.object[error.start : error.end][:4].hex(" ")
-            raise DataError(
-                f"{str(path)!r} is not {encoding}: byte {place:,} of its text is {wrong} ({error.reason}); {cure}"
-            ) from error
+        except UnicodeError as error:
+            what = str(error)  # Such as that UTF-16 does not begin with a byte order mark.
+            if isinstance(error, UnicodeDecodeError):
+                # What could not be decoded ends where the file was read to.
+                place = file.place - len(error.object) + error.start
+                wrong = error.object[error.start : error.end][:4].hex(" ")
+                what = f"byte {place:,} of its text is {wrong} ({error.reason})"
+            raise DataError(f"{str(path)!r} is not {encoding}: {what}; {cure}") from error
 
 
 class _CountingReader(io.BufferedReader):
@@ -278,34 +279,21 @@ def _encoding_of(head: bytes, encoding: str) -> str:
 
 def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
-    keys: list[str] = []
+    found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
-        inside = Path(folder).relative_to(root).as_posix()
-        prefix = "" if inside == "." else f"{inside}/"
-        keys += [
-            prefix + name for name in names if not name.startswith(".") and os.path.isfile(os.path.join(folder, name))
-        ]
-    return sorted(keys)
-
-
-def _is_portable_source(key: str) -> bool:
-    """Return True if a file is source, and the same wherever this version of Python is installed."""
-    *folders, name = key.split("/")
-    if any(folder.startswith("config-") for folder in folders):
-        return False
-    return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
 
 
 def _is_text(file: SourceFile) -> bool:
-    """Return True if a file holds text: NUL characters at the start are what tells other files apart."""
     with _opened(file.path) as opened:
         head = opened.read(_PROBE_BYTES)
     return "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
 
 
 def _form(name: str) -> str:
-    inside = name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in _UNPACKED else name
+    inside = Path(name).stem if Path(name).suffix.lower() in _UNPACKED else name
     form = Path(inside).suffix.lower().removeprefix(".")
     return form if form in _READERS else "text"
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self
@@ -156,37 +157,30 @@ class Generator(ModelOnMesh):
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        requests, settings = [request for request, _ in checked], [each for _, each in checked]
-        why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")
+        requests, settings = map(list, zip(*checked, strict=True))
+        why = self._agreed_way(requests, settings, batch)
+        results = _Results(requests, placed, on_results)
+        with placed.guarded("generator.generate()"), results.naming_missing():
+            if why:
+                generate_in_rounds(placed, requests, settings, batch, results.add, why)
+            else:
+                self._join(requests, fields, batch, results)
+        return results.in_order()
+
+    def _agreed_way(self, requests: list[Request], settings: list[GenerationConfig], batch: int) -> str:
+        """Return why requests cannot join a running batch, the same on all ranks; empty if they can."""
+        why = next(filter(None, map(self.placed.settings.why_unbatched, settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
             "batch": batch,
         }
-        results = _Results(requests, placed, on_results)
         # Prompts that differ end nothing: all ranks refuse them.
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        with placed.guarded("generator.generate()"):
-            try:
-                if why:
-                    generate_in_rounds(placed, requests, settings, batch, results.add, why)
-                else:
-                    self._join(requests, fields, batch, results)
-            except CollectiveError as error:
-                raise CollectiveError(
-                    f"{error}\n{len(results.found)} of {counted(len(requests), 'prompt')} have a result; without one are "
-                    f"{some(results.missing, 100)}"
-                ) from error
-        if results.missing:
-            raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'s' if results.missing[1:] else ''} "
-                f"{some(results.missing, 100)}; the other {len(results.found)} have a result, which on_results was given. Look "
-                "at the weights, or compute in another dtype (precision.compute: float32)"
-            )
-        return [results.found[request.number] for request in requests]
+        return why
 
     def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
         """Have requests join and leave a running batch."""
@@ -325,10 +319,29 @@ class _Results:
         """The results by the number of their request; those whose logits are not finite have none."""
         self._began, self._tokens = time.monotonic(), 0
 
-    @property
-    def missing(self) -> list[int]:
-        """The numbers of requests without a result."""
+    def _missing(self) -> list[int]:
         return [request.number for request in self._requests if request.number not in self.found]
+
+    def in_order(self) -> list[Generated]:
+        """Return all results. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
+        if missing := self._missing():
+            raise NonFiniteError(
+                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
+                f"{len(self.found)} have a result, which on_results was given. Look at the weights, or compute in another dtype "
+                "(precision.compute: float32)"
+            )
+        return [self.found[request.number] for request in self._requests]
+
+    @contextmanager
+    def naming_missing(self) -> Iterator[None]:
+        """Have an error that other ranks are the cause of say inside the block which prompts have no result."""
+        try:
+            yield
+        except CollectiveError as error:
+            raise CollectiveError(
+                f"{error}\n{len(self.found)} of {counted(len(self._requests), 'prompt')} have a result; without one are "
+                f"{some(self._missing(), 100)}"
+            ) from error
 
     def add(self, progress: Sequence[Progress]) -> None:
         """Take what was made, and tell of requests that are over."""

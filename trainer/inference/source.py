@@ -26,6 +26,7 @@ from zeromesh.trainer.models.generation import check_arguments
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
+from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import require_same_settings, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
@@ -139,7 +140,8 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     options = _without_training(config)
     if config.model.attention is not None:
         use_attention(model, config.model.attention, options.precision.compute, mesh.device)
-    notes = begin_alike(built, mesh, config.run.seed, trains=False)
+    require_layout_fits(model, mesh.shape, trains=False)
+    notes = begin_alike(built, mesh, config.run.seed)
     tiers = open_tiers(mesh, options)
     try:
         settings, hub_form = ModelSettings(model, mesh), HubForm(model)

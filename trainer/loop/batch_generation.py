@@ -44,18 +44,12 @@ def settings_of(
             f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
             "that generates"
         )
-    settings, refused = settings_with(model, fields, without=_REFUSED, asked=asked)
-    refused += [f"{name}: {fields[name]}: {why}; leave it out" for name, why in _REFUSED.items() if fields.get(name)]
-    if not model.config.is_encoder_decoder:
-        refused += [
-            f"{name} counts the padding of prompts; give {cure}"
-            for name, cure in _OF_WHOLE_TEXTS.items()
-            if name in fields
-        ]
+    refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
+    for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
+        refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
+    settings = settings_with(model, fields, refused, asked)
     if settings.stop_strings and processing_class is None:
-        refused.append("stop_strings needs a tokenizer; pass processing_class")
-    if refused:
-        raise ConfigError([f"{asked}: {each}" for each in refused])
+        raise ConfigError(f"{asked}: stop_strings needs a tokenizer; pass processing_class")
     if settings.pad_token_id is None:
         found = [getattr(processing_class, "pad_token_id", None), *ends_of(settings), 0]
         settings.pad_token_id = next(each for each in found if each is not None)

@@ -58,11 +58,10 @@ def _difference(model: Any | None) -> str:
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
     together, *alone = found
-    if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in zip(alone, _DOCUMENTS, strict=True)):
+    pairs = list(zip(alone, _DOCUMENTS, strict=True))
+    if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in pairs):
         return ""
-    name = next(
-        filter(None, (_mixing(together, calls, *where) for calls, where in zip(alone, _DOCUMENTS, strict=True))), ""
-    )
+    name = next(filter(None, (_mixing(together, calls, *where) for calls, where in pairs)), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # The last step of one that mixes, which looks at each token by itself.

@@ -6,7 +6,7 @@ call they agree that some rank goes on, and those that are done take part in it 
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -65,21 +65,23 @@ def ends_of(settings: GenerationConfig) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-def settings_with(
-    model: Any, fields: Mapping[str, Any], *, without: Collection[str], asked: str
-) -> tuple[GenerationConfig, list[str]]:
-    """Return the model's own settings with `fields` on top, but for those that are refused (`without`), and what else is wrong.
+def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str) -> GenerationConfig:
+    """Return the model's own settings with `fields` on top. `refused` says of fields that are not taken why.
 
     Raises:
-        ConfigError: for values that transformers refuses, in the name of what `asked` to generate.
+        ConfigError: for these, and for fields and values that transformers does not know, in the name of what `asked` to generate.
     """
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
-    settings.update(use_cache=True, **dict.fromkeys(without))
+    settings.update(use_cache=True, **dict.fromkeys(refused))
     try:
-        unknown = settings.update(**{name: value for name, value in fields.items() if name not in without})
+        unknown = settings.update(**{name: value for name, value in fields.items() if name not in refused})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
-    return settings, [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    problems = [text for name, text in refused.items() if fields.get(name)]
+    problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    if problems:
+        raise ConfigError([f"{asked}: {each}" for each in problems])
+    return settings
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:

@@ -170,7 +170,6 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
-    """Write adapters as the model's own `save_pretrained` does."""
     # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
     own = {"save_embedding_layers": False} if wraps_another(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
@@ -244,5 +243,4 @@ def _save_part(part: Any, directory: Path) -> None:
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are stored of a whole model: parameters, tied ones once, and persistent buffers."""
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}

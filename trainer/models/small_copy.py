@@ -7,7 +7,6 @@ any memory yet.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -68,7 +67,8 @@ class InFloat64(TorchFunctionMode):
 
 
 def vary(model: nn.Module) -> None:
-    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it."""
+    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it,
+    and biases and scales that begin alike show where each goes."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,15 +89,6 @@ def whole_passes_in_float64() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SmallCopy:
-    """A small model with its initial values, its configuration, and the number of its parameters."""
-
-    model: Any
-    config: Any
-    parameters: int
-
-
 def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
     """The first small copy, in float64, that can be built and of which `run` gives finite numbers; else why there is none."""
 
@@ -111,7 +102,7 @@ def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
         return built
 
     found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
-    return found.model if isinstance(found, SmallCopy) else found[-1]
+    return found[-1] if isinstance(found, list) else found
 
 
 def first_copy(
@@ -122,7 +113,7 @@ def first_copy(
     *,
     most: int,
     seed: int = 0,
-) -> SmallCopy | list[str]:
+) -> Any | list[str]:
     """The first copy of at most `most` parameters that can be built and that `check` raises no error for; else why there is none.
 
     `reductions` are sizes and numbers of layers, as `smaller` takes them, that are tried in turn.
@@ -142,7 +133,7 @@ def first_copy(
         except ERRORS as error:
             reasons.append(summary(error))
             continue
-        return SmallCopy(model=model, config=small, parameters=count)
+        return model
     return reasons
 
 

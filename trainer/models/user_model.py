@@ -89,7 +89,6 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
 
 
 def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield each setting of a configuration, and of those inside it, by which layers are left out."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _layer_drops(value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import torch
 
@@ -93,14 +94,15 @@ class Estimator:
         self._times = StageTimes(subject, machine, host)
         self._memory: dict[object, MemoryModel] = {}
         self._peaks: dict[object, int] = {}
-        self._options: dict[object, ZeroOptions] = {}
+        self._options = cache(partial(self._options_of, zero=subject.zero))
 
     def options(self, layout: Layout) -> ZeroOptions:
         """The options of the engine for a layout."""
-        key = (layout.stage, layout.accumulation, layout.prefetch, *(getattr(layout, name) for name in TIERS))
-        if key not in self._options:
-            self._options[key] = self._options_of(layout, self._subject.zero)
-        return self._options[key]
+        tiers = {name: getattr(layout, name) for name in TIERS}
+        # Layouts that differ in other things alone share them.
+        return self._options(
+            Layout(stage=layout.stage, accumulation=layout.accumulation, prefetch=layout.prefetch, **tiers)
+        )
 
     def _options_of(self, layout: Layout, zero: ZeroOptions) -> ZeroOptions:
         offload = replace(
@@ -197,7 +199,6 @@ class Estimator:
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
     def _activations(self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int) -> int:
-        """The most bytes of activations of a pipeline rank over its actions."""
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
         if key in self._peaks:
@@ -219,7 +220,6 @@ class Estimator:
         return most
 
     def _kept(self, layout: Layout, chunk: Chunk) -> int:
-        """Bytes that a microbatch leaves on the device from forward to backward."""
         stays = chunk.kept + chunk.received
         leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
@@ -242,7 +242,6 @@ class Estimator:
         *,
         exact: bool,
     ) -> tuple[dict[StepPhase, float], float]:
-        """Seconds by phase, and the part of the step that is bubble."""
         count = layout.accumulation
         own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
@@ -266,7 +265,6 @@ class Estimator:
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
     def _hosts(self, layout: Layout) -> int:
-        """Hosts over which ranks with the same states are spread."""
         return max(1, math.ceil(layout.tensor * layout.shard / self._host))
 
     def _data_seconds(

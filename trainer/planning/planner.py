@@ -168,7 +168,6 @@ class Planner:
         )
 
     def _rows(self, layouts: Iterable[Layout], room: MemoryBytes) -> Iterator[PlanRow]:
-        """The layouts that a run takes, with what they need."""
         for layout in layouts:
             refused = self._subject.refusal(layout)
             try:
@@ -229,7 +228,6 @@ class Planner:
         return found
 
     def _ranked(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
-        """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
         fitting = sorted((row for row in rows if row.fits), key=_place)
         first = [
             replace(row, estimate=self._estimator.estimate(row.estimate.layout))
@@ -249,5 +247,4 @@ def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any
 
 
 def _place(row: PlanRow) -> tuple[float, int]:
-    """By seconds to three digits, and where these are alike by memory."""
     return float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes

@@ -76,7 +76,6 @@ def _cells(plan: Plan, row: PlanRow, others: Sequence[PlanRow]) -> tuple[str, ..
 
 
 def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
-    """Say the keys of the best layout, and what more ranks would buy."""
     best = plan.best
     if best is None:
         least = plan.least
@@ -93,7 +92,6 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    """A value of a key as a command line takes it."""
     if isinstance(value, Mapping):
         return "'{" + ", ".join(f"{key}: {each}" for key, each in value.items()) + "}'"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -154,7 +152,6 @@ def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
 
 
 def _bars(rows: Sequence[Mapping[str, float]], colors: Sequence[str]) -> go.Figure:
-    """A bar for each row, made of its parts."""
     from zeromesh.trainer.tools.html_report.charts import LAYOUT, go
 
     figure = go.Figure(layout=LAYOUT)

@@ -362,7 +362,6 @@ def _limited(data: RunData, count: int | None) -> RunData:
 
 
 def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
-    """A stream as a dataset; its blocks are whole global batches."""
     least = config.data.shuffle_window if config.data.shuffle else 1
     size = config.batch.global_size
     if config.run.epochs is not None:

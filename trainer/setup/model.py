@@ -91,6 +91,7 @@ def build_trained_model(
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = open_tiers(mesh, options)
         undone.callback(tiers.close)
+        require_layout_fits(model, mesh.shape, trains=True)
         console.note(*begin_alike(built, mesh, config.run.seed))
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
@@ -206,20 +207,20 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
     ]
 
 
-def begin_alike(built: BuiltModel, mesh: Mesh, seed: int, *, trains: bool = True) -> list[str]:
+def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
     """Give the buffers of a whole model their values, and all ranks the weights that rank 0 has in memory; all ranks call it.
 
-    `trains`: whether the model will be trained. Returns notes.
+    Returns notes.
 
     Raises:
-        ConfigError: for a model that the layout cannot run, and for buffers whose values are lost.
+        ConfigError: for buffers whose values are lost.
         LayoutError: for models with other parameters or buffers.
     """
-    require_layout_fits(built.model, mesh.shape, trains=trains)
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
         raise ConfigError(
-            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
+            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer also takes a "
+            "callable)"
         )
     return share_weights(built.model, mesh)
 
@@ -425,7 +426,6 @@ def _check_first_batches(
 
 
 def _goes_on(config: TrainerConfig) -> bool:
-    """Return True for a run that an earlier process began."""
     named = config.checkpoint.resume not in ("auto", "never")
     return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
 

@@ -107,7 +107,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             drawn.pop()
 
     def _drawing(self) -> str:
-        """The innermost module of the model whose code runs."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and id(frame.f_locals.get("self")) not in self._names:
             frame = frame.f_back
@@ -174,7 +173,6 @@ def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
 
 
 def _generators() -> tuple[bytes, ...]:
-    """The states of the generators of the CPU and of the device."""
     states = (torch.get_rng_state(), accelerator.generator_state())
     with _disable_current_modes():
         return tuple(bytes_of(each) for each in states if each is not None)

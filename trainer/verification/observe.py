@@ -237,7 +237,6 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def _region_of(whole: Tensor, region: Region) -> Tensor:
-    """The part of a whole parameter that a tensor rank has."""
     if region.is_whole:
         return whole
     local = whole.new_empty(region.local_shape)

@@ -296,7 +296,6 @@ def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
 
 
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
-    """torch's own optimizer, with weight decay for the parameters that have it."""
     section = config.optimizer
     patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
     groups: dict[float, list[nn.Parameter]] = {}

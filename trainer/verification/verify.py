@@ -225,7 +225,6 @@ def verify(
 
 
 def _wide(config: TrainerConfig) -> TrainerConfig:
-    """The same in float64, with the optimizer as it is."""
     return exact(config).model_copy(update={"optimizer": config.optimizer})
 
 
@@ -248,7 +247,6 @@ def scratch(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
 
 
 def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
-    """The user's layout in a few words each."""
     axes = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape.sizes, strict=True) if size > 1]
     parallel, offload = config.parallel, config.offload.model_dump(mode="json")
     found: dict[str, Any] = {

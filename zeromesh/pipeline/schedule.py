@@ -314,8 +314,8 @@ def validate(schedule: PipelineSchedule) -> None:
         objects, proven = proven, sorted(map(id, actions))
         if objects == proven:
             continue
-        counted = Counter(actions)
-        for offenders, what in ((counted - wanted, "occurs once too often"), (wanted - counted, "is missing")):
+        given = Counter(actions)
+        for offenders, what in ((given - wanted, "occurs once too often"), (wanted - given, "is missing")):
             if offenders:
                 raise ScheduleError(f"{_title(schedule)}: on rank {rank} {min(offenders, key=str)} {what}")
     simulate(schedule)

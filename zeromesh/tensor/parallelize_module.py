@@ -9,6 +9,7 @@ shares of the sequence:
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -189,6 +190,10 @@ class Parallelized:
         for attention, division in self.plan.attentions.items():
             module = self._model.get_submodule(attention)
             own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
+            if _takes_width_of_input(module):
+                width = own.length * getattr(module, "head_dim", 0)
+                run = partial(_with_narrow_input, module.forward, self._sources[attention], width)
+                self._set(module, "forward", run)
             for name in {"alibi", "position_bias"} & taken.keys():
                 run = partial(_with_biases, module.forward, list(taken), name, own, division.queries)
                 self._set(module, "forward", run)
@@ -221,6 +226,21 @@ class Parallelized:
                         "set parallel.sequence: false"
                     )
                 self._set(module, "forward", partial(_route, module.forward, shares))
+
+
+def _takes_width_of_input(attention: nn.Module) -> bool:
+    """Return True for an attention whose code puts its heads together to as many features as its input has."""
+    try:
+        source = inspect.getsource(type(attention).forward)
+    except (OSError, TypeError):  # It has none.
+        return False
+    return re.search(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)", source) is not None
+
+
+def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: int, *args: Any, **kwargs: Any) -> Any:
+    """Run an attention that takes the width of this rank's heads from its input; its layers read all of that."""
+    args, kwargs = _with_hidden(args, kwargs, lambda x: source.narrowed(x, width))
+    return forward(*args, **kwargs)
 
 
 def _with_biases(

@@ -28,25 +28,17 @@ Run = Callable[[nn.Module], Iterable[Tensor]]
 """Runs a model, and returns the outputs that count."""
 
 
-class _Meeting:
-    """A place where threads leave a tensor each, and take those of all."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
-        self.left: list[Tensor] = [torch.empty(0)] * ranks
-
-
 class _ThreadExchange(Exchange):
-    """Collectives between threads."""
+    """Collectives between threads, each of which leaves a tensor in `left` and takes those of all."""
 
-    def __init__(self, meeting: _Meeting, index: int) -> None:
-        self.size, self.index, self._meeting = len(meeting.left), index, meeting
+    def __init__(self, barrier: threading.Barrier, left: list[Tensor], index: int) -> None:
+        self.size, self.index, self._barrier, self._left = len(left), index, barrier, left
 
     def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        self._meeting.left[self.index] = tensor.detach()
-        self._meeting.barrier.wait()
-        result = self._combine(kind, list(self._meeting.left), dim, lengths)
-        self._meeting.barrier.wait()
+        self._left[self.index] = tensor.detach()
+        self._barrier.wait()
+        result = self._combine(kind, list(self._left), dim, lengths)
+        self._barrier.wait()
         return Pending(lambda: result)
 
 
@@ -96,20 +88,20 @@ def difference_when_divided(whole: nn.Module, plan: TensorPlan, run: Run, *, seq
     Raises:
         LayoutError: for a model that cannot be divided so.
     """
-    meeting = _Meeting(plan.size)
+    barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
 
     def rank(index: int) -> _Passed:
         model, passed = copy.deepcopy(whole), _Passed()
         try:
-            parallel = Parallelized(model, _ThreadExchange(meeting, index), plan, sequence=sequence)
+            parallel = Parallelized(model, _ThreadExchange(barrier, left, index), plan, sequence=sequence)
             load_parts(model, parallel.parts, values)
             passed.parts = parallel.parts
             _run(model, run, passed)
         except threading.BrokenBarrierError:
             passed.failed = ""  # Another rank says why.
         except Exception as error:
-            meeting.barrier.abort()
+            barrier.abort()
             if isinstance(error, LayoutError):
                 raise
             passed.failed = _where(error, model)
@@ -136,6 +128,7 @@ def difference_when_divided(whole: nn.Module, plan: TensorPlan, run: Run, *, seq
 
 
 def _run(model: nn.Module, run: Run, passed: _Passed) -> None:
+    model.zero_grad()
     end = watch_outputs(model.named_modules(), partial(_keep, passed.outputs))
     try:
         outputs = [each for each in run(model) if each.requires_grad]

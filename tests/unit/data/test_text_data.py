@@ -159,6 +159,10 @@ def test_text_in_another_encoding_is_refused_until_it_is_named(tmp_path: Path) -
     (tmp_path / "e.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"e\.txt' is not utf-8: byte 3 of its text is e9 \(unexpected end"):
         read_text(tmp_path / "e.txt")
+    with pytest.raises(
+        DataError, match=r"e\.txt' is not utf-16: UTF-16 stream does not start with BOM; set data\.encoding"
+    ):
+        load_datasets(text_section(train=tmp_path / "e.txt", encoding="utf-16"))
     with pytest.raises(DataError, match=r"data\.encoding: unknown encoding: koi9"):
         load_datasets(text_section(train=tmp_path / "a.txt", encoding="koi9"))
     with pytest.raises(DataError, match=r"data\.encoding: 'hex' is not a text encoding"):

@@ -34,7 +34,7 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "wsd": _DECAY,  # the same
     "inverse_sqrt": {"timescale": "timescale"},  # 1 / sqrt(step / timescale)
 }
-"""The options of each schedule, beside those of its warm-up, with what `get_scheduler` calls them, and its curve after that."""
+"""The options of each schedule, beside those of its warm-up, by what `get_scheduler` calls them, and its curve after that."""
 _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 

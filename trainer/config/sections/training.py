@@ -1,7 +1,7 @@
 """The sections `data`, `batch`, `optimizer` and `ema`."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
@@ -44,11 +44,8 @@ class BatchSection(Section):
     it has."""
 
 
-if TYPE_CHECKING:
-    DataFormat = str
-    Column = str
-else:
-    DataFormat, Column = Literal[tuple(FORMATS)], Literal[COLUMNS]
+DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
+Column = Literal[*COLUMNS]  # type: ignore[valid-type]
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 

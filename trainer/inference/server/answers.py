@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -114,24 +115,25 @@ class Answer:
             if isinstance(progress, BaseException):
                 self.over = True
                 raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
+            last = progress.finish is not None
             self.new_tokens += len(progress.tokens)
-            text = self._stream.add(progress.tokens, last=progress.finish is not None)
-            shown, stopped = self._until_stop(text, last=progress.finish is not None)
-            self.over = stopped or progress.finish is not None
-            piece = Piece(text=shown, tokens=progress.tokens, logprobs=progress.logprobs or [])
+            text, stopped = self._until_stop(self._stream.add(progress.tokens, last=last), last=last)
+            self.over = stopped or last
+            piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
+            if self._parser is not None:
+                events = list(self._parser.feed(text)) if text else []
+                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has none.
+                    events += self._parser.finalize()[1] if self.over else ()
+                piece = self._parsed(events, piece)
             if stopped:
                 self._inbox.cancel(self.number)
-            if self._parser is not None:
-                piece = self._parsed(self._parser.feed(shown) if shown else [], piece)
-                if self.over:
-                    piece = self._parsed(self._last_events(), piece)
+            elif progress.finish == "not_finite":
+                raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
+            elif progress.finish == "cancelled":
+                raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
             if self.over:
-                if not stopped and progress.finish == "not_finite":
-                    raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
                 length = not stopped and progress.finish == "length"
                 piece.finish = "tool_calls" if self._tool_calls else "length" if length else "stop"
-                if not stopped and progress.finish == "cancelled":
-                    raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
             yield piece
 
     def _until_stop(self, text: str, *, last: bool) -> tuple[str, bool]:
@@ -144,17 +146,11 @@ class Answer:
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept], False
 
-    def _last_events(self) -> list[Any]:
-        try:
-            return list(self._parser.finalize()[1])
-        except (ValueError, RuntimeError):
-            return []  # The answer ended within a tool call, which is none then.
-
     def _parsed(self, events: list[Any], piece: Piece) -> Piece:
         """Sort what a parser says into a piece."""
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
-        text = ""
+        piece.text = ""
         for chunk in response_events_to_chunks(events):
             if isinstance(chunk, ToolCall):
                 function = {"name": chunk.name, "arguments": chunk.arguments}
@@ -164,8 +160,7 @@ class Answer:
             elif isinstance(chunk, ReasoningText):
                 piece.reasoning += chunk
             else:
-                text += chunk
-        piece.text = text
+                piece.text += chunk
         return piece
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -118,6 +118,44 @@ class ChatRequest(_Options):
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+
+# What clients get. A key stands where the service of OpenAI has it.
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any]
+
+
+class ChoiceLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChoiceMessage(TypedDict, total=False):
+    content: str | None
+    refusal: None
+    role: str
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+
+
+class Choice(TypedDict):
+    index: int
+    text: NotRequired[str]
+    message: NotRequired[ChoiceMessage]
+    delta: NotRequired[ChoiceMessage]
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
 
 
 Body = TypeVar("Body", bound=_Options)

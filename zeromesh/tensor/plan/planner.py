@@ -1,7 +1,8 @@
 """Makes a plan from a model: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
-Rules come from the user, from a table, from the model (`model.tp_plan` of transformers), or from the shapes of its layers
-(`recognition.py`), in this order. A rule has one of these styles (those of transformers, and some more):
+Rules come from the user, from a table, and from the model: from its `tp_plan` of transformers, or where it has none from the shapes
+of its layers (`recognition.py`). The first that names a module counts. A rule has one of these styles (those of transformers, and
+some more):
 
     colwise                          outputs are divided: heads in an attention, features elsewhere
     rowwise                          inputs are divided, outputs summed
@@ -217,7 +218,7 @@ class _Planner:
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
         builtin, by_shape = OWN.get(kind, {}), goes_by_shape(self.model)
-        library: Mapping[str, str] = {} if builtin or by_shape else (getattr(self.model, "tp_plan", None) or {})
+        library: Mapping[str, str] = {} if by_shape else (getattr(self.model, "tp_plan", None) or {})
         self.styles = recognised(self.model) if by_shape else {}
         if not rules and not builtin and not library and not self.styles:
             raise LayoutError(

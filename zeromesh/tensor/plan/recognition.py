@@ -22,24 +22,22 @@ QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
 KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 """Names of layers that project queries, keys and values: squares of one size, of which the shape does not say which is which."""
-_BY_SHAPE = frozenset({"gpt_neox", "phi3"})
+_BY_SHAPE = ("phi3",)
 """Types whose plan of transformers gathers outputs that the next layer could take in parts."""
-_DEEPSEEK: Rules = {
-    **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
-    **dict.fromkeys(("*.mlp.gate_proj", "*.mlp.up_proj"), "colwise"),
-    **dict.fromkeys(("*.mlp.shared_experts.gate_proj", "*.mlp.shared_experts.up_proj"), "colwise"),
-    **dict.fromkeys(("*.self_attn.o_proj", "*.mlp.down_proj", "*.mlp.shared_experts.down_proj"), "rowwise"),
-    "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
-    "*.mlp.experts": "moe_tp_experts",
+OWN: Mapping[str, Rules] = {
+    "deepseek_v3": {
+        **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
+        "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "*.self_attn.o_proj": "rowwise",
+    }
 }
-OWN: Mapping[str, Rules] = {"deepseek_v3": _DEEPSEEK}
-"""By `config.model_type`, patterns of names with the style of what they match."""
+"""By `config.model_type`, what the plan of transformers lacks: patterns of names with the style of what they match."""
 
 
 def goes_by_shape(model: nn.Module) -> bool:
     """Return True for a model of transformers whose plan, where the user gives none, is that of its shapes."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    return bool(kind) and kind not in OWN and (kind in _BY_SHAPE or not getattr(model, "tp_plan", None))
+    return bool(kind) and (kind in _BY_SHAPE or not getattr(model, "tp_plan", None))
 
 
 def recognised(model: nn.Module) -> dict[str, str]:
