@@ -263,18 +263,12 @@ def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dic
             if words:
                 command.set_defaults(function=words[0])
             continue
-        more: dict[str, Any] = {"help": argparse.SUPPRESS if text == "-" else text}
+        more: dict[str, Any] = {} if words else {"action": "store_true"}
         if words:
-            metavar, kind, *marks = words
-            metavar, _, allowed = metavar.partition("{")
-            more |= {
-                "type": _KINDS[kind],
-                "metavar": metavar or None,
-                "choices": allowed[:-1].split(",") if allowed else None,
-            }
-            for mark in marks:
-                more |= _MARKS[mark[0]](mark[1:])
-        command.add_argument(name, **more if words else {**more, "action": "store_true"})
+            metavar, _, allowed = words[0].partition("{")
+            more |= {"metavar": metavar or None, "choices": allowed[:-1].split(",") if allowed else None}
+            more |= {"type": _KINDS[words[1]], **dict(map(_mark, words[2:]))}
+        command.add_argument(name, help=argparse.SUPPRESS if text == "-" else text, **more)
     return commands.choices
 
 
@@ -321,15 +315,12 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "interval": _number(float, "are seconds from 0.1 to 86400", 0.1, 86400),
     "silence": _number(float, "are seconds from 1 to 86400", 1, 86400),
 }
-_MARKS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "=": lambda text: {"default": text},
-    ">": lambda text: {"dest": text},
-    "&": lambda _: {"action": "append"},
-    "!": lambda _: {"required": True},
-    "?": lambda _: {"nargs": "?"},
-    "*": lambda _: {"nargs": "*"},
-    "+": lambda _: {"nargs": "+"},
-}
+
+
+def _mark(word: str) -> tuple[str, Any]:
+    """The argument of `add_argument` that a mark stands for, and its value."""
+    marks = {"=": ("default", word[1:]), ">": ("dest", word[1:]), "&": ("action", "append"), "!": ("required", True)}
+    return marks.get(word[0], ("nargs", word))
 
 
 _MOST_NUMBERS = 10

@@ -332,6 +332,8 @@ def _zero(read: Translation) -> Pairs:
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0
+    if read("zero_optimization.overlap_comm") is not None:
+        yield "zero.overlap", read("zero_optimization.overlap_comm")
     for name, least in (("zero_optimization.zero_hpz_partition_size", 2), ("zero_optimization.mics_shard_size", 1)):
         size = read(name)
         if type(size) is not int or size < least:

@@ -68,11 +68,6 @@ class Nodes:
     """From what workers go on when they start again, as a message says it."""
 
     @property
-    def alone(self) -> bool:
-        """True if there is one launcher."""
-        return self.most == 1
-
-    @property
     def where(self) -> tuple[str, int]:
         """The host and the port of the endpoint. Raises `ConfigError`."""
         host, _, port = self.endpoint.rpartition(":")
@@ -114,7 +109,7 @@ class Leader:
         self._nodes, self._processes = nodes, processes
         self._notify, self._stopped = notify, stopped
         self._secret = setting(SECRET) or ""
-        self._listener = listen(*nodes.where) if listens and not nodes.alone else None
+        self._listener = listen(*nodes.where) if listens and nodes.most > 1 else None
         if self._listener is not None:
             self._listener.setblocking(False)
         self._members: list[Member] = []
@@ -439,7 +434,7 @@ def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> L
         ConfigError: when it cannot listen at the endpoint.
     """
     host = nodes.where[0]
-    if nodes.alone or nodes.rank == 0:
+    if nodes.most == 1 or nodes.rank == 0:
         return Leader(nodes, processes, notify, stopped)
     if nodes.rank is None and is_here(host):
         try:
