@@ -250,7 +250,7 @@ class TrainedModel:
         state = engine.state
         nbytes = state.numel * master.itemsize
         free = self._least_available()
-        averaged = engine.keeps_averages
+        averaged = engine.optimizer_step.averages is not None
         if free is not None and (3 if averaged else 2) * nbytes > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return

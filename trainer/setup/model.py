@@ -190,7 +190,7 @@ def build_trained_model(
     console.note(f"model    {type(model).__name__}, {shown}", Detail(f"model: {units}{reduced}"))
     parts = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
     kept = ", ".join(parts).replace("device", mesh.device.type)
-    console.note(f"memory   states of each rank: {kept}", engine.update_device.note, *pinned_notes(tiers.pinned))
+    console.note(f"memory   states of each rank: {kept}", engine.optimizer_step.place.note, *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
 

@@ -419,7 +419,7 @@ class AutogradEngine(ZeroEngine):
         self._note_modules()
 
     def _before_step(self) -> None:
-        self.begin_step(self._optimizer_step.updates)
+        self.begin_step(self.optimizer_step.updates)
         for bucket in (each for unit in self._passes.units if unit.phase is Phase.LIVE for each in unit.buckets):
             bucket.drop_casts()
 
@@ -476,10 +476,10 @@ class AutogradEngine(ZeroEngine):
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None
         skip = scaled and not math.isfinite(self.gradient_norm(factor))
-        self._optimizer_step.begin_step(groups)
+        self.optimizer_step.begin_step(groups)
         with self._updating():
-            self._optimizer_step.scaler.update(overflow=skip)
-            self._optimizer_step.update(self.units, factor * self._passes.step.clip / scale, skip=skip)
+            self.optimizer_step.scaler.update(overflow=skip)
+            self.optimizer_step.update(self.units, factor * self._passes.step.clip / scale, skip=skip)
         self._passes.step.used = True
         return not skip
 
@@ -491,7 +491,7 @@ class AutogradEngine(ZeroEngine):
         if self._passes.failed and self.mesh.world_size == 1:
             self.abandon_pass()
         self._passes.require_no_failure()
-        self._optimizer_step.drop_gradients()
+        self.optimizer_step.drop_gradients()
         self._passes.forget_gradients()
         self._passes.gradients.keep_zeros = zeros
 
