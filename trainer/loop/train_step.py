@@ -265,7 +265,7 @@ class Stepper:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
-        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
+        def loss_of(batch: Mapping[str, Any], _seed: float) -> Tensor:
             results.append(self._evaluated(batch, outputs=outputs))
             return results[-1][0]
 
@@ -281,18 +281,18 @@ class Stepper:
                 loss_of(batch, 0.0)
         return results
 
-    def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
+    def _evaluated(self, batch: Any, *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
         """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
         model_outputs: Any = None
         if outputs:
-            loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
+            loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=batch.targets)
         else:
-            loss = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch))
+            loss = self._loss(self._model, batch, seed=0.0, targets=batch.targets)
         return loss, self._loss.last_count, model_outputs
 
-    def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
+    def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
-        loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
+        loss = self._loss(self._model, batch, seed=seed, targets=batch.targets)
         count, scalars = self._loss.last_count, self._loss.last_scalars
         self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
         if not loss.requires_grad and count:
@@ -330,10 +330,6 @@ class Stepper:
             before = coming[-1] if coming else None
             coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies, before))
         return coming
-
-
-def _targets_of(batch: Mapping[str, Any]) -> int | None:
-    return batch.targets if isinstance(batch, DeviceBatch) else None
 
 
 def _detached(value: Any) -> Any:

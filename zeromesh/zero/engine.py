@@ -282,12 +282,9 @@ class ZeroEngine:
             if squares is None:
                 squares = self._sum_squares()
             if lacking:
-                self._find_missing()
+                trained = [bucket for unit in self.units for bucket in unit.trainable]
+                self._passes.gradients.find_missing(trained, self.optimizer_step.sharing)
             return self.optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
-
-    def _find_missing(self) -> None:
-        trained = [bucket for unit in self.units for bucket in unit.trainable]
-        self._passes.gradients.find_missing(trained, self.optimizer_step.sharing)
 
     def end_without_update(self) -> None:
         """End a step whose gradients are of nothing: they are forgotten, and the optimizer's states and the weights stay."""
