@@ -202,7 +202,6 @@ class Stepper:
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
-        # Microbatches that are in a pipeline together.
         at_once = self._driver.at_once
         computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self._model):
@@ -265,9 +264,13 @@ class Stepper:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
-        def loss_of(batch: Mapping[str, Any], _seed: float) -> Tensor:
-            results.append(self._evaluated(batch, outputs=outputs))
-            return results[-1][0]
+        def loss_of(batch: Any, seed: float) -> Tensor:
+            if outputs:
+                loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=batch.targets)
+            else:
+                loss, model_outputs = self._loss(self._model, batch, seed=seed, targets=batch.targets), None
+            results.append((loss, self._loss.last_count, model_outputs))
+            return loss
 
         work = [
             MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
@@ -280,15 +283,6 @@ class Stepper:
             with torch.no_grad(), drawn.in_force(), batch.present():
                 loss_of(batch, 0.0)
         return results
-
-    def _evaluated(self, batch: Any, *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
-        """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
-        model_outputs: Any = None
-        if outputs:
-            loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=batch.targets)
-        else:
-            loss = self._loss(self._model, batch, seed=0.0, targets=batch.targets)
-        return loss, self._loss.last_count, model_outputs
 
     def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
