@@ -198,7 +198,6 @@ class StepDriver:
             )
             with torch.enable_grad():
                 self._measured = self._executor.run(schedule, runner)
-            passes.end_backwards()
             return runner.losses
 
         losses = engine.run_schedule(run)

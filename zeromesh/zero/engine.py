@@ -221,7 +221,9 @@ class ZeroEngine:
         """
         self._passes.require_idle()
         try:
-            return run(self._passes)
+            result = run(self._passes)
+            self.optimizer_step.end_backwards()
+            return result
         except BaseException as error:
             self.mesh.fail(error)
             raise

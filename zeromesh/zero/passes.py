@@ -101,8 +101,8 @@ class Passes:
     def backward(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its roots."""
         self._enter_backward(forward)
-        with own_randomness():
-            self._reduce_during(lambda: self._run_backward(gradients))
+        with own_randomness(), self._reducing():
+            self._run_backward(gradients)
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
@@ -116,41 +116,26 @@ class Passes:
         self._enter_backward(forward)
         self._holding = True
         self._need_held()
-        try:
-            with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-                self._run_backward(gradients)
-        finally:
-            self._holding = False
+        with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
+            self._run_backward(gradients)
         self.end()
 
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
         self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
-
-        def deliver() -> None:
+        self._weights_alone = True
+        with self._reducing():
             for bucket, index, gradient in forward.gradients:
                 bucket.parameters[index].grad = gradient
                 self.gradients.take(bucket, index)
             forward.gradients.clear()
             run()
-
-        self._weights_alone = True
-        try:
-            self._reduce_during(deliver)
-        finally:
-            self._weights_alone = False
         self.end()
-
-    def end_backwards(self) -> None:
-        """End a step's backwards, when all ranks that wait for one another have run them."""
-        self._updater.end_backwards()
 
     def _run_backward(self, gradients: Tensors) -> None:
         roots, outputs = self._progress.roots, self._progress.outputs
-        self._progress.roots, self._progress.outputs = (
-            (),
-            [],
-        )  # What is kept of the graph would keep the engine, by its hooks.
+        # What is kept of the graph would keep the engine, by its hooks.
+        self._progress.roots, self._progress.outputs = (), []
         if roots:
             torch.autograd.backward(roots, gradients)
             return
@@ -160,11 +145,12 @@ class Passes:
         zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
         torch.autograd.backward(outputs, zeros)
 
-    def _reduce_during(self, bring: Callable[[], None]) -> None:
-        """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """Inside the block the gradients of a microbatch come; they are reduced meanwhile and afterwards."""
         with self._recorder.span(StepPhase.BACKWARD):
             self._begin_reducing()
-            bring()
+            yield
             self._end_reducing()
 
     def _begin_reducing(self) -> None:
@@ -241,7 +227,7 @@ class Passes:
         self.gathers.end()
         self._calls.reset()
         self.mode = PassMode.IDLE
-        self._entry = None
+        self._entry, self._holding, self._weights_alone = None, False, False
         self._transport.poll()
 
     # What hooks call. `place` is the number of a call in forward, `index` that of a parameter in its bucket
