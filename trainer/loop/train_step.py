@@ -33,7 +33,6 @@ from zeromesh.trainer.models.attention import with_documents
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """The loss of a microbatch, its targets, and scalars to be logged; tensors are on the device, and nobody has read them."""
@@ -119,11 +118,6 @@ class Stepper:
         engine.begin_step(step, groups)
         self._restore_modes()
         self._computed = []
-        last = len(microbatches) - 1
-        positions = [
-            MicrobatchPosition(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
-            for number, each in enumerate(microbatches)
-        ]
         seed = 1.0 if count is None else 1.0 / max(1, count)
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
 
@@ -135,9 +129,10 @@ class Stepper:
                 self._restore_modes()
 
         moved = self._to_device(batches, counts)
+        streams = [Streams(engine.options.seed, step, each.first_sample) for each in microbatches]
         work = [
-            MicrobatchWork(batch=each, where=position, seed=own, around=each.present)
-            for each, own, position in zip(moved, seeds, positions, strict=True)
+            MicrobatchWork(batch=each, seed=own, streams=drawn, around=each.present)
+            for each, own, drawn in zip(moved, seeds, streams, strict=True)
         ]
         self._driver.train(engine, work, self._loss_of, end)
 

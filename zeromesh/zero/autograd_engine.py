@@ -30,7 +30,7 @@ from zeromesh.optim.gradients import clip_factor
 from zeromesh.rng import Streams
 from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
+from zeromesh.zero.gather_order import PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes
 
@@ -288,8 +288,7 @@ class AutogradPasses(Passes):
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
         last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
-        position = MicrobatchPosition(step=self.generation, first_sample=0, first=not step.backwards, last=last)
-        graph.progress.position = position
+        graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
         graph.progress.restart_backward()
         step.closed, step.summed, step.norm = False, False, None
@@ -303,7 +302,7 @@ class AutogradPasses(Passes):
             self._mesh.fail(error)
             raise
         self.step.backwards += 1
-        self.step.summed = self._progress.position.last
+        self.step.summed = self._progress.last
         self.end()
 
     @property

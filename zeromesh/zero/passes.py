@@ -29,7 +29,7 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, Phase, Unit
 from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls
-from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress, Prefetcher
+from zeromesh.zero.gather_order import PassMode, PassProgress, Prefetcher
 from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 
@@ -79,16 +79,16 @@ class Passes:
     # Training
 
     def forward(
-        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition, *, goes_on: bool
+        self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, goes_on: bool
     ) -> tuple[Tensors, PassProgress]:
         """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
 
-        `goes_on`: backward of the same microbatch comes next, in the same pass.
+        It draws from `streams`; None: from the generators as they are. `goes_on`: its backward comes next, in the same pass.
         """
-        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
         kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
-        self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk, microbatch))
-        with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
+        drawing = streams.in_force() if streams is not None else nullcontext()
+        with drawing, torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             outputs = run()
             self._end_forward(outputs)
         # The edges alone: what was sent on need not stay until backward.
@@ -155,15 +155,15 @@ class Passes:
 
     def _begin_reducing(self) -> None:
         """Begin a backward whose gradients are reduced as they come."""
-        position, chunk = self._progress.position, self._progress.chunk
+        progress, chunk = self._progress, self._progress.chunk
         own = {unit.index for unit in self._chunks[chunk]}
-        order = [index for index in self._progress.reduction_order(range(len(self.units))) if index in own]
+        order = [index for index in progress.reduction_order(range(len(self.units))) if index in own]
         settled = order == self._last_reductions.get(chunk)
         self._last_reductions[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        self._updater.begin_backward(buckets, first=position.first, last=position.last)
-        reduce = position.last or self._reduces_each
-        self.gradients.begin(buckets, reduce=reduce, first=position.first, settled=settled)
+        self._updater.begin_backward(buckets, first=progress.first, last=progress.last)
+        reduce = progress.last or self._reduces_each
+        self.gradients.begin(buckets, reduce=reduce, first=progress.first, settled=settled)
         self._need_held()
 
     def _end_reducing(self) -> None:
