@@ -26,13 +26,13 @@ from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
+from zeromesh.rng import Streams
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.weight_init.weight_sources import build_deferred, materialize_buffers
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 
 CHUNKS = {"interleaved": 2}
 
@@ -91,14 +91,13 @@ class Training:
         micro = self._workload.micro
         parts = [{"input_ids": part, "labels": part} for part in tokens.split(micro)]
         count = sum(self.loss.count(part) or 0 for part in parts)
-        seed, last = 1.0 / count, len(parts) - 1
+        seed = 1.0 / count
         self.engine.begin_step(number)
-        where = [
-            MicrobatchPosition(step=number, first_sample=place * micro, first=place == 0, last=place == last)
-            for place in range(len(parts))
-        ]
+        streams = [Streams(self.engine.options.seed, number, place * micro) for place in range(len(parts))]
         total = torch.zeros(1, dtype=torch.float64)
-        work = [MicrobatchWork(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
+        work = [
+            MicrobatchWork(batch=part, streams=drawn, seed=seed) for part, drawn in zip(parts, streams, strict=True)
+        ]
         driver = self.divided.pipeline or StepDriver(self.mesh)
         total += torch.stack(driver.train(self.engine, work, self._sum)).double().sum()
         self.mesh.pipeline.sum_(total, "loss")

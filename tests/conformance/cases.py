@@ -19,10 +19,10 @@ from zeromesh.offload import Ledger, Purpose, Tier, tensor_bytes
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
+from zeromesh.rng import Streams
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 
 from . import reference
 from .models import SUBJECTS, Batch
@@ -83,16 +83,12 @@ class Run:
         parts = self.microbatches(number)
         total = torch.zeros(1, dtype=torch.float64)
         self.engine.begin_step(number)
-        where = [
-            MicrobatchPosition(
-                step=number,
-                first_sample=number * self.problem.samples + start,
-                first=place == 0,
-                last=place == len(parts) - 1,
-            )
-            for place, (start, _) in enumerate(parts)
+        seed, first = self.engine.options.seed, number * self.problem.samples
+        streams = [Streams(seed, number, first + start) for start, _ in parts]
+        work = [
+            MicrobatchWork(batch=m, streams=drawn, seed=1.0 / count)
+            for (_, m), drawn in zip(parts, streams, strict=True)
         ]
-        work = [MicrobatchWork(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)]
         with self.problem.arithmetic() if self.divided.pipeline is not None else nullcontext():
             losses = self._driver.train(self.engine, work, lambda m, _: self.loss_of(m, factor))
         total += torch.stack(losses).double().sum().cpu()

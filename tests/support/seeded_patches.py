@@ -18,7 +18,7 @@ from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
 from zeromesh.optim.gradients import GradientShards, ReplicaGroups, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
-from zeromesh.rng import seed_all
+from zeromesh.rng import Streams, seed_all
 from zeromesh.tensor import parallelize_module
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.parallelize_module import Parallelized
@@ -506,14 +506,13 @@ def other_dropout_again(swap: Swap) -> None:
 
 
 def same_dropout(swap: Swap) -> None:
-    def make(forward: Any) -> Any:
-        def planted(self: Passes, chunk: int, run: Any, microbatch: Any, **rest: Any) -> Any:
-            alike = microbatch.first_sample // (2 * self._mesh.data.size)
-            return forward(self, chunk, run, replace(microbatch, first_sample=alike), **rest)
+    def make(begin: Any) -> Any:
+        def planted(self: Streams, seed: int, step: int | str, first_sample: int) -> None:
+            begin(self, seed, step, first_sample // (2 * int(os.environ["WORLD_SIZE"])))
 
         return planted
 
-    swap(Passes, "forward", make)
+    swap(Streams, "__init__", make)
 
 
 def same_dropout_of_heads(swap: Swap) -> None:

@@ -207,7 +207,7 @@ class RunCheckpoints:
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return False
-        self._engine.on_before_update(self._release)
+        self._engine.optimizer_step.before_change = self._release
         if wait or not self._section.asynchronous:
             self.finish()
         return True

@@ -33,7 +33,6 @@ from zeromesh.trainer.models.attention import with_documents
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """The loss of a microbatch, its targets, and scalars to be logged; tensors are on the device, and nobody has read them."""
@@ -119,11 +118,6 @@ class Stepper:
         engine.begin_step(step, groups)
         self._restore_modes()
         self._computed = []
-        last = len(microbatches) - 1
-        positions = [
-            MicrobatchPosition(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
-            for number, each in enumerate(microbatches)
-        ]
         seed = 1.0 if count is None else 1.0 / max(1, count)
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
 
@@ -135,9 +129,10 @@ class Stepper:
                 self._restore_modes()
 
         moved = self._to_device(batches, counts)
+        streams = [Streams(engine.options.seed, step, each.first_sample) for each in microbatches]
         work = [
-            MicrobatchWork(batch=each, where=position, seed=own, around=each.present)
-            for each, own, position in zip(moved, seeds, positions, strict=True)
+            MicrobatchWork(batch=each, seed=own, streams=drawn, around=each.present)
+            for each, own, drawn in zip(moved, seeds, streams, strict=True)
         ]
         self._driver.train(engine, work, self._loss_of, end)
 
@@ -202,7 +197,6 @@ class Stepper:
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
-        # Microbatches that are in a pipeline together.
         at_once = self._driver.at_once
         computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self._model):
@@ -265,9 +259,13 @@ class Stepper:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
-        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
-            results.append(self._evaluated(batch, outputs=outputs))
-            return results[-1][0]
+        def loss_of(batch: Any, seed: float) -> Tensor:
+            if outputs:
+                loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=batch.targets)
+            else:
+                loss, model_outputs = self._loss(self._model, batch, seed=seed, targets=batch.targets), None
+            results.append((loss, self._loss.last_count, model_outputs))
+            return loss
 
         work = [
             MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
@@ -281,18 +279,9 @@ class Stepper:
                 loss_of(batch, 0.0)
         return results
 
-    def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int | Tensor, Any]:
-        """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
-        model_outputs: Any = None
-        if outputs:
-            loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=_targets_of(batch))
-        else:
-            loss = self._loss(self._model, batch, seed=0.0, targets=_targets_of(batch))
-        return loss, self._loss.last_count, model_outputs
-
-    def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
+    def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
-        loss = self._loss(self._model, batch, seed=seed, targets=_targets_of(batch))
+        loss = self._loss(self._model, batch, seed=seed, targets=batch.targets)
         count, scalars = self._loss.last_count, self._loss.last_scalars
         self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
         if not loss.requires_grad and count:
@@ -330,10 +319,6 @@ class Stepper:
             before = coming[-1] if coming else None
             coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies, before))
         return coming
-
-
-def _targets_of(batch: Mapping[str, Any]) -> int | None:
-    return batch.targets if isinstance(batch, DeviceBatch) else None
 
 
 def _detached(value: Any) -> Any:

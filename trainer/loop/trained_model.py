@@ -101,7 +101,7 @@ class TrainedModel(PlacedModel):
         state = engine.state
         nbytes = state.numel * master.itemsize
         free = least_free_bytes(self.mesh)
-        averaged = engine.keeps_averages
+        averaged = engine.optimizer_step.averages is not None
         if free and (3 if averaged else 2) * nbytes > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return

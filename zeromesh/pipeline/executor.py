@@ -135,10 +135,8 @@ class Executor:
     def __init__(self, group: ProcessSet, channels: Channels) -> None:
         self.group = group
         self._channels = channels
-        self._incoming: dict[PipelineSchedule, dict[int, list[Message]]] = {}
-        """For each schedule that was checked: what each neighbour sends this rank, in order."""
-        self._orders: dict[PipelineSchedule, MessageOrder] = {}
-        """The same for the order in which messages are launched on devices."""
+        self._known: dict[PipelineSchedule, tuple[dict[int, list[Message]], MessageOrder | None]] = {}
+        """For each schedule that was checked: what each neighbour sends this rank, and on devices the order of launches."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
         """Carry out this rank's part of a schedule.
@@ -155,18 +153,16 @@ class Executor:
                 self.group.watch.begin_microbatch(action.microbatch)
                 compute(runner, action, ())
             return Measured(schedule=schedule, marks=())
-        if schedule not in self._incoming:
+        if schedule not in self._known:
             validate(schedule)
-            self._incoming[schedule] = _incoming(schedule, rank)
-            if self.group.on_stream:
-                self._orders[schedule] = MessageOrder.of(schedule, rank)
+            order = MessageOrder.of(schedule, rank) if self.group.on_stream else None
+            self._known[schedule] = _incoming(schedule, rank), order
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         # Shapes that one rank remembers and another does not would end in an abort.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
         advice = "Every rank of a pipeline must be given the same data"
         self.group.require_same(passed, CollectiveError, advice=advice)
-        order = self._orders.get(schedule)
-        run = _Run(schedule, rank, self._incoming[schedule], order, runner, signatures, self._channels)
+        run = _Run(schedule, rank, *self._known[schedule], runner, signatures, self._channels)
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action)

@@ -19,7 +19,7 @@ from zeromesh.pipeline.schedule import Kind, PipelineSchedule, ScheduleName, for
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import NOWHERE, MicrobatchPosition, PassProgress
+from zeromesh.zero.gather_order import PassProgress
 from zeromesh.zero.passes import Passes, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
@@ -28,13 +28,12 @@ LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchWork:
-    """A microbatch: what it is, where it stands in the step, and the gradient of its loss's sum."""
+    """A microbatch of a step or of an evaluation, and the gradient of its loss's sum."""
 
     batch: Mapping[str, Any]
-    where: MicrobatchPosition = NOWHERE
     seed: float = 1.0
     streams: Streams | None = None
-    """The random numbers that it draws in an evaluation; None: it draws from the generators as they are."""
+    """The random numbers that it draws; None: it draws from the generators as they are."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Makes what is around each forward of it."""
 
@@ -73,7 +72,7 @@ class ZeroRunner(StageRunner):
             with self.passes.drawing(self.work[microbatch].streams):
                 return self._sent(chunk, microbatch, run())
         key = chunk, microbatch
-        outputs, forward = self.passes.forward(chunk, run, self.work[microbatch].where, goes_on=key in self.goes_on)
+        outputs, forward = self.passes.forward(chunk, run, self.work[microbatch].streams, goes_on=key in self.goes_on)
         self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
         self._forwards[key] = forward
         return self._sent(chunk, microbatch, outputs)
@@ -119,8 +118,7 @@ class ZeroRunner(StageRunner):
         """Gradients are summed in the order in which they come: the first of a chunk begins the sums, the last one ends them."""
         number = self._reduced.get(chunk, 0)
         self._reduced[chunk] = number + 1
-        last = number == len(self.work) - 1
-        forward.position = replace(forward.position, first=number == 0, last=last)
+        forward.first, forward.last = number == 0, number == len(self.work) - 1
         return forward
 
     def _start(self, chunk: int, microbatch: int, forward: PassProgress, gradients: Tensors) -> Tensors:
@@ -198,7 +196,6 @@ class StepDriver:
             )
             with torch.enable_grad():
                 self._measured = self._executor.run(schedule, runner)
-            passes.end_backwards()
             return runner.losses
 
         losses = engine.run_schedule(run)

@@ -14,7 +14,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -30,7 +30,7 @@ from zeromesh.optim.gradients import clip_factor
 from zeromesh.rng import Streams
 from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
+from zeromesh.zero.gather_order import PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes
 
@@ -129,8 +129,9 @@ class AutogradPasses(Passes):
         self._accumulation = self._options.accumulation
         self._reduces_each = self._reduces_each or self._accumulation == 1
         self.step = StepGradients()
-        self._synced = True
-        self._generation = 0
+        self.synced = True
+        self.generation = 0
+        """How many times parameters have got other values."""
         self._graph: weakref.ref[_Graph] | None = None
         self._growing: _Graph | None = None
         """The graph of a forward that has not returned yet, which no hook may hold so far."""
@@ -169,10 +170,10 @@ class AutogradPasses(Passes):
             self.before_step()
         # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
         shared = self._mesh.shape.divides("layers")
-        where = self._generation << 20 | self.step.backwards
+        where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
-        self._growing = _Graph(self._progress, self._generation)
+        self._growing = _Graph(self._progress, self.generation)
         self._graph = weakref.ref(self._growing)
 
     def before_forward(self, unit: Unit) -> None:
@@ -213,7 +214,7 @@ class AutogradPasses(Passes):
     # Backward
 
     def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
-        return partial(self._reached, unit, place, self._graph_of_now() or _Graph(self._progress, self._generation))
+        return partial(self._reached, unit, place, self._graph_of_now() or _Graph(self._progress, self.generation))
 
     def _reached(self, unit: Unit, place: int, graph: _Graph) -> None:
         if self.mode is not PassMode.BACKWARD:
@@ -232,7 +233,7 @@ class AutogradPasses(Passes):
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         if self.mode is not PassMode.BACKWARD:
-            self._begin_backward(self._graph_of_now() or _Graph(PassProgress(), self._generation))
+            self._begin_backward(self._graph_of_now() or _Graph(PassProgress(), self.generation))
         super().on_gradient(unit, bucket, index, parameter)
 
     def _accumulates(self) -> bool:
@@ -263,7 +264,7 @@ class AutogradPasses(Passes):
         self._hold(unit)
 
     def _require_current(self, graph: _Graph) -> None:
-        if graph.generation != self._generation:
+        if graph.generation != self.generation:
             raise PhaseError(
                 "backward reached results of a forward that ran before the latest update or load, and the parameters have other "
                 "values now; run forward again, or call backward before optimizer.step()"
@@ -286,9 +287,8 @@ class AutogradPasses(Passes):
                 f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
-        last = self._synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
-        position = MicrobatchPosition(step=self._generation, first_sample=0, first=not step.backwards, last=last)
-        graph.progress.position = position
+        last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
+        graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
         graph.progress.restart_backward()
         step.closed, step.summed, step.norm = False, False, None
@@ -302,7 +302,7 @@ class AutogradPasses(Passes):
             self._mesh.fail(error)
             raise
         self.step.backwards += 1
-        self.step.summed = self._progress.position.last
+        self.step.summed = self._progress.last
         self.end()
 
     @property
@@ -318,22 +318,13 @@ class AutogradPasses(Passes):
                 "a single rank, or start again from a checkpoint"
             )
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside the block no backward is the last one of a step."""
-        before, self._synced = self._synced, False
-        try:
-            yield
-        finally:
-            self._synced = before
-
     # Between backward and update
 
     def close_backwards(self) -> None:
         """Sum what is not summed over all ranks yet, so that gradients are those of the step. All ranks call it."""
         self.require_no_failure()
         self.require_idle()
-        if not self._synced:
+        if not self.synced:
             raise PhaseError(
                 "ranks update together, from the gradients of all of them: leave no_sync() before optimizer.step()"
             )
@@ -357,14 +348,6 @@ class AutogradPasses(Passes):
             self._updater.end_backward(self.units)
         self.gradients.find_missing(buckets, self._updater.sharing)
 
-    def forget_gradients(self) -> None:
-        """Begin anew: the next backward is the first of its step."""
-        self.step = StepGradients()
-
-    def next_generation(self) -> None:
-        """Note that parameters have other values now."""
-        self._generation += 1
-
 
 class AutogradEngine(ZeroEngine):
     """An engine without a trainer: `loss.backward()` and an optimizer's calls drive it."""
@@ -377,14 +360,13 @@ class AutogradEngine(ZeroEngine):
         self._passes.before_step = self._before_step
         self._passes.follow_inner(self._hooks)
         self._takes = False
-        kinds = {kind: GuardedParameter.of(kind, self._passes) for kind in self._kinds()}
+        guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}
         for bucket in self._buckets:
-            bucket.set_kinds([kinds[kind_of(each)] for each in bucket.parameters])
+            for kind in map(kind_of, bucket.parameters):
+                guarded[kind] = guarded.get(kind) or GuardedParameter.of(kind, self._passes)
+            bucket.set_kinds([guarded[kind_of(each)] for each in bucket.parameters])
         self._own = dict(self.model.named_parameters())
         self._note_modules()
-
-    def _kinds(self) -> set[type[nn.Parameter]]:
-        return {kind_of(each) for bucket in self._buckets for each in bucket.parameters}
 
     def close(self) -> None:
         super().close()
@@ -419,7 +401,7 @@ class AutogradEngine(ZeroEngine):
         self._note_modules()
 
     def _before_step(self) -> None:
-        self.begin_step(self._optimizer_step.updates)
+        self.begin_step(self.optimizer_step.updates)
         for bucket in (each for unit in self._passes.units if unit.phase is Phase.LIVE for each in unit.buckets):
             bucket.drop_casts()
 
@@ -439,9 +421,14 @@ class AutogradEngine(ZeroEngine):
             self.checkpoint_state.fill(given)
         return result
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside the block no backward is the last one of a step; see `shard`."""
-        return self._passes.no_sync()
+        before, self._passes.synced = self._passes.synced, False
+        try:
+            yield
+        finally:
+            self._passes.synced = before
 
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
         """A whole gradient times `factor`, with clipping, without loss scale; see `FullState.gradient`. All ranks call it."""
@@ -476,10 +463,10 @@ class AutogradEngine(ZeroEngine):
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None
         skip = scaled and not math.isfinite(self.gradient_norm(factor))
-        self._optimizer_step.begin_step(groups)
+        self.optimizer_step.begin_step(groups)
         with self._updating():
-            self._optimizer_step.scaler.update(overflow=skip)
-            self._optimizer_step.update(self.units, factor * self._passes.step.clip / scale, skip=skip)
+            self.optimizer_step.scaler.update(overflow=skip)
+            self.optimizer_step.update(self.units, factor * self._passes.step.clip / scale, skip=skip)
         self._passes.step.used = True
         return not skip
 
@@ -491,10 +478,10 @@ class AutogradEngine(ZeroEngine):
         if self._passes.failed and self.mesh.world_size == 1:
             self.abandon_pass()
         self._passes.require_no_failure()
-        self._optimizer_step.drop_gradients()
-        self._passes.forget_gradients()
+        self.optimizer_step.drop_gradients()
+        self._passes.step = StepGradients()
         self._passes.gradients.keep_zeros = zeros
 
     def _next_generation(self) -> None:
         super()._next_generation()
-        self._passes.next_generation()
+        self._passes.generation += 1

@@ -28,7 +28,7 @@ from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
-from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome, UpdateDevice
+from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -85,9 +85,9 @@ class ZeroEngine:
         self.transport = built.transport
         self._reduction = built.reduction
         self._releases = built.releases
-        self._optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
+        self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
         self._passes = self.passes_class(
-            built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts())
+            built, mesh, options, self.optimizer_step, _chunks(self.units, cuts or ModelCuts())
         )
         self._exchanged = False
         """True if averaged weights and master weights have been exchanged."""
@@ -97,11 +97,11 @@ class ZeroEngine:
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
-        self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
+        self._flags = RequiresGradFlags(built, mesh, options, self.optimizer_step, self._passes.gradients, self._hooks)
         self._states: dict[bool, FullState] = {}
         """Kept for `state` and `averaged_state` as long as the same is trained."""
         self._states_followed: list[list[int]] = []
-        self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
+        self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
         """This rank's part of all states, by the names of whole tensors."""
         if not self._releases:
             self._gather_all()
@@ -159,7 +159,7 @@ class ZeroEngine:
             self._states, self._states_followed = {}, followed
 
         def weights_of(bucket: Bucket) -> TieredTensor:
-            averages = self._optimizer_step.averages if averaged != self._exchanged else None
+            averages = self.optimizer_step.averages if averaged != self._exchanged else None
             average = averages.of(bucket) if averages is not None and averages.count else None
             return average or bucket.master
 
@@ -172,29 +172,15 @@ class ZeroEngine:
     @property
     def loss_scale(self) -> float:
         """The factor by which losses of this step are multiplied before backward; 1 without float16 gradients."""
-        return self._optimizer_step.scaler.scale
-
-    @property
-    def keeps_averages(self) -> bool:
-        """True if an average of the weights is kept beside them."""
-        return self._optimizer_step.averages is not None
-
-    @property
-    def update_device(self) -> UpdateDevice:
-        """The place where updates are computed, and the reason."""
-        return self._optimizer_step.place
+        return self.optimizer_step.scaler.scale
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
         """The optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
-        return self._optimizer_step.optimizer_of(bucket)
-
-    def on_before_update(self, call: Callable[[Bucket], None]) -> None:
-        """Have `call(bucket)` run before a bucket's states change, so that whoever reads them beside training ends first."""
-        self._optimizer_step.before_change = call  # What it belongs to often has the engine: `close` ends that cycle.
+        return self.optimizer_step.optimizer_of(bucket)
 
     def progress(self) -> EngineProgress:
         """Return the progress that a checkpoint keeps beside tensors. All ranks call it."""
-        step = self._optimizer_step
+        step = self.optimizer_step
         return EngineProgress(
             updates=step.updates,
             trained=self._flags.changes(),
@@ -210,7 +196,7 @@ class ZeroEngine:
             CheckpointError: where parameters are named that the model does not have.
         """
         self._flags.restore(progress.trained, progress.updates)
-        self._optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
+        self.optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
 
     # A step
 
@@ -221,7 +207,7 @@ class ZeroEngine:
         """
         if any(bucket.changed_flags() for bucket in self._buckets):
             self._flags.follow()
-        self._optimizer_step.begin_step(groups or self.options.optimizer.groups())
+        self.optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
@@ -235,12 +221,14 @@ class ZeroEngine:
         """
         self._passes.require_idle()
         try:
-            return run(self._passes)
+            result = run(self._passes)
+            self.optimizer_step.end_backwards()
+            return result
         except BaseException as error:
             self.mesh.fail(error)
             raise
         finally:
-            self._mixed = bool(self._optimizer_step.last_order)  # Inside backward some buckets were updated.
+            self._mixed = bool(self.optimizer_step.last_order)  # Inside backward some buckets were updated.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
         """Read, after the last backward, what the caller has on the device and wants to know, scalars: the host waits once.
@@ -254,7 +242,7 @@ class ZeroEngine:
         unread = writes.unread(self.units)
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
-                found, squares = self._optimizer_step.read([*scalars, *(each for *_, each in unread)])
+                found, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])
             for (unit, bucket, _), first in zip(unread, found[len(scalars) :], strict=True):
                 writes.refuse_changed(unit, bucket, int(first))
         except BaseException as error:
@@ -296,17 +284,14 @@ class ZeroEngine:
             if squares is None:
                 squares = self._sum_squares()
             if lacking:
-                self._find_missing()
-            return self._optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
-
-    def _find_missing(self) -> None:
-        trained = [bucket for unit in self.units for bucket in unit.trainable]
-        self._passes.gradients.find_missing(trained, self._optimizer_step.sharing)
+                trained = [bucket for unit in self.units for bucket in unit.trainable]
+                self._passes.gradients.find_missing(trained, self.optimizer_step.sharing)
+            return self.optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     def end_without_update(self) -> None:
         """End a step whose gradients are of nothing: they are forgotten, and the optimizer's states and the weights stay."""
         with self._updating():
-            self._optimizer_step.update(self.units, 0.0, skip=True)
+            self.optimizer_step.update(self.units, 0.0, skip=True)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
@@ -333,7 +318,7 @@ class ZeroEngine:
             for bucket in unit.trainable:
                 for parameter in bucket.parameters:
                     parameter.grad = None
-        self._optimizer_step.abandon()
+        self.optimizer_step.abandon()
         if self._passes.mode is not PassMode.IDLE:
             self._passes.end()
         return True
@@ -371,7 +356,7 @@ class ZeroEngine:
         for bucket in self._buckets:
             bucket.publish()
         self._next_generation()
-        averages = self._optimizer_step.averages
+        averages = self.optimizer_step.averages
         if averages is not None and averaged_updates is not None:
             averages.count = averaged_updates
 
@@ -409,13 +394,13 @@ class ZeroEngine:
         self._exchange()
 
     def _exchange(self) -> None:
-        averages = self._optimizer_step.averages
+        averages = self.optimizer_step.averages
         if averages is None or not averages.count:
             return
         with self.loading():
             for bucket in self._buckets:
                 if averages.of(bucket) is not None:
-                    self._optimizer_step.before_change(bucket)
+                    self.optimizer_step.before_change(bucket)
                     averages.exchange(bucket)
         self._exchanged = not self._exchanged
 
@@ -430,7 +415,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Take the hooks off, give shared memory back and remove files."""
         self._hooks.remove()
-        self.on_before_update(lambda bucket: None)
+        self.optimizer_step.before_change = lambda bucket: None  # What it belongs to often has the engine.
         self._states.clear()
         self._flags.close()
         self._tiers.close()

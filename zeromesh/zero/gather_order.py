@@ -10,7 +10,6 @@ this order gathers each unit when it is used, and is recorded anew. Ranks whose 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -32,27 +31,13 @@ class PassMode(Enum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicrobatchPosition:
-    """The position of a microbatch in training. The global index of its first sample seeds dropout, whatever rank runs it."""
-
-    step: int
-    first_sample: int
-    first: bool
-    """True if it is the first microbatch of its step on this rank."""
-    last: bool
-
-
-NOWHERE = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
-"""The position of a microbatch that is no part of a step."""
-
-
 class PassProgress:
     """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward."""
 
-    def __init__(self, streams: Streams | None = None, chunk: int = 0, position: MicrobatchPosition = NOWHERE) -> None:
+    def __init__(self, streams: Streams | None = None, chunk: int = 0) -> None:
         self.chunk = chunk
-        self.position = position
+        self.first = self.last = True
+        """True if its backward is the first of a step through the chunk, which begins the sums of gradients, or the last one."""
         self.roots: Sequence[GradientEdge] = ()
         """The outputs that need a gradient, from which backward starts."""
         self.gradients: list[tuple[Bucket, int, torch.Tensor]] = []

@@ -14,6 +14,7 @@ the slot before. So what is launched, and when, follows from the program alone, 
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,24 +28,18 @@ from zeromesh.telemetry.step_recorder import NOTHING
 from zeromesh.units.unit import Bucket
 
 
+@dataclass(slots=True)
 class BucketArrivals:
     """One bucket in one backward: which gradients have arrived, and which of them wait to be copied into its slot."""
 
-    def __init__(self, bucket: Bucket, sequence: int) -> None:
-        self.bucket = bucket
-        self.sequence = sequence
-        self.filled: torch.Tensor | None = None
-        self.waiting: list[int] = []
-        self.arrived: set[int] = set()
-        self.launched = False
-        self.complete = not any(bucket.training)
-
-    def arrive(self, index: int) -> bool:
-        """Note a gradient; returns whether the parameter has had one before."""
-        again = index in self.arrived
-        self.arrived.add(index)
-        self.complete = len(self.arrived) == sum(self.bucket.training)
-        return again
+    bucket: Bucket
+    sequence: int
+    missing: int
+    """How many parameters have no gradient yet."""
+    filled: torch.Tensor | None = None
+    waiting: list[int] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    launched: bool = False
 
 
 class GradientReducer:
@@ -98,7 +93,7 @@ class GradientReducer:
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
-            arrivals = BucketArrivals(bucket, self._next_sequence)
+            arrivals = BucketArrivals(bucket, self._next_sequence, sum(bucket.training))
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
             if first:
@@ -122,7 +117,9 @@ class GradientReducer:
                 "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
             )
         self.came[id(bucket)].add(index)
-        again = arrivals.arrive(index)
+        again = index in arrivals.arrived
+        arrivals.arrived.add(index)
+        arrivals.missing -= not again
         if self._reducer.on_stream:
             if not again:  # Autograd adds a second one to the first.
                 arrivals.waiting.append(index)
@@ -136,7 +133,7 @@ class GradientReducer:
             _put(slot, bucket, [index], add=False)
         else:
             arrivals.waiting.append(index)
-        if arrivals.complete:
+        if not arrivals.missing:
             if not again:
                 self._owed[bucket.unit] -= 1
             if not self._reduce:
@@ -149,7 +146,7 @@ class GradientReducer:
     def pump(self) -> None:
         """Launch what is complete and next in order; finish what peers have made ready. The host never waits."""
         on_stream = self._reducer.on_stream
-        while self._queue and self._queue[0].complete and (on_stream or self._slot_of(self._queue[0]) is not None):
+        while self._queue and not self._queue[0].missing and (on_stream or self._slot_of(self._queue[0]) is not None):
             self._launch_next()
         while not on_stream and self._flying and self._flying[0][1].ready():
             self._finish_one()
@@ -162,7 +159,7 @@ class GradientReducer:
         launched before, and this rank has left the units that its peers may be waiting to update.
         """
         self.pump()
-        while self._queue and self._queue[0].complete:
+        while self._queue and not self._queue[0].missing:
             self._launch_next()
 
     def flush(self) -> None:

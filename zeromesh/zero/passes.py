@@ -29,7 +29,7 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, Phase, Unit
 from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls
-from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress, Prefetcher
+from zeromesh.zero.gather_order import PassMode, PassProgress, Prefetcher
 from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 
@@ -79,16 +79,16 @@ class Passes:
     # Training
 
     def forward(
-        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition, *, goes_on: bool
+        self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, goes_on: bool
     ) -> tuple[Tensors, PassProgress]:
         """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
 
-        `goes_on`: backward of the same microbatch comes next, in the same pass.
+        It draws from `streams`; None: from the generators as they are. `goes_on`: its backward comes next, in the same pass.
         """
-        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
         kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
-        self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk, microbatch))
-        with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
+        drawing = streams.in_force() if streams is not None else nullcontext()
+        with drawing, torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             outputs = run()
             self._end_forward(outputs)
         # The edges alone: what was sent on need not stay until backward.
@@ -101,8 +101,8 @@ class Passes:
     def backward(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its roots."""
         self._enter_backward(forward)
-        with own_randomness():
-            self._reduce_during(lambda: self._run_backward(gradients))
+        with own_randomness(), self._reducing():
+            self._run_backward(gradients)
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
@@ -116,41 +116,26 @@ class Passes:
         self._enter_backward(forward)
         self._holding = True
         self._need_held()
-        try:
-            with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-                self._run_backward(gradients)
-        finally:
-            self._holding = False
+        with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
+            self._run_backward(gradients)
         self.end()
 
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
         self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
-
-        def deliver() -> None:
+        self._weights_alone = True
+        with self._reducing():
             for bucket, index, gradient in forward.gradients:
                 bucket.parameters[index].grad = gradient
                 self.gradients.take(bucket, index)
             forward.gradients.clear()
             run()
-
-        self._weights_alone = True
-        try:
-            self._reduce_during(deliver)
-        finally:
-            self._weights_alone = False
         self.end()
-
-    def end_backwards(self) -> None:
-        """End a step's backwards, when all ranks that wait for one another have run them."""
-        self._updater.end_backwards()
 
     def _run_backward(self, gradients: Tensors) -> None:
         roots, outputs = self._progress.roots, self._progress.outputs
-        self._progress.roots, self._progress.outputs = (
-            (),
-            [],
-        )  # What is kept of the graph would keep the engine, by its hooks.
+        # What is kept of the graph would keep the engine, by its hooks.
+        self._progress.roots, self._progress.outputs = (), []
         if roots:
             torch.autograd.backward(roots, gradients)
             return
@@ -160,24 +145,25 @@ class Passes:
         zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
         torch.autograd.backward(outputs, zeros)
 
-    def _reduce_during(self, bring: Callable[[], None]) -> None:
-        """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """Inside the block the gradients of a microbatch come; they are reduced meanwhile and afterwards."""
         with self._recorder.span(StepPhase.BACKWARD):
             self._begin_reducing()
-            bring()
+            yield
             self._end_reducing()
 
     def _begin_reducing(self) -> None:
         """Begin a backward whose gradients are reduced as they come."""
-        position, chunk = self._progress.position, self._progress.chunk
+        progress, chunk = self._progress, self._progress.chunk
         own = {unit.index for unit in self._chunks[chunk]}
-        order = [index for index in self._progress.reduction_order(range(len(self.units))) if index in own]
+        order = [index for index in progress.reduction_order(range(len(self.units))) if index in own]
         settled = order == self._last_reductions.get(chunk)
         self._last_reductions[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        self._updater.begin_backward(buckets, first=position.first, last=position.last)
-        reduce = position.last or self._reduces_each
-        self.gradients.begin(buckets, reduce=reduce, first=position.first, settled=settled)
+        self._updater.begin_backward(buckets, first=progress.first, last=progress.last)
+        reduce = progress.last or self._reduces_each
+        self.gradients.begin(buckets, reduce=reduce, first=progress.first, settled=settled)
         self._need_held()
 
     def _end_reducing(self) -> None:
@@ -241,7 +227,7 @@ class Passes:
         self.gathers.end()
         self._calls.reset()
         self.mode = PassMode.IDLE
-        self._entry = None
+        self._entry, self._holding, self._weights_alone = None, False, False
         self._transport.poll()
 
     # What hooks call. `place` is the number of a call in forward, `index` that of a parameter in its bucket

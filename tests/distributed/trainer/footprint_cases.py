@@ -22,7 +22,6 @@ from zeromesh.units.plan import plan_model
 from zeromesh.units.unit import Bucket
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import MicrobatchPosition
 from zeromesh.zero.memory_model import predict_memory
 
 
@@ -88,8 +87,7 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
         gradients.begin, gradients.take = late, watched
         tokens = torch.arange(8).view(1, 8) % VOCABULARY
         engine.begin_step(0)
-        where = MicrobatchPosition(step=0, first_sample=mesh.rank, first=True, last=True)
-        work = [MicrobatchWork(batch={"tokens": tokens}, where=where)]
+        work = [MicrobatchWork(batch={"tokens": tokens})]
         StepDriver(mesh).train(engine, work, lambda batch, _, model=model: model(batch["tokens"]).square().sum())
         engine.finish_step()
         sizes = [sum(bucket.layout.padded * 4 for bucket in unit.trainable) for unit in engine.units]
