@@ -101,6 +101,8 @@ def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
         built: nn.Module = type(model)(config).double().eval()
         return built
 
+    if not hasattr(model, "config"):
+        return "it has no configuration of which a small one could be made"
     found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
     return found[-1] if isinstance(found, list) else found
 
