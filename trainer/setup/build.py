@@ -24,6 +24,7 @@ from zeromesh.offload.accelerator import (
     pick_device,
     round_float32_products,
 )
+from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.sections.schedule import LRSchedule
@@ -142,26 +143,7 @@ def build_run(
     """
     config = _agreed(config, mesh, inputs, events)
 
-    # What the configuration alone decides.
-    workers = Workers.choose(
-        config.data.workers,
-        mesh.device,
-        mesh.environment.local_world_size,
-        timeout_seconds=config.data.timeout_seconds,
-    )
-    plan = BatchPlan(
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
-        data_ranks=mesh.data.size,
-        average=config.batch.average,
-    )
-    require_directories(config.offload)
-    options = engine_options(config, plan.accumulation)
-    console.note(
-        *config.notes, *_layout_notes(config, mesh, plan), Detail(options.precision.table(config.optimizer.name))
-    )
-    if inputs.model is None:
-        check_model(config.model)
+    workers, plan, options = _planned(config, mesh, inputs, console)
 
     # The data, and what its length decides.
     console.status("reading the data")
@@ -196,6 +178,31 @@ def build_run(
         workers=workers,
         **parts,
     )
+
+
+def _planned(
+    config: TrainerConfig, mesh: Mesh, inputs: UserInputs, console: Console
+) -> tuple[Workers, BatchPlan, ZeroOptions]:
+    """What the configuration alone decides, and is refused first."""
+    workers = Workers.choose(
+        config.data.workers,
+        mesh.device,
+        mesh.environment.local_world_size,
+        timeout_seconds=config.data.timeout_seconds,
+    )
+    plan = BatchPlan(
+        global_size=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+        data_ranks=mesh.data.size,
+        average=config.batch.average,
+    )
+    require_directories(config.offload)
+    options = engine_options(config, plan.accumulation)
+    table = Detail(options.precision.table(config.optimizer.name))
+    console.note(*config.notes, *_layout_notes(config, mesh, plan), table)
+    if inputs.model is None:
+        check_model(config.model)
+    return workers, plan, options
 
 
 def _agreed(config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher) -> TrainerConfig:

@@ -93,14 +93,7 @@ def build_trained_model(
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*begin_alike(built, mesh, config.run.seed))
-        # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
-        # and refuse alike.
-        whole: dict[str, Any] = {
-            "flops": ModelFlops.of(model),
-            "counted": counted_parameters(model),
-            "parameters": sum(each.numel() for each in model.parameters()),
-            "hub_form": HubForm(model),
-        }
+        whole = _whole(model)
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, checked = _loss_and_feeds(model, config, inputs, data, plan, console)
@@ -138,6 +131,13 @@ def build_trained_model(
     console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
+
+
+def _whole(model: nn.Module) -> dict[str, Any]:
+    """What a run knows of the whole model: with the whole, all ranks take the same batches, count alike and refuse alike."""
+    parameters = sum(each.numel() for each in model.parameters())
+    counted_ones = counted_parameters(model)
+    return {"flops": ModelFlops.of(model), "counted": counted_ones, "parameters": parameters, "hub_form": HubForm(model)}
 
 
 def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) -> None:
