@@ -53,7 +53,7 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest --device sim --steps 4 -m 'not full' $(SIMULATED)
 	$(BIN)/python -m pytest --junitxml=.pytest_cache/all.xml
-	$(BIN)/python scripts/matrix_table.py .pytest_cache/all.xml docs/conformance.md
+	$(BIN)/python scripts/pages/matrix_table.py .pytest_cache/all.xml docs/conformance.md
 
 # The notice that mkdocs-material prints about its end of life in 2027 is no warning about these pages.
 docs: setup

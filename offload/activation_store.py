@@ -32,7 +32,7 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import whole_blocks
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
-from zeromesh.offload.memory.allocation import allocate_lasting
+from zeromesh.offload.memory.allocation import allocate_lasting, tensor_bytes
 from zeromesh.offload.memory.ledger import Purpose, Tier
 from zeromesh.offload.tiers import TierChoice, Tiers
 
@@ -123,7 +123,7 @@ class FileCopy(SavedTensor):
         if still_here:
             return still_here[0], DONE
         reservation = self._on_host()
-        return reservation, self._write.read(_bytes_of(reservation.memory))
+        return reservation, self._write.read(tensor_bytes(reservation.memory))
 
 
 class PinnedCopy(SavedTensor):
@@ -166,7 +166,7 @@ class PendingWrite:
         """Begin, if that has not been done and the bytes are there. Raises `StorageError`."""
         copied = self.copied is None or self.copied.query()
         if copied and self._transfer is None:
-            self._transfer = self.slot.write(0, _bytes_of(self.sources[0].memory))
+            self._transfer = self.slot.write(0, tensor_bytes(self.sources[0].memory))
             self._transfer.on_end(self.sources.clear)  # Of the list: a method of this object would keep itself alive.
 
     def over(self) -> bool:
@@ -188,10 +188,6 @@ class PendingWrite:
         read = self.slot.read(0, out)
         read.on_end([self.room].clear)  # Which holds the room until then.
         return read
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
@@ -361,7 +357,6 @@ class ActivationStore:
         require_unchanged(tensor, version, "while it was copied to the host")
 
     def _on_host(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:
-        """A tensor in the memory of the host, counted and pinned where the device copies from it."""
         nbytes, pinned = shape.numel() * dtype.itemsize, self._tiers.pinned
         reservation = self._count(Tier.HOST, nbytes)
         if pinned.take(nbytes, self._tiers.device):
@@ -398,6 +393,5 @@ class ActivationStore:
         self._recount()
 
     def _recount(self) -> None:
-        """Do what ended reservations have queued."""
         while not self._ended.empty():
             self._ended.get_nowait()()

@@ -242,13 +242,11 @@ class TieredTensor:
             self.write(first, passing).wait()
 
     def _require_all(self, count: int) -> None:
-        """Raise `ValueError` where others' elements would be copied, or not all of these."""
         if count != self.numel:
             raise ValueError(f"{count} elements to copy, for a tensor of {self.numel}")
 
 
 def _move(dtype: torch.dtype, part: TieredPart, data: torch.Tensor, *, write: bool) -> Transfer:
-    """Start to move `data` to or from all elements of a part, which are of `dtype`."""
     if part.memory is not None:
         return _copy(data, part.memory) if write else _copy(part.memory, data)
     if part.slot is None:
@@ -324,6 +322,9 @@ class Tiers:
                     f"{tier.value} tier, {label}: {length * dtype.itemsize:,} bytes cannot be allocated: {error}"
                 ) from error
             parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory, slot=slot))
+        return self._counted(dtype, parts, purpose)
+
+    def _counted(self, dtype: torch.dtype, parts: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
         for part in parts:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)
@@ -346,9 +347,7 @@ class Tiers:
                 parts.append(
                     TieredPart(start=start, end=at, tier=Tier.FILE, slot=slot, first=run.begin // dtype.itemsize)
                 )
-        for part in parts:
-            self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
-        return TieredTensor(dtype, parts)
+        return self._counted(dtype, parts, purpose)
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Make a buffer `[nbytes]`, uint8, on `device` for bytes on their way from another tier; on the host on its own pages."""

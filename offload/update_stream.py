@@ -172,7 +172,6 @@ class UpdateStream:
                 flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
 
     def _views(self, row: StreamRow) -> list[torch.Tensor | None]:
-        """The tensors of a row where they are within reach, and None where they need a buffer."""
         return [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
 
     def _start(self, row: StreamRow) -> None:

@@ -1,8 +1,8 @@
 """The structure of the source as a table with a column for each ROOT: `scripts/structure_report.py [--trace] [--json] [ROOT ...]`.
 
 A room is a file or a folder; two rooms of the same folder are connected by the imports of everything inside them, imports inside
-functions and for type checkers included. `--trace` also runs a small training step, a save and a load on one rank, and counts the
-files and the Python calls that each goes through.
+functions and for type checkers included. Towards a subfolder, the files of a folder are one room. `--trace`
+also runs a small training step, a save and a load on one rank, and counts the files and the Python calls that each goes through.
 """
 
 import argparse
@@ -79,19 +79,25 @@ def imported(source: Source, modules: Mapping[str, Source]) -> set[str]:
 
 
 def rooms(files: list[Source]) -> dict[str, dict[str, set[str]]]:
-    """For each folder, its rooms and which other rooms of the folder each one imports."""
+    """For each folder, its rooms and which other rooms of the folder each one imports; `.` are all of its own files.
+
+    The files of a floor's root are no such room: some stand above all of its folders, and some below.
+    """
     modules = {source.module: source for source in files}
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for source in files:
         if source.is_package or source.path in DOORS:
             continue
         for target in imported(source, modules):
-            if target.endswith("/__init__.py"):
-                target = target.removesuffix("/__init__.py")
-            here, there = source.path.split("/"), target.split("/")
+            here, there = source.path.split("/"), target.removesuffix("/__init__.py").split("/")
             common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False)))
-            if common and common < len(here) and common < len(there):
-                found["/".join(here[:common])][here[common]].add(there[common])
+            if not 0 < common < min(len(here), len(there)):
+                continue
+            folder, room, other = "/".join(here[:common]), here[common], there[common]
+            found[folder][room].add(other)
+            if common > 1 and room.endswith(".py") != other.endswith(".py"):
+                own = [name if not name.endswith(".py") else "." for name in (room, other)]
+                found[folder][own[0]].add(own[1])
     return found
 
 
@@ -138,6 +144,14 @@ def crowded(files: list[Source], most: int = 12) -> dict[str, int]:
     return {folder: count for folder, count in sorted(counts.items()) if count > most}
 
 
+def long_functions(files: list[Source], most: int = 60) -> list[str]:
+    """Functions of more than `most` lines, each as `path: name (lines)`."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [(source.path, node) for source in files for node in ast.walk(source.tree) if isinstance(node, kinds)]
+    lengths = [(path, node.name, (node.end_lineno or 0) - node.lineno + 1) for path, node in found]
+    return [f"{path}: {name} ({length})" for path, name, length in lengths if length > most]
+
+
 def duplicate_classes(files: list[Source]) -> dict[str, list[str]]:
     """Class names that several files define, private ones included."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -165,7 +179,9 @@ def figures(root: Path) -> dict[str, object]:
     """The table of one checkout."""
     files = sources(root)
     lengths = sorted(source.lines for source in files)
-    per_folder = Counter(source.path.rpartition("/")[0] for source in files if not source.is_package)
+    per_folder = Counter(
+        source.path.rpartition("/")[0] for source in files if not source.is_package and source.path not in DOORS
+    )
     return {
         "files": len(files),
         "lines": sum(lengths),
@@ -174,6 +190,8 @@ def figures(root: Path) -> dict[str, object]:
         "most files in a folder": max(per_folder.values()),
         "folders with more than 12 files": len(crowded(files)),
         "circles of folders": len(folder_circles(files)),
+        "most files at the root of a floor": max(per_folder[floor] for floor in FLOORS),
+        "functions above 60 lines": len(long_functions(files)),
         "modules with one importer": len(single_importers(files)),
         "of these, shorter than 60 lines": len(short_modules(files)),
         "duplicate class names": len(duplicate_classes(files)),
@@ -210,6 +228,7 @@ def main() -> None:
 def _lists(files: list[Source]) -> Iterator[str]:
     yield from (f"circle in {circle}" for circle in folder_circles(files))
     yield from (f"{folder}/ has {count} files" for folder, count in crowded(files).items())
+    yield from long_functions(files)
     yield from (f"class {name}: {', '.join(paths)}" for name, paths in duplicate_classes(files).items())
     yield from (f"{path} is short and has one importer" for path in short_modules(files))
 

@@ -2,7 +2,8 @@
 
 The calls of a step are also counted by kind of bookkeeping, with recording on and off, and its share of all calls is printed.
 `python scripts/trace_step.py` measures the checkout that Python imports; `scripts/structure_report.py --trace` compares several.
-`--functions` prints the functions that a step calls most instead.
+`--functions` prints the functions that a step calls most instead. `--prompt` counts the calls of a prompt of 4 tokens on one rank,
+which a Llama of 4 blocks goes on from by 4 tokens.
 """
 
 import argparse
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh
-from zeromesh import Trainer
+from zeromesh import Generator, Trainer
 from zeromesh.trainer.callbacks.callback import Callback
 
 HOME = str(Path(zeromesh.__file__).resolve().parent.parent)
@@ -35,7 +37,7 @@ KINDS = {
     "board": ("telemetry/status_board.py", "telemetry/board.py"),
     "watch": ("telemetry/watchdog.py", "telemetry/watch.py"),
     "ledger": ("memory/ledger.py", "offload/ledger.py"),
-    "metrics": ("trainer/monitoring/", "trainer/tracking/"),
+    "metrics": ("trainer/monitoring/", "trainer/tracking/", "trainer/trackers/"),
 }
 """Which files are bookkeeping, by the end of their names or the folder that they are in."""
 
@@ -95,7 +97,11 @@ def main() -> None:
     """Start two ranks with recording on, then two with recording off, and print what rank 0 has counted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--functions", type=int, default=0, metavar="N", help="print the N functions called most")
+    parser.add_argument("--prompt", action="store_true", help="count the calls of a prompt")
     options = parser.parse_args()
+    if options.prompt:
+        _count_of_prompt(options.functions)
+        return
     if "RANK" in os.environ:
         _count(options.functions)
         return
@@ -157,6 +163,32 @@ def _count(functions: int) -> None:
     found: dict[str, Any] = {f"files of a {phase}": len({path for path, _ in counter.calls[phase]}) for phase in phases}
     found |= {f"Python calls of a {phase}": counter.calls[phase].total() for phase in phases}
     print(json.dumps(found | {"kinds": counter.kinds()}))
+
+
+def _count_of_prompt(functions: int) -> None:
+    """Continue a prompt a second time, so that what is made once is there, and print the counts."""
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 4,
+    }
+    counter = CallCounter()
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256, max_position_embeddings=128)).save_pretrained(folder)
+        with Generator(folder) as generator:
+            generator.generate([[1, 2, 3, 4]], max_new_tokens=4)
+            sys.setprofile(counter.profile)
+            counter.phase = "prompt"
+            generator.generate([[5, 6, 7, 8]], max_new_tokens=4)
+            sys.setprofile(None)
+    calls = counter.calls["prompt"]
+    for (path, name), count in calls.most_common(functions):
+        print(f"{count:6} {path} {name}")
+    floors = {
+        floor: sum(n for (path, _), n in calls.items() if path.startswith(floor)) for floor in ("zeromesh", "trainer")
+    }
+    print(json.dumps({"Python calls of a prompt": calls.total(), **floors}))
 
 
 def _switch(trainer: Trainer, on: bool) -> None:

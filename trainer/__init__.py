@@ -6,6 +6,7 @@ transformers.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.trainer.callbacks.callback import Callback
@@ -19,17 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig"]
 
 
+_LAZY = {"Trainer": "trainer", "FitReport": "loop.context"}
+_LAZY |= dict.fromkeys(("Generated", "Generator"), "inference.generator")
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from zeromesh.trainer.trainer import Trainer
-
-        return Trainer
-    if name == "FitReport":
-        from zeromesh.trainer.loop.context import FitReport
-
-        return FitReport
-    if name in {"Generated", "Generator"}:
-        from zeromesh.trainer.inference import generator
-
-        return getattr(generator, name)
-    raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")
+    return getattr(import_module(f"zeromesh.trainer.{_LAZY[name]}"), name)

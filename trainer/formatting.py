@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from zeromesh.errors import printable
 
@@ -55,27 +56,22 @@ def table_lines(
 
     With `width` what is in other columns goes on in the next lines where the table would be wider, the widest first.
     """
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    parts = [[[cell] for cell in row] for row in (columns, *cells)]
+    cells = [list(columns), *([printable(str(cell)) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    indents = ["" if name in right else _INDENT for name in columns]
     if width is not None:
-        _narrow(widths, columns, cells, right, width)
-        indents = ["" if name in right else _INDENT for name in columns]
-        parts = [
-            [
-                textwrap.wrap(cell, most, subsequent_indent=indent)
-                for cell, most, indent in zip(row, widths, indents, strict=True)
-            ]
-            for row in (columns, *cells)
-        ]
-    lines = [line for row in parts for line in zip_longest(*row, fillvalue="")]
-    return [
-        "  ".join(
-            cell.rjust(most) if name in right else cell.ljust(most)
-            for name, cell, most in zip(columns, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
+        _narrow(widths, columns, cells[1:], right, width)
+    lines = []
+    for row in cells:
+        parts = [[cell] for cell in row]
+        if width is not None:
+            wraps = zip(row, widths, indents, strict=True)
+            parts = [textwrap.wrap(cell, most, subsequent_indent=indent) for cell, most, indent in wraps]
+        for line in zip_longest(*parts, fillvalue=""):
+            named = zip(columns, line, widths, strict=True)
+            justified = (cell.rjust(most) if name in right else cell.ljust(most) for name, cell, most in named)
+            lines.append("  ".join(justified).rstrip())
+    return lines
 
 
 def _narrow(
@@ -102,12 +98,8 @@ def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
     """Lines that are no longer than `width`, as far as whole words allow; what goes on in the next one is indented further."""
     for line in lines:
         indent = _INDENT + " " * (len(line) - len(line.lstrip()))
-        yield from (
-            [line]
-            if width is None
-            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-            or [""]
-        )
+        keys: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        yield from [line] if width is None else textwrap.wrap(line, width, **keys) or [""]
 
 
 def print_lines(lines: Iterable[str]) -> None:

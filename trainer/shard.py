@@ -25,14 +25,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
-from zeromesh.checkpoint.saver import Saver
+from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import settle_heap
-from zeromesh.options import OptimizerSettings
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.options import OptimizerSettings, ZeroOptions
+from zeromesh.parallelize import Divided
+from zeromesh.trainer.checkpoints.frozen import FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.consent import Consent
@@ -42,9 +44,9 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
-from zeromesh.trainer.setup.model import share_weights
+from zeromesh.trainer.setup.model import begin_alike, divide_model
 from zeromesh.units.unit import AtRest
-from zeromesh.weight_init.weight_sources import materialize_buffers, wrap_passed_model
+from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
 from zeromesh.zero.full_state import WEIGHTS
 from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
@@ -52,7 +54,7 @@ from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, 
 _LOGGER = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
-_SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
+_SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
 """The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
 
@@ -65,6 +67,8 @@ class _Sharding:
     divided: Divided
     frozen: list[nn.Parameter]
     """Parameters that were trained before the model was partitioned without an optimizer."""
+    source: FrozenWeights
+    """The frozen weights that checkpoints name in the directory that the model came from."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -113,36 +117,40 @@ def shard(
     _require_plain(model)
     resolved = _resolve(model, config, options)
     optimizer = _as_one(optimizer, model)
-    trained = [] if optimizer is not None else [each for each in model.parameters() if each.requires_grad]
-    for each in trained:  # Frozen parameters have no master weights and no moments.
-        each.requires_grad_(False)
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
-    mesh = connect(resolved)
-    if "tf32" in resolved.precision.model_fields_set:  # Else it is as the loop has set torch.
-        set_products(resolved, mesh.device)
+    engine = _partition(model, resolved, zero, trains=optimizer is not None)
+    if optimizer is None:
+        return model, None
+    return model, ShardedOptimizer(optimizer, engine, 1.0 / engine.mesh.data.size if reduce == "mean" else 1.0)
+
+
+def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
+    """Put the engine under a model, and in its place the methods that have to know of that."""
+    trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
+    for each in trained:  # Frozen parameters have no master weights and no moments.
+        each.requires_grad_(False)
+    mesh = connect(config)
+    if "tf32" in config.precision.model_fields_set:  # Else it is as the loop has set torch.
+        set_products(config, mesh.device)
     mesh.recorder.enabled = False
-    built = wrap_passed_model(model, resolved.run.seed)
-    lost = materialize_buffers(model, mesh.device, resolved.run.seed, source=built.source)
-    if lost:
-        raise ConfigError(f"buffers {some(lost, 8)} were lost on the meta device; give shard() a model that is built")
-    share_weights(model, mesh)
-    parallel = resolved.parallel
-    cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
-    divided = divide(model, mesh, cuts)
-    if resolved.precision.linear is not None:
+    built = wrap_passed_model(model, config.run.seed)
+    begin_alike(built, mesh, config.run.seed)
+    for note in built.notes if mesh.rank == 0 else ():
+        _LOGGER.warning("%s", note)
+    divided = divide_model(model, mesh, config)
+    if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
-    engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
-    vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
+    engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
+    source = FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info)
+    vars(model)[_SHARDING] = _Sharding(engine, divided, trained, source)
     vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
     for name, method in _METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
         settle_heap()
-    if optimizer is None:
-        return model, None
-    return model, ShardedOptimizer(optimizer, engine, 1.0 / mesh.data.size if reduce == "mean" else 1.0)
+    return engine
 
 
 def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
@@ -162,8 +170,6 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
-    if unused:
-        _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     sums = "float64" if dtype == torch.float64 else "float32"
     found: dict[str, dict[str, Any]] = {
@@ -177,6 +183,9 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
             raise ConfigError(f"{name} is {own!r}; give a mapping of keys of that section")
         found[name] = {**found.get(name, {}), **getattr(given, name).model_dump(exclude_unset=True), **own}
     found["zero"] |= zero
+    unused += [f"checkpoint.{name}" for name in sorted(found["checkpoint"].keys() - {"frozen"})]
+    if unused:
+        _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     resolved = load_config(found)
     if resolved.parallel.pipeline > 1:
         raise ConfigError(
@@ -349,22 +358,30 @@ def save(
         good_steps=progress.good_steps,
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
-
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh)
     try:
-        content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()))
-        tensors = [each for each in content.tensors if each.kind not in WEIGHTS or each.name not in without]
-        shards = [each for each in content.shards if each.spec.kind not in WEIGHTS or each.spec.name not in without]
-        saver.begin(made.step, replace(content, tensors=tensors, shards=shards))
+        away = vars(model)[_SHARDING].source.referenced()
+        content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
+        saver.begin(made.step, _without(content, without))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     saved = saver.finish()
     if saved is None or saved.failure:
-        raise StorageError(
-            f"the checkpoint of step {made.step} was not written: {saved.failure if saved else 'no save ran'}"
-        )
+        why = saved.failure if saved else "no save ran"
+        raise StorageError(f"the checkpoint of step {made.step} was not written: {why}")
     return store.path(made.step)
+
+
+def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
+    """The content of a checkpoint but for the values of parameters and buffers of some names."""
+
+    def stays(spec: TensorSpec) -> bool:
+        return spec.kind not in WEIGHTS or spec.name not in names
+
+    tensors, shards = filter(stays, content.tensors), (each for each in content.shards if stays(each.spec))
+    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each.spec)))
+    return replace(content, tensors=list(tensors), shards=list(shards), frozen=away)
 
 
 def load(
@@ -383,7 +400,7 @@ def load(
         LayoutError: if the checkpoint is of another model or another kind of optimizer.
     """
     engine, path = engine_of(model), Path(directory).expanduser()
-    loader = Loader(engine.mesh)
+    loader = Loader(engine.mesh, source_directory(engine.model))
     store = CheckpointStore(path)
     alone = store.step_of(path) is not None
     found = [path] if alone else [store.path(step) for step in loader.candidates(store)]

@@ -5,9 +5,10 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,12 +21,13 @@ from transformers.trainer_utils import PredictionOutput
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.foreign_names import BY_NAME
-from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
+from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -34,7 +36,9 @@ from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Val
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
+from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
@@ -47,10 +51,8 @@ from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.named_objects import named_inputs
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.weight_digests import require_same_weights
 
 if TYPE_CHECKING:
     from zeromesh.trainer.verification.certificate import Certificate
@@ -64,7 +66,7 @@ _HOOKS = (
 """Methods that subclasses of transformers' Trainer override, and that nothing here would call."""
 
 
-class Trainer:
+class Trainer(ModelOnMesh):
     """Trains a model over the ranks of the launch, partitioned as the configuration says.
 
     In a plain script or a notebook that is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more,
@@ -299,17 +301,6 @@ class Trainer:
         path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()
         return verify(Trainer, self.config, self.inputs, self.mesh, checks=checks, out=path)
 
-    def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
-        """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.
-
-        `ema`: with averaged weights, before and after the end of `fit`.
-
-        Raises:
-            ConfigError: for `ema` in a run without `ema.decay`.
-            StorageError: when it cannot be written.
-        """
-        self.run.model.save(Path(path).expanduser(), ema=ema)
-
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -376,69 +367,14 @@ class Trainer:
             DataError: for prompts padded on the right, and where ranks of one group give other prompts.
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
-        return self.run.model.generate({name: value for name, value in named.items() if value is not None}, seed)
-
-    def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
-
-        Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
-        holds the whole model on every rank. `ema`: averaged weights instead.
-
-        Raises:
-            ConfigError: for `ema` in a run without `ema.decay`.
-        """
-        return self.run.model.state_dict(ema=ema)
-
-    def check_weights(self) -> None:
-        """Compare the weights of all ranks that hold the same ones, by digests; all ranks call it, between steps.
-
-        Raises:
-            WeightsDifferError: with the tensors and the ranks that differ.
-            PhaseError: once the model is whole, after `fit`.
-        """
-        engine = self.run.model.require_engine()
-        with self.mesh.call("trainer.check_weights()"):
-            require_same_weights(engine)
-
-    def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
-
-        Names and shapes are those of files on the Hub, and adapters are merged. Beside its part a rank has one bucket in memory at
-        a time, and where weights are converted or merged, those that belong together. `part_of(name)` is `(dim, index, parts)`
-        where a rank wants a part of a tensor. A tensor may change with the next step: copy it to keep it.
-
-        Raises:
-            ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
-        """
-        compute: torch.dtype = getattr(torch, self.config.precision.compute)
-        return parts_of_weights(self.run.model.stored(compute), part_of)
-
-    def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
-        """Send the weights to processes that listen with `zeromesh.receive_weights`; all ranks call it. Returns how many tensors.
-
-        No rank has more of the model than its own part and what `stream_weights` keeps.
-
-        Args:
-            addresses: paths of Unix sockets, or `HOST:PORT`.
-            token: the one that receivers were given.
-            timeout_seconds: how long a receiver may be silent.
-
-        Raises:
-            TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
-        """
-        weights = self.stream_weights()
-        return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
-
-    def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
-
-        They are copies, so an exception that is caught outside the block ends nothing.
-
-        Raises:
-            StorageError: when they would not fit in memory.
-            PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
-        """
-        return self.run.model.gathered(list(names))
+        named = {name: value for name, value in named.items() if value is not None}
+        model = self.run.model
+        model.check_arguments(named)
+        model.generations += 1
+        own = number_of(f"{self.config.run.seed}/{self.run.progress.step}/{model.generations}/generate")
+        set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)
+        with model.guarded("trainer.generate()" if model.engine is not None else ""):
+            return model.continue_prompts(named, set_seed)
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
@@ -451,9 +387,14 @@ class Trainer:
         return self.run.model.gradient(name)
 
     @property
+    def placed(self) -> TrainedModel:
+        return self.run.model
+
+    @property
     def model(self) -> nn.Module:
         """The model. During `fit` its parameters are partitioned; under no_grad its forward works on all ranks."""
-        return self.run.model.module
+        module: nn.Module = self.run.model.module
+        return module
 
     @property
     def state(self) -> RunState:
@@ -516,7 +457,7 @@ class Trainer:
             self.start_times.begin()
             if self.config.parallel.auto:
                 self.config, planned = settle(self.config, self.inputs, read_environment())
-                self._planned = PlanCheck(prediction=planned.prediction())
+                self._planned = planned.check()
             self._mesh = connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh
@@ -556,7 +497,10 @@ class Trainer:
 
 def _meant(name: str) -> str:
     """Say what a name of another trainer is here."""
-    return f"it is {BY_NAME[name]} here" if name in BY_NAME else "docs/api/trainer.md has what there is"
+    if name in BY_NAME:
+        return f"it is {BY_NAME[name]} here"
+    near = suggestion(name) or ""
+    return f"config has the key {near}" if near.endswith(f".{name}") else "docs/api/trainer.md has what there is"
 
 
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:

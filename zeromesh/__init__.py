@@ -6,6 +6,7 @@ trainer in `zeromesh.trainer`, and what knows about memory tiers in `zeromesh.of
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,31 +15,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _LOOP = ("ChainedOptimizer", "averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
 _TRAINER = ("Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig")
-__all__ = [
-    "Callback",
-    "FitReport",
-    "Generated",
-    "Generator",
-    "Trainer",
-    "TrainerConfig",
-    "__version__",
-    "receive_weights",
-    *_LOOP,
-]
+_MODULES = dict.fromkeys(_LOOP, "shard") | {"receive_weights": "weights.handoff"}
+__all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig", "__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Hand on the trainer's names lazily, so that the engine never imports what stands above it."""
-    if name in _LOOP:
-        from zeromesh.trainer import shard
-
-        return getattr(shard, name)
-    if name == "receive_weights":
-        from zeromesh.trainer.weights.handoff import receive_weights
-
-        return receive_weights
+    if name in _MODULES:
+        return getattr(import_module(f"zeromesh.trainer.{_MODULES[name]}"), name)
     if name in _TRAINER:
-        from zeromesh import trainer
-
-        return getattr(trainer, name)
+        return getattr(import_module("zeromesh.trainer"), name)
     raise AttributeError(f"module 'zeromesh' has no attribute {name!r}")

@@ -77,18 +77,15 @@ class LaunchEnvironment:
     launcher: Launcher
 
     def __post_init__(self) -> None:
-        wrong = []
-        if not 0 <= self.rank < self.world_size:
-            wrong.append(f"rank {self.rank} is not below the world size {self.world_size}")
-        if not 0 <= self.local_rank < self.local_world_size:
-            wrong.append(f"local rank {self.local_rank} is not below {self.local_world_size}, the host's processes")
-        if self.local_world_size > self.world_size:
-            wrong.append(f"{self.local_world_size} processes on this host, but {self.world_size} in the world")
-        if not self.master_address:
-            wrong.append("the address of rank 0 is empty")
-        if not 0 <= self.master_port < 65536:
-            wrong.append(f"port {self.master_port} is not between 0 and 65535")
-        if wrong:
+        world, local = self.world_size, self.local_world_size
+        valid = {
+            f"rank {self.rank} is not below the world size {world}": 0 <= self.rank < world,
+            f"local rank {self.local_rank} is not below {local}, the host's processes": 0 <= self.local_rank < local,
+            f"{local} processes on this host, but {world} in the world": local <= world,
+            "the address of rank 0 is empty": bool(self.master_address),
+            f"port {self.master_port} is not between 0 and 65535": 0 <= self.master_port < 65536,
+        }
+        if wrong := [problem for problem, holds in valid.items() if not holds]:
             raise ConfigError(wrong, where=f"launch environment ({self.launcher})")
 
 
@@ -164,7 +161,7 @@ def export(variables: Mapping[str, str]) -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when its launcher ends, or leave when the one that `rank_variables` names has ended.
+    """Have the kernel end this process when its launcher ends, or leave when the one that `RankRange.variables` names has ended.
 
     To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
     """
@@ -175,18 +172,29 @@ def die_with_launcher() -> None:
         raise SystemExit(128 + int(signal.SIGKILL))
 
 
-def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int = 0) -> dict[str, str]:
-    """The variables that tell a process its rank. The names are torchrun's, which other libraries read too."""
-    numbers = {
-        "RANK": environment.rank,
-        "WORLD_SIZE": environment.world_size,
-        "LOCAL_RANK": environment.local_rank,
-        "LOCAL_WORLD_SIZE": environment.local_world_size,
-        "MASTER_PORT": environment.master_port,
-        "TORCHELASTIC_RESTART_COUNT": restart,
-    }
-    texts = {"MASTER_ADDR": environment.master_address, "TORCHELASTIC_RUN_ID": run_id, _AGENT_STORE: "False"}
-    return {**{name: str(number) for name, number in numbers.items()}, **texts, _LAUNCHER: str(os.getpid())}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRange:
+    """The ranks of this host in a start, `processes` from `first` on of `world_size`, and the address of rank 0."""
+
+    first: int
+    processes: int
+    world_size: int
+    master_address: str
+    master_port: int
+    run_id: str
+    restart: int = 0
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """The variables that tell a process its rank. The names are torchrun's, which other libraries read too."""
+        found: dict[str, object] = {
+            **dict(zip(_TORCHRUN, (self.first + local_rank, self.world_size, local_rank, self.processes), strict=True)),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            **dict(zip(_RUN, (self.run_id, self.restart), strict=True)),
+            _AGENT_STORE: False,
+            _LAUNCHER: os.getpid(),
+        }
+        return {name: str(value) for name, value in found.items()}
 
 
 def command_began() -> float | None:

@@ -31,9 +31,25 @@ def some(names: Collection[object], shown: int = 3) -> str:
     return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a noun in the number that goes with `count`: `step`, `steps`; `batch`, `batches`; `directory`, `directories`."""
+    if count == 1:
+        return noun
+    return (
+        noun.removesuffix("y") + "ies"
+        if noun.endswith("ry")
+        else f"{noun}{'es' * noun.endswith(('ch', 's', 'x')) or 's'}"
+    )
+
+
+def counted(count: int, noun: str, spec: str = "") -> str:
+    """Return `1 step` or `2 steps`; `spec` is the format of the number."""
+    return f"{count:{spec}} {plural(count, noun)}"
+
+
 def ranks_text(ranks: Collection[int], shown: int = 1 << 16) -> str:
     """Return `rank 3` or `ranks 1, 2, 5` for a message, with at most `shown` numbers."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, shown)}"
+    return f"{plural(len(ranks), 'rank')} {some(ranks, shown)}"
 
 
 def summary(error: BaseException, lines: int = 1) -> str:

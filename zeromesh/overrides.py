@@ -1,12 +1,43 @@
-"""Attributes of modules that a run sets for a while: an instance's own `forward`, say, or tensors that a module puts aside."""
+"""What a run sets for a while: an instance's own `forward`, tensors that a module puts aside, functions of libraries.
 
-from collections.abc import Callable, Iterator
+`PATCHES` has every function of a library that is replaced; `tests/unit/test_library_patches.py` fails where one of them is another
+than in the version that it was read from.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+PATCHES = {
+    "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a mode holds for backward too.
+    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: the kernel of a device.
+    # loop/device_batch.py: the host answers from the batch, where the library would wait for the device.
+    "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "5.23.0",
+    "transformers.masking_utils._ignore_causal_mask_sdpa": "5.23.0",
+    "transformers.masking_utils.fast_all": "5.23.0",
+    "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",
+    "transformers.masking_utils.is_tracing": "5.23.0",
+    "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerator over zeromesh.
+}
+"""Functions and classes of libraries that are replaced, and the versions that they were read from."""
+
+
+@contextmanager
+def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
+    """Put other values for names of a library inside the block; they are among `PATCHES`."""
+    if unknown := [name for name in values if f"{library.__name__}.{name}" not in PATCHES]:
+        raise RuntimeError(f"{library.__name__}: {', '.join(unknown)} is not among PATCHES of {__name__}")
+    before = {name: vars(library)[name] for name in values}
+    vars(library).update(values)
+    try:
+        yield
+    finally:
+        vars(library).update(before)
 
 
 def override(instance: object, attribute: str, value: Any) -> Callable[[], None]:

@@ -10,7 +10,7 @@ divided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,18 +69,23 @@ class Divided:
             self.pipeline.close()
 
 
-def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions, example: Mapping[str, Any] | None = None) -> Divided:
-    """Make `model` compute this rank's part. All ranks of the mesh call this alike. `example` is a batch such as the model will be
-    given, for a trial without values; by default token ids alone.
+def divide(
+    model: nn.Module,
+    mesh: Mesh,
+    options: ParallelOptions,
+    example: Callable[[], Mapping[str, Any] | None] = lambda: None,
+) -> Divided:
+    """Make `model` compute this rank's part. All ranks of the mesh call this alike. `example` gives a batch such as the model will
+    be given, for a trial without values; None: token ids alone.
 
     Raises:
         LayoutError: for a model that cannot be divided so, with the reason.
     """
-    anatomy = examine(model, example) if mesh.pipeline.size > 1 else None
+    anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
     count = mesh.pipeline.size * options.chunks
     cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
-    tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
+    tensor = _divide_layers(model, mesh, options) if mesh.shape.divides("layers") else None
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)

@@ -85,7 +85,6 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self._identity = _identity(self._buffered) if constant else None
 
     def _require_constant(self) -> None:
-        """Raise `StorageError` where a file that is to stay as it is has been written to since it was opened."""
         before = self._identity
         if before is None or (found := _identity(self._buffered)) == before:
             return
@@ -181,26 +180,9 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         return block.size
 
     def _read_pieces(self, pieces: list[_Bytes], offset: int, nbytes: int) -> None:
-        """Fill `pieces`, which have `nbytes` bytes in all, through the page cache."""
         with disk_call("read", self.path), refusals(self.path, f"read ({nbytes:,} bytes at {offset:,})"):
             self._buffered_part("read", os.preadv, pieces, offset, offset + nbytes)
             self._require_constant()
-
-    def write_rows(self, data: torch.Tensor, offset: int, *, rows: int, length: int, step: int, stride: int) -> None:
-        """Write `rows` runs of `length` bytes, which begin every `step` bytes of `data`, 1-D uint8 on CPU, to every `stride` bytes
-        of the file from `offset` on, and no byte beside them.
-
-        They go through the page cache: other processes of this host may write the bytes between them at the same time.
-        """
-        view = memoryview(data.numpy().data)
-        with (
-            disk_call("write", self.path),
-            refusals(self.path, f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)"),
-        ):
-            for row in range(rows):
-                at, end = row * step, row * step + length
-                while at < end:
-                    at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
 
     def in_memory(self, offset: int) -> bool:
         """Return True if the page cache has the byte at `offset`, as far as the system can tell."""

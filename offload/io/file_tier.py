@@ -226,7 +226,6 @@ class FileSlot:
             transfer.wait()
 
     def _move(self, work: Callable[[_Copy, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
-        """Have threads do `work` for the pieces of `data`."""
         end = begin + data.numel()
         if not 0 <= begin <= end <= self.nbytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")

@@ -99,7 +99,6 @@ class SparePages:
         self._drop(len(self._ranges))
 
     def _drop(self, count: int) -> None:
-        """Give back the first ranges."""
         for unused in self._ranges[:count]:
             _give_back(unused)
         del self._ranges[:count]
@@ -121,7 +120,6 @@ def _move_pages(source: int, target: int, nbytes: int) -> None:
 
 @cache
 def _moves_pages() -> bool:
-    """Return True if the system can move pages: Linux since 5.7."""
     pair = torch.frombuffer(mmap.mmap(-1, 2 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     try:
         _move_pages(pair.data_ptr(), pair.data_ptr() + PAGE, PAGE)
@@ -250,8 +248,6 @@ def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
 
 
 class _PinnedPages(mmap.mmap):
-    """Pages that are pinned until they go."""
-
     _pinned: tuple[int, torch.device] | None = None
 
     def pin(self, device: torch.device) -> bool:

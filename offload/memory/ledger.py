@@ -211,7 +211,6 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _kib(path: str, name: str) -> int:
-    """A number of bytes that the file gives in KiB; 0 where it does not."""
     return _numbers(Path(path)).get(name, 0) * 1024
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.activations import RESULT, Activations, forget, running
 from bench.divided import CHUNKS, Form
-from bench.without_zero import PlainRunner, load_parts
+from bench.without_zero import PlainRunner
 from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
@@ -27,6 +27,7 @@ from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.tensor.trial import load_parts
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
 

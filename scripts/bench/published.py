@@ -10,6 +10,7 @@ from zeromesh.errors import LayoutError
 from zeromesh.offload import TierChoice
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine_files import find_machine
@@ -75,7 +76,7 @@ MEGATRON = (
 )
 
 
-def subject_of(config: dict[str, Any], batch: int, length: int) -> Subject:
+def of_configuration(config: dict[str, Any], batch: int, length: int) -> Subject:
     """A model on a GPU in bfloat16, tokens of any kind."""
     keys = {
         "model.config": config,
@@ -84,7 +85,7 @@ def subject_of(config: dict[str, Any], batch: int, length: int) -> Subject:
         "batch.micro_size": 1,
         "precision.compute": "bfloat16",
     }
-    return Subject.of(load_config(None, [f"{key}={value!r}" for key, value in keys.items()]), device="cuda")
+    return subject_of(load_config(None, [f"{key}={value!r}" for key, value in keys.items()]), device="cuda")
 
 
 def megatron_table() -> Iterator[str]:
@@ -104,7 +105,7 @@ def megatron_table() -> Iterator[str]:
             "attn_implementation": "eager",
             "activation_function": "gelu_pytorch_tanh",
         }
-        subject = subject_of(config, row.batch, LENGTH)
+        subject = of_configuration(config, row.batch, LENGTH)
         found = list(_estimates(row, subject, Estimator(subject, machine, 8)))
         room = room_of(machine, 8)
         best = min((each for each in found if not lacks(each, room)), key=lambda each: each.seconds)
@@ -172,7 +173,7 @@ def llama_table() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     machine = find_machine("a100")
     room = room_of(machine, 8)
-    estimators = {samples: Estimator(subject_of(LLAMA_70B, samples, 4096), machine, 8) for samples in _SAMPLES}
+    estimators = {samples: Estimator(of_configuration(LLAMA_70B, samples, 4096), machine, 8) for samples in _SAMPLES}
     for shape in _EIGHT:
         found = []
         for samples, estimator in estimators.items():

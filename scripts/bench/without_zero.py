@@ -7,34 +7,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.flat.layout import ParameterPart
+from zeromesh.errors import PhaseError
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue
 from zeromesh.pipeline.executor import signature_of, take_gradient
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
-from zeromesh.tensor.parallelize_module import replace_parameter
-
-
-def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, torch.Tensor]) -> None:
-    """Give every parameter on the meta device its values on CPU, and divided ones this rank's part of theirs.
-
-    `whole` has the whole tensors by FQN. Dtype and `requires_grad` of the parameters stay.
-
-    Raises:
-        LayoutError: for a tensor that is missing or has another shape.
-    """
-    for name, parameter in list(model.named_parameters()):
-        value, part = whole.get(name), parts.get(name)
-        shape = tuple(parameter.shape) if part is None else part.region.shape
-        if value is None or tuple(value.shape) != shape:
-            found = "is missing" if value is None else f"has shape {list(value.shape)}"
-            raise LayoutError(f"{name} {found}; it is to be {list(shape)}")
-        if part is not None:
-            for dim, intervals in enumerate(part.region.dims):
-                value = torch.cat([value.narrow(dim, one.start, one.length) for one in intervals], dim)
-        made = nn.Parameter(value.detach().to(parameter.dtype, copy=True), requires_grad=parameter.requires_grad)
-        replace_parameter(model, parameter, made)
 
 
 def cut_model(

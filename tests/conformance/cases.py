@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.offload import Ledger, Purpose, Tier, tensor_bytes
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
@@ -218,7 +218,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """A hash of the bits of tensors."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        found.update(tensor_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
 
 

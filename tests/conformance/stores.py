@@ -13,11 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.row_exchange import columns_to_rows
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.layout import Region
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload import TieredTensor, Transfer
 from zeromesh.trainer.models.save_pretrained import save_configuration
 
 from .cases import Run
@@ -60,25 +64,39 @@ def relay(
         _load(run, source)
         wrong = _differences(run, stored(Path(whole) if whole else source))
         _save(run, here / "mirror", first)
+    exchanged: list[TensorShard] = []
+
+    def noted(shards: list[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
+        found = columns_to_rows(shards, axis, device)
+        exchanged.extend(each for each in found if each.owner is None and each.values.numel and each not in shards)
+        return found
+
     for step in range(first, first + steps):
         run.step(step)
-    shares = _save(run, here, first + steps)
+    with patch("zeromesh.checkpoint.saver.columns_to_rows", noted):
+        _save(run, here, first + steps)
     aliases = run.engine.checkpoint_state.aliases()
     run.close()
-    return {"wrong": wrong, "shares": shares, "aliases": aliases}
+    return {"wrong": wrong, "exchanged": bool(exchanged), "aliases": aliases}
 
 
-def unwritten(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """The disk of rank 1 of two forgets what it is given of shares: how the save ends, what is left, how the next one ends."""
+def unread(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Rank 1 of two cannot read what it is to exchange: how the save ends, what is left, how the next one ends."""
     run = Run.start(mesh, Problem(samples=8), Layout(stage=1))
     run.step(0)
-    lost = patch("zeromesh.checkpoint.io.file_slices.PlacedValues.write", lambda self, data, file: None)
-    with lost if mesh.rank == 1 else nullcontext():
-        failure = _saved(run, Path(folder), 1)[0].failure
+
+    def lost(tensor: TieredTensor, start: int, out: torch.Tensor) -> Transfer:
+        raise StorageError("the disk is gone")
+
+    with patch.object(TieredTensor, "read", lost) if mesh.rank == 1 else nullcontext():
+        try:
+            failure = _saved(run, Path(folder), 1).failure
+        except CheckpointError as error:
+            failure = str(error)
     mesh.world.barrier("end of the save")
     left = os.listdir(folder)
     mesh.world.barrier("look at the directory")
-    again = _saved(run, Path(folder), 1)[0].failure
+    again = _saved(run, Path(folder), 1).failure
     run.close()
     return {"failure": failure, "left": left, "again": again}
 
@@ -95,14 +113,12 @@ def opened(mesh: Mesh, checkpoint: str) -> list[str]:
     return [*wrong, *sorted(names - seen - state.keys())]
 
 
-def _save(run: Run, folder: Path, step: int) -> int:
-    """Save; of how many interleaved blocks this rank has a share."""
-    saved, shares = _saved(run, folder, step)
+def _save(run: Run, folder: Path, step: int) -> None:
+    saved = _saved(run, folder, step)
     assert not saved.failure, saved
-    return shares
 
 
-def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
+def _saved(run: Run, folder: Path, step: int) -> Saved:
     store, holdings = CheckpointStore(folder), run.engine.checkpoint_state
     saver = Saver(store, run.mesh)
     content = SaveContent(
@@ -113,14 +129,11 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
         keep=lambda: set(range(100)),
         aliases=holdings.aliases(),
     )
-    with patch("zeromesh.checkpoint.io.write_plan.LEAST_TENSOR", 0):  # Others are larger than these.
-        saver.begin(step, content)
-    assert saver._writer is not None
-    shares = sum(piece.block is not None for piece in saver._writer._pieces)
+    saver.begin(step, content)
     saved = saver.finish()
     assert saved is not None
     assert store.trash.wait(seconds=30)
-    return saved, shares
+    return saved
 
 
 def _load(run: Run, checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from workers import Pool, Workers
 
-from zeromesh.checkpoint.multi_host.parts import merge, open_parts
+from zeromesh.checkpoint.parts import merge, open_parts
 
 from .recipe import LEARNING_RATE, Layout, Problem
 from .stores import stored
@@ -50,7 +50,7 @@ def check_relay(workers: Workers, folder: Path, problem: Problem, stops: tuple[S
         first = number * steps
         found = workers.run(size, "conformance.stores:relay", layout=asdict(layout), first=first, **axes, **case)
         assert [rank["wrong"] for rank in found] == [[]] * size, (size, axes)
-        assert any(rank["shares"] for rank in found) == (axes.get("tensor", 1) > 1)
+        assert any(rank["exchanged"] for rank in found) == (axes.get("tensor", 1) > 1)
         assert found[0]["aliases"] == TIED.get(problem.model.removesuffix("-deep"), {})
         if first:
             check_same(stored(checkpoint), stored(folder / "mirror" / checkpoint.name))
@@ -113,9 +113,11 @@ def test_what_is_stored_is_what_one_process_has(
         assert float((found[kind, name] - value).norm()) <= 1e-9 * scale, (kind, name)
 
 
-def test_what_a_disk_has_lost_ends_the_save_before_it_is_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
-    for found in workers.run(2, "conformance.stores:unwritten", tensor=2, folder=str(tmp_path)):
-        assert "those of rank 1 are not what rank 1 wrote" in found["failure"]
+def test_what_one_rank_cannot_read_ends_the_save_of_all_before_it_is_a_checkpoint(
+    workers: Workers, tmp_path: Path
+) -> None:
+    for found in workers.run(2, "conformance.stores:unread", tensor=2, folder=str(tmp_path)):
+        assert "rank 1: the disk is gone" in found["failure"]
         assert found["left"] == []
         assert not found["again"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -130,7 +132,7 @@ def test_hosts_with_a_disk_each(workers: Workers, fresh_pool: Callable[..., Pool
     two = {**one, "folder": str(tmp_path / "two"), "disks": [0, 0, 1, 1]}
     workers.run(size, "conformance.stores:relay", **axes, **one)
     found = fresh_pool(size, hosts=2, **axes).run("conformance.stores:relay", **two)
-    assert any(rank["shares"] for rank in found)
+    assert any(rank["exchanged"] for rank in found)
 
     def merged(step: int, folder: Path) -> Path:
         parts = [tmp_path / "two" / f"disk-{disk}" / folder / f"step-{step:08d}" for disk in (0, 1)]

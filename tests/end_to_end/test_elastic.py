@@ -5,11 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import logged_steps, wait_for
 
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
@@ -59,20 +59,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def steps(folder: Path) -> int:
-    """Steps that the run has logged."""
-    path = folder / "run" / "metrics.jsonl"
-    return max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
-
-
-def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in folder.glob("log-*"))
-        assert time.monotonic() < deadline, logs
-        time.sleep(0.05)
-
-
 @pytest.mark.full
 def test_a_host_is_lost_and_another_joins(start: Start, tmp_path: Path) -> None:
     with socket.socket() as probe:
@@ -81,16 +67,16 @@ def test_a_host_is_lost_and_another_joins(start: Start, tmp_path: Path) -> None:
     path, alone = config(tmp_path / "elastic"), config(tmp_path / "alone")
     options = ("run.max_steps=1000000", "--nproc", "1", "--nnodes", "1:4", "--rdzv-endpoint", endpoint)
     first = start(path, *options)
-    wait_for(lambda: listens(endpoint), tmp_path)  # it leads
+    wait_for(lambda: listens(endpoint), 120, lambda: logs(tmp_path))  # it leads
     others = [start(path, *options) for _ in range(2)]
     folder = tmp_path / "elastic"
-    wait_for(lambda: steps(folder) >= 15, tmp_path)
+    wait_for(lambda: logged_steps(folder) >= 15, 120, lambda: logs(tmp_path))
     os.killpg(others[-1].pid, signal.SIGKILL)
-    wait_for(lambda: sizes(tmp_path)[-1:] == ["2"] and steps(folder) >= 25, tmp_path)
+    wait_for(lambda: sizes(tmp_path)[-1:] == ["2"] and logged_steps(folder) >= 25, 120, lambda: logs(tmp_path))
     start(path, *options)
-    wait_for(lambda: sizes(tmp_path).count("3") == 2, tmp_path)
-    at = steps(folder)
-    wait_for(lambda: steps(folder) >= at + 10, tmp_path)
+    wait_for(lambda: sizes(tmp_path).count("3") == 2, 120, lambda: logs(tmp_path))
+    at = logged_steps(folder)
+    wait_for(lambda: logged_steps(folder) >= at + 10, 120, lambda: logs(tmp_path))
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait(timeout=60) == 128 + signal.SIGTERM
     assert "stopping after this step" in logs(tmp_path)
@@ -126,11 +112,11 @@ def test_a_terminated_command_saves_and_goes_on(start: Start, tmp_path: Path) ->
     path = config(folder)
     short = ("--nproc", "2", "run.max_steps=60")
     command = start(path, *short)
-    wait_for(lambda: steps(folder) >= 12, tmp_path)
+    wait_for(lambda: logged_steps(folder) >= 12, 120, lambda: logs(tmp_path))
     os.kill(command.pid, signal.SIGTERM)
     assert command.wait(timeout=60) == 128 + signal.SIGTERM
     saved = sorted(each.name for each in (folder / "run" / "checkpoints").iterdir())
-    assert saved[-1] == f"step-{steps(folder):08d}"
+    assert saved[-1] == f"step-{logged_steps(folder):08d}"
     assert start(path, *short).wait(timeout=120) == 0
     assert "resumed from step" in (tmp_path / "log-1").read_text()
-    assert steps(folder) == 60
+    assert logged_steps(folder) == 60

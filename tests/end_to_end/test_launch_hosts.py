@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts, hosts
+from waiting import logged_steps, wait_for
 
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
@@ -72,16 +73,8 @@ def start(two: Hosts, config: Path, tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def steps(folder: Path) -> int:
-    path = folder / "run" / "metrics.jsonl"
-    return max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
-
-
-def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, (folder / "out").read_text() + (folder / "err").read_text()
-        time.sleep(0.05)
+def heard(folder: Path) -> str:
+    return (folder / "out").read_text() + (folder / "err").read_text()
 
 
 def all_over(two: Hosts) -> bool:
@@ -95,7 +88,7 @@ def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
     said = (tmp_path / "out").read_text().splitlines()
     assert said[0] == "[alpha] run: ZeRO stage 3 on 2 CPU ranks: shard 2"
     assert [line for line in said if "over gloo" in line], said
-    assert steps(tmp_path) == 3
+    assert logged_steps(tmp_path) == 3
     assert "zeromesh:" not in (tmp_path / "err").read_text()
     assert all_over(two)
 
@@ -116,14 +109,14 @@ def test_a_host_that_is_lost_is_named(
     """Whether the ranks that are left notice it before the launcher does, or after."""
     ranks, line = (3, 8) if noticed_first else (30, 3)
     process = start("--host-timeout", str(line), f"parallel.timeout_seconds={ranks}", *FOREVER)
-    wait_for(lambda: steps(tmp_path) >= 5, tmp_path)
+    wait_for(lambda: logged_steps(tmp_path) >= 5, 120, lambda: heard(tmp_path))
     two.pull("beta")
     pulled = time.monotonic()
     assert process.wait(timeout=60) == 1
     assert time.monotonic() - pulled < 2 * 8 + 5
     (said,) = [line for line in (tmp_path / "err").read_text().splitlines() if not line.startswith("[")]
     assert said.startswith("zeromesh: host beta: nothing has been heard for"), said
-    wait_for(lambda: all_over(two), tmp_path, seconds=line + 5)
+    wait_for(lambda: all_over(two), line + 5, lambda: heard(tmp_path))
 
 
 @pytest.mark.full
@@ -133,16 +126,20 @@ def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: P
     left = "beta" if lost == "alpha" else "alpha"
     options = ("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5")
     process = start(*options, *FOREVER)
-    wait_for(lambda: steps(tmp_path) >= 25, tmp_path)
+    wait_for(lambda: logged_steps(tmp_path) >= 25, 120, lambda: heard(tmp_path))
     for name in two.names:
         assert two.listening(name) == {two.address(name)}, (
             "a run listens where the other hosts find it, and nowhere else"
         )
     two.pull(lost)
-    wait_for(lambda: f"[{left}] run: ZeRO stage 3 on 1 CPU rank" in (tmp_path / "out").read_text(), tmp_path)
+    wait_for(
+        lambda: f"[{left}] run: ZeRO stage 3 on 1 CPU rank" in (tmp_path / "out").read_text(),
+        120,
+        lambda: heard(tmp_path),
+    )
     assert not two.processes(lost)
-    at = steps(tmp_path)
-    wait_for(lambda: steps(tmp_path) >= at + 10, tmp_path)
+    at = logged_steps(tmp_path)
+    wait_for(lambda: logged_steps(tmp_path) >= at + 10, 120, lambda: heard(tmp_path))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert all_over(two)

@@ -5,10 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import is_running, wait_for
 
 from zeromesh.environment import python_arguments
 from zeromesh.launch.rank_processes import RankProcesses
@@ -38,13 +38,6 @@ def script(folder: Path, body: str, head: str = WORKER) -> Path:
 
 def launch(folder: Path, body: str) -> WorkersFailed | int:
     return launch_workers([str(script(folder, body)), str(folder)], processes=2)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +149,13 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
     command = [sys.executable, str(tmp_path / "driver.py"), str(script(tmp_path, body)), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
         files = [tmp_path / f"rank{rank}" for rank in range(2)]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        wait_for(lambda: all(file.exists() and file.read_text() for file in files))
         driver.send_signal(number)
         assert driver.wait(timeout=20) == code
         assert driver.stderr is not None
         assert "start again" not in driver.stderr.read(), "what a person stops does not start again"
     for file in files:
-        wait_until(lambda file=file: not is_running(int(file.read_text())), seconds=10.0)
+        wait_for(lambda file=file: not is_running(int(file.read_text())), seconds=10.0)
 
 
 def test_a_worker_whose_launcher_is_gone_already_leaves(tmp_path: Path) -> None:
@@ -171,15 +164,6 @@ def test_a_worker_whose_launcher_is_gone_already_leaves(tmp_path: Path) -> None:
     variables = {**os.environ, "ZEROMESH_LAUNCHER_PID": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (137, "", "")
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an entry that nobody has collected yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 def test_workers_search_the_working_directory_only_where_this_python_does(monkeypatch: pytest.MonkeyPatch) -> None:

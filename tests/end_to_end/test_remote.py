@@ -10,8 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from waiting import is_running, wait_for
 
-from zeromesh.launch.rank_processes import RankRange, WorkersFailed
+from zeromesh.environment import RankRange
+from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import Host, HostProcess, LaunchPlan, Output, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,20 +80,6 @@ class Launch:
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
     return Launch(tmp_path)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 WAIT = "there()\ntime.sleep(60)"

@@ -25,7 +25,7 @@ from workers import Workers
 
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
-from zeromesh.trainer.data.text_sources import _ROW_FORMATS
+from zeromesh.trainer.data.text_sources import ROW_FILES
 
 LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
@@ -42,6 +42,15 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found,) = workers.run(1, "doc_cases:commanded", words=words, folder=str(folder))
     assert found["code"] == 0, found
     return folder / "runs/quickstart"
+
+
+def test_the_page_on_the_architecture_names_todays_lines() -> None:
+    names = runpy.run_path(str(ROOT / "scripts" / "pages" / "line_numbers.py"))
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert text.count(".py:") >= 20
+    assert text == names["renewed"](text), "run: python scripts/pages/line_numbers.py"
+    with pytest.raises(LookupError, match=r"zeromesh/errors\.py defines no Nothing"):
+        names["renewed"]("`zeromesh/errors.py:1` | `Nothing`")
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +132,11 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_pictures_are_current() -> None:
-    pictures = runpy.run_path(str(ROOT / "scripts/pictures.py"))
+    pictures = runpy.run_path(str(ROOT / "scripts/pictures/pictures.py"))
     for name, draw in pictures["PICTURES"].items():
-        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), "run: python scripts/pictures.py"
+        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), (
+            "run: python scripts/pictures/pictures.py"
+        )
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -168,7 +179,7 @@ def test_every_method_of_callbacks_is_in_the_guide() -> None:
 def test_the_guide_names_all_kinds_of_files() -> None:
     """The other pages refer to it."""
     text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-    assert [suffix for suffix in _ROW_FORMATS if f"`{suffix}`" not in text and suffix != ".arrow"] == []
+    assert [suffix for suffix in ROW_FILES.split(", ") if f"`{suffix}`" not in text and suffix != ".arrow"] == []
 
 
 def test_the_table_of_stages_is_the_same_everywhere() -> None:
@@ -231,7 +242,7 @@ def test_blocks_are_found_wherever_they_stand() -> None:
         "make trian",
         "make setup PYTON=python3",
         "python scripts/gone.py",
-        "python scripts/bench_offload.py --no-such-option",
+        "python scripts/benchmarks/bench_offload.py --no-such-option",
         "torchrun --nproc 2 -m zeromesh train configs/gone.yaml",
         "srun --nodes 2 zeromesh train configs/gone.yaml",
         "sbatch scripts/gone.sbatch configs/quickstart.yaml",

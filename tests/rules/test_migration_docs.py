@@ -8,12 +8,12 @@ from zeromesh.trainer.config.deepspeed_table import TABLE
 from zeromesh.trainer.config.foreign_names import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT: str = runpy.run_path(str(ROOT / "scripts" / "migration_tables.py"))["page"]()
+TEXT: str = runpy.run_path(str(ROOT / "scripts/pages/migration_tables.py"))["page"]()
 
 
 def test_the_page_is_current() -> None:
     page = ROOT / "docs" / "coming-from.md"
-    assert page.read_text(encoding="utf-8") == TEXT, "run: python scripts/migration_tables.py"
+    assert page.read_text(encoding="utf-8") == TEXT, "run: python scripts/pages/migration_tables.py"
 
 
 def test_every_setting_is_on_the_page_once() -> None:

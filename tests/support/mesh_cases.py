@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choose_transport
 from zeromesh.errors import ConfigError
+from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh, exchange_locations
 from zeromesh.offload import TieredTensor
@@ -183,8 +184,8 @@ def agreements(mesh: Mesh) -> dict[str, Any]:
     world = mesh.world
     values = torch.tensor([float(mesh.rank + 1)], dtype=torch.float64)
     shards = torch.full((3,), float(mesh.rank))
-    full = torch.empty(3 * world.size)
-    world.all_gather_flat(full, shards, "shards")
+    held, everywhere = one_after_another([3] * world.size), replicated(3 * world.size, world.size)
+    full = redistribute(shards, held, everywhere, world, "shards")
     total = torch.full((5,), float(mesh.rank))
     world.start_sum(total, "sum")()
     return {

@@ -22,8 +22,8 @@ from zeromesh.rng import Streams, seed_all
 from zeromesh.tensor import parallelize_module
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.parallelize_module import Parallelized
+from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.loop.train_step import Stepper
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models import prepare
 from zeromesh.units.unit import Bucket, Unit, all_buckets, set_values
 from zeromesh.zero import gradient_reducer
@@ -134,14 +134,15 @@ def _unshared(swap: Swap, of: Callable[[Bucket], bool]) -> None:
 
 
 def sequence_norms(swap: Swap) -> None:
-    _unshared(swap, lambda bucket: bool(bucket.spec.shared_by[0]) and _holds(bucket, "norm"))
+    _unshared(swap, lambda bucket: "tensor" in dict(bucket.spec.shared_by) and _holds(bucket, "norm"))
 
 
 def shared_heads_averaged(swap: Swap) -> None:
     def make(start: Any) -> Any:
         def planted(self: ReplicaGroups, bucket: Bucket, gradient: torch.Tensor) -> Any:
-            if bucket.spec.shared_by[0] and _holds(bucket, "[kv]_proj"):
-                gradient.mul_(1 / len(bucket.spec.shared_by[0]))
+            holders = dict(bucket.spec.shared_by).get("tensor")
+            if holders and _holds(bucket, "[kv]_proj"):
+                gradient.mul_(1 / len(holders))
             return start(self, bucket, gradient)
 
         return planted

@@ -1,10 +1,15 @@
 """Checkpoints written in one process, by ranks one after the other, and read again by any number of others."""
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +18,17 @@ from hypothesis import strategies as st
 from zeromesh.checkpoint.format import safetensors_layout
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.io import file_slices, write_plan
+from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
+from zeromesh.checkpoint.io.row_exchange import columns_to_rows
+from zeromesh.checkpoint.io.write_plan import WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.offload.io.direct_io import BLOCK
 
 Values = Mapping[TensorSpec, torch.Tensor]
@@ -32,11 +38,10 @@ KINDS = ("model", "master", "exp_avg")
 
 @contextmanager
 def small_units() -> Iterator[None]:
-    """Files of a few KB are already worth more than one, their pieces are of two blocks, and tensors of two may have bands."""
+    """Files of a few KB are already worth more than one, and their pieces are of two blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_layout, "_LEAST_FILE", 64)
         patch.setattr(file_slices, "GRID", 2 * BLOCK)
-        patch.setattr(write_plan, "LEAST_TENSOR", 2 * BLOCK)
         yield
 
 
@@ -82,7 +87,7 @@ def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
 
 def bits(value: torch.Tensor) -> bytes:
     """What two tensors have in common when they are equal bit by bit."""
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor_bytes(value).numpy().tobytes()
 
 
 def split(values: Values, ranks: int, rng: random.Random) -> list[list[TensorShard]]:
@@ -123,13 +128,49 @@ def _local(value: torch.Tensor, region: Region) -> torch.Tensor:
     return value
 
 
-def plans_of(
-    files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], hosts: Sequence[int] = ()
-) -> list[WritePlan]:
-    """What each rank writes; rank 0 has the headers. `hosts` has each rank's host; none: all are on one."""
-    planners = [WritePlanner(files, shards, rank) for rank, shards in enumerate(dealt)]
-    descriptions = [planner.describe() for planner in planners]
-    return [planner.plan(descriptions, hosts or [0] * len(dealt)) for planner in planners]
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One of `size` ranks that are threads of this process, as `columns_to_rows` sees a process set."""
+
+    index: int
+    size: int
+    given: dict[int, Any]
+    met: Barrier
+
+    def _all(self, value: Any, use: Callable[[list[Any]], None]) -> None:
+        self.given[self.index] = value
+        self.met.wait(20)
+        use([self.given[rank] for rank in range(self.size)])
+        self.met.wait(20)
+
+    def gather_json(self, value: Any, what: str) -> list[Any]:
+        found: list[Any] = []
+        self._all(json.dumps(value), lambda given: found.extend(map(json.loads, given)))
+        return found
+
+    def exchange(self, sent: Any, received: Any, like: torch.Tensor, what: str) -> None:
+        def take(given: list[Any]) -> None:
+            for source, targets in zip(given, received, strict=True):
+                for part, target in zip(source[self.index], targets, strict=True):
+                    target.copy_(part.view(target.shape))
+
+        self._all(sent, take)
+
+
+def exchanged(dealt: Sequence[Sequence[TensorShard]], size: int) -> list[list[TensorShard]]:
+    """What ranks hold after the exchange over tensor axes of so many neighbours."""
+    found: list[list[TensorShard]] = []
+    for first in range(0, len(dealt), size):
+        given, met = dict[int, Any](), Barrier(size)
+        axes: list[Any] = [Axis(index, size, given, met) for index in range(size)]
+        with ThreadPoolExecutor(size) as threads:
+            found += threads.map(columns_to_rows, dealt[first : first + size], axes, [torch.device("cpu")] * size)
+    return found
+
+
+def plans_of(files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], tensor: int = 1) -> list[WritePlan]:
+    """What each rank writes, of which so many neighbours are on a tensor axis; rank 0 has the headers."""
+    return [WritePlan.of(files, shards, rank) for rank, shards in enumerate(exchanged(dealt, tensor))]
 
 
 def writers_of(directory: Path, plans: Sequence[WritePlan]) -> list[ShardWriter]:
@@ -143,12 +184,8 @@ def writers_of(directory: Path, plans: Sequence[WritePlan]) -> list[ShardWriter]
 
 
 def written(directory: Path, plans: Sequence[WritePlan]) -> list[ChecksumPiece]:
-    """Let ranks write one after the other, and read back what several of them have written."""
-    writers = writers_of(directory, plans)
-    found = pieces_of(writers)
-    for rank, plan in enumerate(plans):
-        found += check_interleaved(directory, plan.blocks, [writer.digests for writer in writers], rank)
-    return found
+    """Let ranks write one after the other."""
+    return pieces_of(writers_of(directory, plans))
 
 
 def pieces_of(writers: Sequence[ShardWriter]) -> list[ChecksumPiece]:
@@ -183,15 +220,15 @@ def write(
     dealt: Sequence[Sequence[TensorShard]],
     documents: Mapping[str, bytes] | None = None,
     alter: Callable[[Manifest], Manifest] = lambda manifest: manifest,
-    hosts: Sequence[int] = (),
+    tensor: int = 1,
 ) -> CheckpointReader:
-    """A committed checkpoint of what the ranks hold, who are on these hosts."""
+    """A committed checkpoint of what the ranks hold, of which so many neighbours are on a tensor axis."""
     store = CheckpointStore(root)
     files = plan_files(dict.fromkeys(holding.spec for holdings in dealt for holding in holdings), len(dealt))
     directory = store.create(step, files)
     for path, text in {**index_files(files), **(documents or {})}.items():
         (directory / path).write_bytes(text)
-    found = written(directory, plans_of(files, dealt, hosts))
+    found = written(directory, plans_of(files, dealt, tensor))
     store.commit(step, alter(manifest_of(step, files, found)))
     assert store.trash.wait(seconds=20)  # An older checkpoint of the step is removed in a thread.
     return CheckpointReader(store.path(step))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import tensor_bytes
 from zeromesh.trainer.data.sampler import SampleOrder
 
 VOCABULARY = 64
@@ -144,7 +145,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     made = hashlib.blake2b(digest_size=12)
     for name, tensor in sorted(tensors.items()):
         made.update(f"{name} {tensor.dtype}".encode())
-        made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        made.update(tensor_bytes(tensor).numpy().tobytes())
     return made.hexdigest()
 
 

@@ -27,6 +27,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback, Trainer
 from zeromesh.trainer.checkpoints.manager import link_of
 from zeromesh.trainer.checkpoints.trainer_state import goal_of
+from zeromesh.trainer.config.foreign_names import training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import ending_children
 
@@ -61,7 +62,6 @@ class TransformersCallbacks:
         if event == "on_init_end":
             self._begin()
             return
-        progress = trainer.run.progress
         named: dict[str, Any] = {}
         if event == "on_train_begin":
             # By now it is known how many steps an epoch has.
@@ -69,7 +69,7 @@ class TransformersCallbacks:
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
         elif event in ("on_log", "on_evaluate"):
-            named["logs" if event == "on_log" else "metrics"] = progress.latest_line()
+            named["logs" if event == "on_log" else "metrics"] = trainer.run.progress.latest_line()
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         known = frozenset(named.get("logs", ()))
@@ -128,11 +128,8 @@ class TransformersCallbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """The states that callbacks export, by their class; of two of one class, the first."""
-        found: dict[str, Any] = {}
-        for callback in self.callbacks:
-            if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, callback.state())
-        return found
+        exporting = [each for each in reversed(self.callbacks) if isinstance(each, ExportableState)]
+        return {type(each).__name__: each.state() for each in exporting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make callbacks anew from the states that `state_dict` returned."""
@@ -144,50 +141,32 @@ class TransformersCallbacks:
 
 def arguments_of(config: TrainerConfig) -> TrainingArguments:
     """Arguments that say what a configuration says, as far as they have words for it."""
-    intervals: dict[str, Any] = {}
-    for kind, every in (
-        ("logging", config.run.log_every),
-        ("eval", config.run.eval_every),
-        ("save", config.checkpoint.every_steps),
-    ):
-        by_epoch = isinstance(every, str)
-        intervals[f"{kind}_strategy"] = "epoch" if by_epoch else "steps" if every else "no"
-        if every and not by_epoch:
-            intervals[f"{kind}_steps"] = every
+    own = ("batch", "optimizer", "run", "checkpoint")
+    keys = {f"{name}.{key}": value for name in own for key, value in getattr(config, name).model_dump().items()}
+    named = training_arguments(keys)
+    del named["load_best_model_at_end"], named["eval_on_start"]
     ranks = max(1, read_environment().world_size // (config.parallel.tensor * config.parallel.pipeline))
     known = config.schedule.name in transformers.SchedulerType._value2member_map_
-    arguments = TrainingArguments(
-        output_dir=f"{config.run.output_dir}/{config.run.name}",
-        run_name=config.run.name,
-        per_device_train_batch_size=config.batch.micro_size,
-        gradient_accumulation_steps=max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
-        per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
-        max_steps=config.run.max_steps,
-        num_train_epochs=config.run.epochs or 1,
-        learning_rate=config.optimizer.lr,
-        weight_decay=config.optimizer.weight_decay,
-        adam_beta1=config.optimizer.betas[0],
-        adam_beta2=config.optimizer.betas[1],
-        adam_epsilon=config.optimizer.eps,
-        max_grad_norm=config.run.clip_norm,
-        lr_scheduler_type=config.schedule.name if known else "cosine",
-        warmup_steps=config.schedule.warmup_of(config.run.max_steps),
-        logging_first_step=config.run.log_first_step,
-        save_total_limit=config.checkpoint.keep_last,
-        metric_for_best_model=config.run.metric,
-        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
-        seed=config.run.seed % 2**32,
-        label_smoothing_factor=config.run.label_smoothing,
-        push_to_hub=config.hub.push,
-        hub_model_id=config.hub.repository,
-        hub_private_repo=config.hub.private,
-        hub_revision=config.hub.revision,
-        hub_strategy="end",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=False,
-        **intervals,
-    )
+    named |= {
+        "output_dir": f"{config.run.output_dir}/{config.run.name}",
+        "run_name": config.run.name,
+        "gradient_accumulation_steps": max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
+        "per_device_eval_batch_size": config.batch.eval_micro_size or config.batch.micro_size,
+        "max_steps": config.run.max_steps,
+        "num_train_epochs": config.run.epochs or 1,
+        "lr_scheduler_type": config.schedule.name if known else "cosine",
+        "warmup_steps": config.schedule.warmup_of(config.run.max_steps),
+        "metric_for_best_model": config.run.metric,
+        "greater_is_better": goal_of(config.run.metric, config.run.metric_goal) == "highest",
+        "seed": config.run.seed % 2**32,
+        "label_smoothing_factor": config.run.label_smoothing,
+        "push_to_hub": config.hub.push,
+        "hub_model_id": config.hub.repository,
+        "hub_private_repo": config.hub.private,
+        "hub_revision": config.hub.revision,
+        "hub_strategy": "end",
+    }
+    arguments = TrainingArguments(**named, report_to=[], use_cpu=True, disable_tqdm=False)
     # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
     arguments.load_best_model_at_end = config.run.load_best
     return arguments
@@ -271,14 +250,12 @@ class CallbackDispatcher:
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             with naming(callback, "state_dict"):
-                state = callback.state_dict()
-            if state:
-                found.setdefault(type(callback).__name__, state)
+                if state := callback.state_dict():
+                    found.setdefault(type(callback).__name__, state)
         return found
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Give callbacks the states that a checkpoint of an earlier process has kept."""
         for callback in self._callbacks:
-            state = states.get(type(callback).__name__)
-            if state:
+            if state := states.get(type(callback).__name__):
                 callback.load_state_dict(state)

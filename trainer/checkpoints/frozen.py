@@ -11,15 +11,13 @@ from typing import Any, Literal
 import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import SOURCE, ChecksumPiece, FileRecord, Manifest, checksum, is_path
+from zeromesh.checkpoint.format.manifest import SOURCE, Manifest, is_path
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
-from zeromesh.checkpoint.io.file_slices import TensorShard, cut_at_grid
+from zeromesh.checkpoint.io.file_slices import TensorShard, record_of
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
-from zeromesh.intervals import Interval
-from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
@@ -92,11 +90,7 @@ class FrozenWeights:
         return replace(reader.manifest, tensors=kept) if kept else NOTHING
 
     def _open(self, frozen: set[str]) -> CheckpointReader:
-        """Return what reads the source under the names of the weights here; rank 0 looks into it, and takes its checksums.
-
-        Raises:
-            CheckpointError: on all ranks, where it cannot be read or is not that of the model.
-        """
+        """Return what reads the source under the names of the weights here; rank 0 looks into it, and takes its checksums."""
         mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
         specs = [each for each in holdings.tensors(reading=True) if each.name in frozen]
         aliases = [(alias, name) for alias, name in holdings.aliases().items() if name in frozen]
@@ -105,7 +99,11 @@ class FrozenWeights:
             if self._directory is None:
                 return ""
             tensors = _stored(self._engine.model, self._directory, specs, aliases)
-            records = {path: _record(self._directory, path, mesh) for path in {each.path for each in tensors}}
+            records = {}
+            for path in {each.path for each in tensors}:
+                with (self._directory / path.removeprefix(SOURCE)).open("rb") as file:
+                    nbytes = os.fstat(file.fileno()).st_size
+                    records[path] = record_of(path, file, nbytes, mesh.rank, lambda: mesh.post(Activity.SAVE))
             return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json().decode()
 
         what = "reading the source of frozen weights"
@@ -127,7 +125,7 @@ class FrozenWeights:
             there = torch.empty(shard.interval.length, dtype=shard.spec.dtype)
             places = places_of(reader, [replace(shard, values=TieredTensor.of(there))])
             reader.read(places, lambda: self._engine.mesh.post(Activity.SAVE))
-            if not torch.equal(there.view(torch.uint8), values.to("cpu", shard.spec.dtype).view(torch.uint8)):
+            if not torch.equal(tensor_bytes(there), tensor_bytes(values.to("cpu", shard.spec.dtype))):
                 return False
             self._same[key] = now
         return True
@@ -136,7 +134,6 @@ class FrozenWeights:
 def _stored(
     model: torch.nn.Module, directory: Path, specs: Iterable[TensorSpec], aliases: Iterable[tuple[str, str]]
 ) -> tuple[StoredTensor, ...]:
-    """Return those tensors of the whole model that lie unchanged in files of the source."""
     from zeromesh.trainer.weights.safetensors_source import TensorFiles, match, quiet_library
 
     source = TensorFiles(directory)
@@ -157,15 +154,3 @@ def _stored(
                 found += [tensor] if tensor.begin % dtype.itemsize == 0 else []
                 break
     return tuple(found)
-
-
-def _record(directory: Path, path: str, mesh: Mesh) -> FileRecord:
-    """Return the size of a file of the source, and the checksums of its pieces."""
-    pieces = []
-    with (directory / path.removeprefix(SOURCE)).open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        for cut in cut_at_grid(Interval(start=0, end=nbytes)):
-            found = checksum(file.read(cut.length))
-            pieces.append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum=found, rank=mesh.rank))
-            mesh.post(Activity.SAVE)
-    return FileRecord(nbytes=nbytes, pieces=tuple(pieces))

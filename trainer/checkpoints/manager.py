@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -287,7 +288,6 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        """Before an update: wait until the elements that it changes have been copied."""
         self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
@@ -336,7 +336,7 @@ def content_of(
         layout={
             "zeromesh": __version__,
             "ranks": mesh.world_size,
-            "mesh": dict(zip(("pipeline", "replicate", "shard", "tensor"), mesh.shape.sizes, strict=True)),
+            "mesh": asdict(mesh.shape),
             "stage": options.stage,
             "compute": str(compute).removeprefix("torch."),
             "master": str(master).removeprefix("torch."),
@@ -450,11 +450,13 @@ def _metric_of(path: Path) -> float | None:
 def _directory_of(named: str) -> Path:
     """The directory of a checkpoint that is named by itself, or by the directory of its run, for the newest."""
     path = Path(named).expanduser()
-    for root in (path / FOLDER, path):
-        steps = CheckpointStore(root).steps()
-        if steps:
-            return CheckpointStore(root).path(steps[0])
-    return path
+    found = (store.path(step) for store in stores_at(path) for step in store.steps())
+    return next(found, path)
+
+
+def stores_at(path: Path) -> list[CheckpointStore]:
+    """The places in which checkpoints may be of whom a path names a run, or a directory of checkpoints."""
+    return [CheckpointStore(path / FOLDER), CheckpointStore(path)]
 
 
 _LINK = re.compile(r"checkpoint-\d+")

@@ -20,7 +20,7 @@ from torch import nn
 from zeromesh.checkpoint.format.safetensors_layout import check_plain
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
-from zeromesh.trainer.config.sections.training import default_warmup
+from zeromesh.trainer.config.sections.schedule import default_warmup
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import description_of_adapters, is_adapted
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.multi_host.parts import merge, open_parts
+from zeromesh.checkpoint.parts import merge, open_parts
 from zeromesh.checkpoint.verify import find_damage
-from zeromesh.errors import CheckpointError, some
+from zeromesh.errors import CheckpointError, counted, some
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading
 from zeromesh.trainer.tools.checkpoint.diff import diff_checkpoints
@@ -49,7 +49,7 @@ def _verify(options: argparse.Namespace) -> int:
             continue
         moved = Throughput(console, f"verifying {directory.name}", sum(p.end - p.begin for p in reader.pieces()))
         found = list(find_damage(reader, moved))
-        files = f"{len(reader.manifest.files)} files, {moved}"
+        files = f"{counted(len(reader.manifest.files), 'file')}, {moved}"
         console.note(
             f"{directory}{part_text(reader)}: " + (f"DAMAGED: {len(found)} of {files}" if found else f"whole: {files}")
         )
@@ -74,7 +74,9 @@ def _merge(options: argparse.Namespace) -> int:
     parts, console = open_parts(options.parts), Console()
     moved = Throughput(console, "merging", sum(piece.end - piece.begin for part in parts for piece in part.pieces()))
     whole = merge(parts, options.out, moved)
-    console.note(f"{options.out}: step {whole.step} of {len(parts)} parts, {len(whole.files)} files, {moved}")
+    console.note(
+        f"{options.out}: step {whole.step} of {counted(len(parts), 'part')}, {counted(len(whole.files), 'file')}, {moved}"
+    )
     return 0
 
 

@@ -37,12 +37,7 @@ _PROMPTS = "ZEROMESH_PROMPTS"
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Generate in this process or in ranks that it starts; returns the exit code.
-
-    Raises:
-        ConfigError, DataError: for a source, prompts or settings that cannot be.
-        StorageError: where results cannot be written.
-    """
+    """Generate in this process or in ranks that it starts; returns the exit code."""
     processes, starts = train.ranks_of(options)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
@@ -64,22 +59,15 @@ def run_generate(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace, processes: int) -> int:
-    from zeromesh.launch.rendezvous import Nodes, launch_workers
+    from zeromesh.launch.rendezvous import Nodes
 
     # With results on disk the rest is generated again after a rank has died; without them nothing would be kept.
     nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, begins_with="the results that are there")
-    arguments = train.same_command(options)
-    return train.report(
-        launch_workers(arguments, processes=processes, nodes=nodes, notify=train.say, talks=options.chat)
-    )
+    return train.report(train.launch_same(options, processes, nodes=nodes, talks=options.chat))
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Split what was given as key=value into fields of transformers' `GenerationConfig` and keys of the configuration.
-
-    Raises:
-        ConfigError: for a field without a value.
-    """
+    """Split what was given as key=value into fields of transformers' `GenerationConfig` and keys of the configuration."""
     fields: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     keys = []
     for word in overrides:
@@ -122,7 +110,7 @@ def _generate(
     with Generator(options.config, options.config_file, overrides=keys) as generator:
         leads = generator.mesh.rank == 0
         if options.check:
-            generator.check()
+            generator.check_weights()
         generator.check_fields(fields)
         if options.chat:
             if isinstance(sys.stdin, io.TextIOWrapper):

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,10 @@ from zeromesh.environment import LOOPBACK
 from zeromesh.errors import ZeromeshError, printable, refused_path
 from zeromesh.launch.rank_processes import become_worker
 from zeromesh.trainer.cli import train
-from zeromesh.trainer.cli.generate import run_generate
-from zeromesh.trainer.cli.plan import checks_of, run_plan, run_verify
-from zeromesh.trainer.cli.reports import REPORT, examples, run_doctor, run_init, run_report
-from zeromesh.trainer.cli.serve import run_serve
-from zeromesh.trainer.cli.status import run_status, run_trace
+from zeromesh.trainer.cli.reports import REPORT, examples
 from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
 from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
-
-_DTYPES = ("float32", "bfloat16", "float16", "keep")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         become_worker(train.exit_code_of)
     try:
-        code = _COMMANDS[options.command](options)
+        file, _, function = options.function.partition(".")
+        # What other commands need is not loaded: torch and transformers take seconds.
+        code: int = getattr(import_module(f"zeromesh.trainer.cli.{file}"), function)(options)
         _reader_has_gone()
         return code
     except KeyboardInterrupt:
@@ -100,6 +97,141 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+_KEYS = "overrides section.key=value text *: keys to change, values in YAML"
+_CONFIGURED = f"""{_KEYS}
+--verbose: short for run.verbose=true: show on a terminal what a log has besides"""
+_SHARED = """--worker: -
+--nproc N positive: processes to start on this host when no launcher has (default 1)"""
+_FILE = "a YAML or JSON file, DeepSpeed's among them"
+_SERVED = f"""{_SHARED}
+--config FILE text >config_file: the layout: {_FILE}
+--batch N positive =16: sequences that a replica of the model runs at a time (default 16)
+config SOURCE text: a model directory, a name on the Hub, a run, or a step of it
+overrides section.key=value text *: keys of the configuration, and fields of transformers' GenerationConfig as
+    generation.temperature=0.7"""
+_NEWEST = "a checkpoint, or a run: its newest one"
+_CHECKPOINT = f"""
+## list: the checkpoints of a run: what each holds, and whether it is whole
+path RUN_OR_DIR path: a run's directory, or one of checkpoints
+--json: print JSON
+## inspect: what one checkpoint holds
+path CHECKPOINT path: {_NEWEST}
+--tensors PATTERN text: also a line for each tensor of such a name, as in '*norm*'
+--json: print JSON
+## verify: read every byte and name every damaged file; exit code 1 if there is one
+path CHECKPOINT_OR_RUN path: a checkpoint, or a run: all of them
+## export: write the model as a plain Hugging Face model directory
+path CHECKPOINT path: {_NEWEST}
+out OUT path: a directory that does not exist or is empty
+--dtype {{float32,bfloat16,float16,keep}} text =float32: of floating-point weights (default float32)
+--merge: merge adapters into the weights of the model, instead of writing the adapter alone
+--ema: write the averaged weights of a run with ema.decay
+## merge: one checkpoint from the parts that hosts without a shared disk wrote
+parts PART path +: the part of each host
+--out DIR path !: the directory of the whole checkpoint
+## diff: what differs between two checkpoints; exit code 1 if anything does
+one A path: {_NEWEST}
+two B path: another
+--tolerance X distance: ignore differences up to X (default: compare bitwise)
+"""
+SHELLS = ("bash", "zsh", "fish")
+_TABLE = f"""
+## train train.run_train: train what a configuration describes
+{_SHARED}
+--nnodes N|MIN:MAX nodes =1: hosts that run this command together; with MIN:MAX they may come and go (default 1)
+--node-rank I natural: this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint
+--rdzv-endpoint HOST:PORT text: where they meet: one of the hosts and a free port
+--rdzv-id NAME text =zeromesh: the same on all hosts (default zeromesh)
+--max-restarts N natural: times that all ranks start again from the newest checkpoint after a failure (default 0; 3 with MIN:MAX)
+--model MODEL text: tune this model, a directory or a name on the Hub; needs no CONFIG
+--data FILE text &: the data to tune it on
+--eval [NAME=]FILE text & >evaluation: evaluate on this, or on several of these by name (default: on a part of --data)
+--lora: train adapters of low rank, not the whole model
+--save-config FILE path: write the configuration that results, to be changed and trained again
+--tune: -
+--attached SECONDS seconds: -
+config CONFIG text ?: {_FILE}
+{_CONFIGURED}
+## launch train.run_launch: train on several hosts, over ssh
+--hostfile HOSTS path !: a line `NAME slots=N` for each host
+--ssh COMMAND text: how to reach a host, as in 'ssh -p 2222'; it is given HOST and COMMAND
+--env NAME[=VALUE] text &: a variable for all hosts, besides PYTHONPATH, {", ".join(PASSED)}; its value is not shown anywhere
+--min-hosts N positive: go on without hosts that are lost while N are left (default: all)
+--max-restarts N natural: times that all ranks start again after some have failed (default 0; 3 with --min-hosts)
+--host-timeout SECONDS silence ={SILENCE_SECONDS:g}: after which a host that says nothing counts as lost (default
+    {SILENCE_SECONDS:g})
+--port PORT positive: of the first host, where all meet (default: one from 20000 to 29999)
+--dry-run: print the command for each host, and start nothing
+config CONFIG text: {_FILE}
+{_CONFIGURED}
+## evaluate train.run_train: evaluate a run, a checkpoint or a Hugging Face model directory
+{_SHARED}
+config SOURCE text: a run, a checkpoint, a model directory or a configuration
+{_CONFIGURED}
+## generate generate.run_generate: continue prompts with a model, in any layout
+{_SERVED}
+--prompts FILE text: JSON lines with text, messages or input_ids (default -: standard input)
+--chat: hold a conversation on the terminal
+--out FILE path: write results as JSON lines, in the order of the prompts; a killed run goes on
+--max-new-tokens N positive: short for generation.max_new_tokens=N
+--seed N natural: of what sampling draws (default: run.seed)
+--max-restarts N natural =3: times that all ranks start again for what is missing in --out after one has died (default 3)
+--check: compare the weights of all ranks that hold the same ones
+## serve serve.run_serve: answer OpenAI's completions and chat completions over HTTP
+{_SERVED}
+--host ADDRESS text ={LOOPBACK}: where to listen; others than this host need a token
+--port PORT port =8000: where to listen; 0 takes a free one (default 8000)
+--name NAME text: of the model, as clients give it (default: that of its directory)
+--queue N positive =64: requests that may be open at a time (default 64)
+--grace SECONDS distance =10: seconds that open requests have when the server is to stop (default 10)
+## config train.print_config: print a configuration with every default filled in
+--nproc N positive: ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)
+config CONFIG text: {_FILE}
+{_CONFIGURED}
+## verify plan.run_verify: train a small copy of a configuration's model beside one plain process; exit code 1 where they differ
+{_SHARED}
+--out FILE path: the certificate (default: certificate.json in the run's directory)
+--check NAMES names =: what to check besides: determinism, resume, dropout, with commas between them
+config CONFIG text: {_FILE}
+{_CONFIGURED}
+## plan plan.run_plan: tell what fits and what is fastest, before anything is trained
+--worker: -
+--ranks N positive: ranks to plan for, or to measure on (default: devices or cores found here)
+--host N positive: ranks of a host (default: as the machine file says)
+--device NAME|FILE text: h100, h200, a100, b200, cpu, or a machine file (default: what was measured or is found here)
+--top N positive =12: rows to print (default 12)
+--json: print every row as JSON
+--picture FILE path: write charts of memory over a step and of time by phase, a page of HTML
+--measure: measure the machine on its ranks, for about a minute, and write a machine file
+--out FILE path: the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)
+--directory DIR path =runs: where offload would write, for the rates of the disk (default: runs)
+--tiny: -
+config CONFIG text ?: {_FILE}
+overrides section.key=value text *: keys that layouts are to have, values in YAML
+## status status.run_status: show what each rank of a running job is doing
+run RUN path: the run's directory
+--watch: show it again and again until the run ends
+--interval SECONDS interval =1: between two looks with --watch (default 1)
+--json: print JSON, a line for each look
+## trace status.run_trace: write a timeline of the latest steps of all ranks, for Perfetto
+run RUN path: the run's directory; one that goes on is asked for its ranks' events
+--out FILE path: packed where it ends with .gz (default: trace/trace.json.gz in RUN)
+--steps A:B steps: the first and the last step to show, counted from 1 (default: all there are)
+## init reports.run_init: write an example configuration here; without a name, list them
+name NAME{{{",".join(sorted(examples()))}}} text ?: the name of an example
+## checkpoint checkpoint.run_checkpoint: list, inspect, verify, export, merge and compare checkpoints
+## report reports.run_report: write a page that shows a run, or several beside each other
+runs RUN path +: a run's directory
+--out FILE path: where to write it, - for standard output (default: {REPORT} in the first RUN)
+## doctor reports.run_doctor: check this machine and suggest fixes
+--directory DIR path &: where runs, checkpoints or offload would write; may be given again (default: runs)
+--json: print JSON
+## completion main.run_completion: print a script by which a shell completes this command
+shell SHELL{{{",".join(SHELLS)}}} text: {", ".join(SHELLS)}
+"""
+"""The commands and their arguments, as `_add_commands` reads them."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
@@ -107,204 +239,43 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    config, source = (
-        "a YAML or JSON file, DeepSpeed's among them",
-        "a run, a checkpoint, a model directory or a configuration",
-    )
-
-    command = commands.add_parser("train", help="train what a configuration describes")
-    hosts = "hosts that run this command together; with MIN:MAX they may come and go (default 1)"
-    _value(command, "--nnodes", "N|MIN:MAX", _nodes, hosts, default=(1, 1))
-    number = "this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint"
-    _value(command, "--node-rank", "I", _natural, number)
-    _value(command, "--rdzv-endpoint", "HOST:PORT", str, "where they meet: one of the hosts and a free port")
-    _value(command, "--rdzv-id", "NAME", str, "the same on all hosts (default zeromesh)", default="zeromesh")
-    again = "times that all ranks start again from the newest checkpoint after a failure (default 0; 3 with MIN:MAX)"
-    _value(command, "--max-restarts", "N", _natural, again)
-    _value(command, "--model", "MODEL", str, "tune this model, a directory or a name on the Hub; needs no CONFIG")
-    _value(command, "--data", "FILE", str, "the data to tune it on", action="append")
-    eval_help = "evaluate on this, or on several of these by name (default: on a part of --data)"
-    _value(command, "--eval", "[NAME=]FILE", str, eval_help, dest="evaluation", action="append")
-    _flag(command, "--lora", "train adapters of low rank, not the whole model")
-    result = "write the configuration that results, to be changed and trained again"
-    _value(command, "--save-config", "FILE", Path, result)
-    # Set on the command lines of the workers that this command starts, and of the launchers that `zeromesh launch` starts.
-    _flag(command, "--tune", argparse.SUPPRESS)
-    _value(command, "--attached", "SECONDS", float, argparse.SUPPRESS)
-    _configured(command, "CONFIG", config, nargs="?")
-
-    command = commands.add_parser("launch", help="train on several hosts, over ssh")
-    _value(command, "--hostfile", "HOSTS", Path, "a line `NAME slots=N` for each host", required=True)
-    _value(command, "--ssh", "COMMAND", str, "how to reach a host, as in 'ssh -p 2222'; it is given HOST and COMMAND")
-    variable = f"a variable for all hosts, besides PYTHONPATH, {', '.join(PASSED)}; its value is not shown anywhere"
-    _value(command, "--env", "NAME[=VALUE]", str, variable, action="append", default=[])
-    _value(command, "--min-hosts", "N", _positive, "go on without hosts that are lost while N are left (default: all)")
-    again = "times that all ranks start again after some have failed (default 0; 3 with --min-hosts)"
-    _value(command, "--max-restarts", "N", _natural, again)
-    silent = f"after which a host that says nothing counts as lost (default {SILENCE_SECONDS:g})"
-    _value(command, "--host-timeout", "SECONDS", _silence, silent, default=SILENCE_SECONDS)
-    meeting = "of the first host, where all meet (default: one from 20000 to 29999)"
-    _value(command, "--port", "PORT", _positive, meeting)
-    _flag(command, "--dry-run", "print the command for each host, and start nothing")
-    _configured(command, "CONFIG", config)
-
-    command = commands.add_parser("evaluate", help="evaluate a run, a checkpoint or a Hugging Face model directory")
-    _configured(command, "SOURCE", source)
-
-    command = commands.add_parser("generate", help="continue prompts with a model, in any layout")
-    _served(command, f"the layout: {config}", "prompts")
-    _value(command, "--prompts", "FILE", str, "JSON lines with text, messages or input_ids (default -: standard input)")
-    _flag(command, "--chat", "hold a conversation on the terminal")
-    results = "write results as JSON lines, in the order of the prompts; a killed run goes on"
-    _value(command, "--out", "FILE", Path, results)
-    _value(command, "--max-new-tokens", "N", _positive, "short for generation.max_new_tokens=N")
-    _value(command, "--seed", "N", _natural, "of what sampling draws (default: run.seed)")
-    again = "times that all ranks start again for what is missing in --out after one has died (default 3)"
-    _value(command, "--max-restarts", "N", _natural, again, default=3)
-    _flag(command, "--check", "compare the weights of all ranks that hold the same ones")
-
-    command = commands.add_parser("serve", help="answer OpenAI's completions and chat completions over HTTP")
-    _served(command, f"the layout: {config}", "requests")
-    where = "where to listen; others than this host need a token"
-    _value(command, "--host", "ADDRESS", str, where, default=LOOPBACK)
-    _value(command, "--port", "PORT", _port, "where to listen; 0 takes a free one (default 8000)", default=8000)
-    _value(command, "--name", "NAME", str, "of the model, as clients give it (default: that of its directory)")
-    _value(command, "--queue", "N", _positive, "requests that may be open at a time (default 64)", default=64)
-    grace = "seconds that open requests have when the server is to stop (default 10)"
-    _value(command, "--grace", "SECONDS", _distance, grace, default=10.0)
-
-    command = commands.add_parser("config", help="print a configuration with every default filled in")
-    ranks = "ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)"
-    _value(command, "--nproc", "N", _positive, ranks)
-    _configured(command, "CONFIG", config)
-
-    text = "train a small copy of a configuration's model beside one plain process; exit code 1 where they differ"
-    command = commands.add_parser("verify", help=text)
-    where = "the certificate (default: certificate.json in the run's directory)"
-    _value(command, "--out", "FILE", Path, where)
-    what = "what to check besides: determinism, resume, dropout, with commas between them"
-    _value(command, "--check", "NAMES", checks_of, what, default=())
-    _configured(command, "CONFIG", config)
-
-    command = commands.add_parser("plan", help="tell what fits and what is fastest, before anything is trained")
-    ranks = "ranks to plan for, or to measure on (default: devices or cores found here)"
-    _value(command, "--ranks", "N", _positive, ranks)
-    _value(command, "--host", "N", _positive, "ranks of a host (default: as the machine file says)")
-    machine = "h100, h200, a100, b200, cpu, or a machine file (default: what was measured or is found here)"
-    _value(command, "--device", "NAME|FILE", str, machine)
-    _value(command, "--top", "N", _positive, "rows to print (default 12)", default=12)
-    _flag(command, "--json", "print every row as JSON")
-    charts = "write charts of memory over a step and of time by phase, a page of HTML"
-    _value(command, "--picture", "FILE", Path, charts)
-    _flag(command, "--measure", "measure the machine on its ranks, for about a minute, and write a machine file")
-    where = (
-        "the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)"
-    )
-    _value(command, "--out", "FILE", Path, where)
-    _value(command, "--directory", "DIR", Path, "where offload would write, for the rates of the disk (default: runs)")
-    _flag(command, "--tiny", argparse.SUPPRESS)
-    _value(command, "config", "CONFIG", str, config, nargs="?")
-    _value(command, "overrides", "section.key=value", str, "keys that layouts are to have, values in YAML", nargs="*")
-
-    command = commands.add_parser("status", help="show what each rank of a running job is doing")
-    _value(command, "run", "RUN", Path, "the run's directory")
-    _flag(command, "--watch", "show it again and again until the run ends")
-    _value(command, "--interval", "SECONDS", _interval, "between two looks with --watch (default 1)", default=1.0)
-    _flag(command, "--json", "print JSON, a line for each look")
-
-    command = commands.add_parser("trace", help="write a timeline of the latest steps of all ranks, for Perfetto")
-    _value(command, "run", "RUN", Path, "the run's directory; one that goes on is asked for its ranks' events")
-    _value(command, "--out", "FILE", Path, "packed where it ends with .gz (default: trace/trace.json.gz in RUN)")
-    shown = "the first and the last step to show, counted from 1 (default: all there are)"
-    _value(command, "--steps", "A:B", _steps, shown)
-
-    command = commands.add_parser("init", help="write an example configuration here; without a name, list them")
-    _value(command, "name", "NAME", str, "the name of an example", nargs="?", choices=sorted(examples()))
-
-    text = "list, inspect, verify, export, merge and compare checkpoints"
-    _add_checkpoint(commands.add_parser("checkpoint", help=text))
-
-    command = commands.add_parser("report", help="write a page that shows a run, or several beside each other")
-    _value(command, "runs", "RUN", Path, "a run's directory", nargs="+")
-    where = f"where to write it, - for standard output (default: {REPORT} in the first RUN)"
-    _value(command, "--out", "FILE", Path, where)
-
-    command = commands.add_parser("doctor", help="check this machine and suggest fixes")
-    where = "where runs, checkpoints or offload would write; may be given again (default: runs)"
-    _value(command, "--directory", "DIR", Path, where, action="append")
-    _flag(command, "--json", "print JSON")
-
-    command = commands.add_parser("completion", help="print a script by which a shell completes this command")
-    _value(command, "shell", "SHELL", str, ", ".join(SHELLS), choices=SHELLS)
-    for name in ("train", "evaluate", "generate", "serve", "verify", "plan"):
-        _flag(commands.choices[name], "--worker", argparse.SUPPRESS)
-        if name != "plan":
-            ranks = "processes to start on this host when no launcher has (default 1)"
-            _value(commands.choices[name], "--nproc", "N", _positive, ranks)
+    commands = _add_commands(parser, _TABLE, "command")
+    _add_commands(commands["checkpoint"], _CHECKPOINT, "action")
     return parser
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    newest = "a checkpoint, or a run: its newest one"
+def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dict[str, argparse.ArgumentParser]:
+    """Add the commands of a table, and return them by name. Its lines, of which indented ones continue the one before, are:
 
-    command = actions.add_parser("list", help="the checkpoints of a run: what each holds, and whether it is whole")
-    _value(command, "path", "RUN_OR_DIR", Path, "a run's directory, or one of checkpoints")
-    _flag(command, "--json", "print JSON")
+        ## command [file.function]: help          and below it the command's arguments; the function is one of this folder
+        name: help                                an option without a value
+        name METAVAR kind [more]: help            any other; the kinds are those of `_KINDS`
 
-    command = actions.add_parser("inspect", help="what one checkpoint holds")
-    _value(command, "path", "CHECKPOINT", Path, newest)
-    _value(command, "--tensors", "PATTERN", str, "also a line for each tensor of such a name, as in '*norm*'")
-    _flag(command, "--json", "print JSON")
-
-    text = "read every byte and name every damaged file; exit code 1 if there is one"
-    command = actions.add_parser("verify", help=text)
-    _value(command, "path", "CHECKPOINT_OR_RUN", Path, "a checkpoint, or a run: all of them")
-
-    command = actions.add_parser("export", help="write the model as a plain Hugging Face model directory")
-    _value(command, "path", "CHECKPOINT", Path, newest)
-    _value(command, "out", "OUT", Path, "a directory that does not exist or is empty")
-    dtype = "of floating-point weights (default float32)"
-    command.add_argument("--dtype", choices=_DTYPES, default="float32", help=dtype)
-    _flag(command, "--merge", "merge adapters into the weights of the model, instead of writing the adapter alone")
-    _flag(command, "--ema", "write the averaged weights of a run with ema.decay")
-
-    command = actions.add_parser("merge", help="one checkpoint from the parts that hosts without a shared disk wrote")
-    _value(command, "parts", "PART", Path, "the part of each host", nargs="+")
-    _value(command, "--out", "DIR", Path, "the directory of the whole checkpoint", required=True)
-
-    command = actions.add_parser("diff", help="what differs between two checkpoints; exit code 1 if anything does")
-    _value(command, "one", "A", Path, newest)
-    _value(command, "two", "B", Path, "another")
-    _value(command, "--tolerance", "X", _distance, "ignore differences up to X (default: compare bitwise)")
-
-
-def _value(
-    parser: argparse.ArgumentParser, name: str, metavar: str, kind: Callable[[str], Any], text: str, **more: Any
-) -> None:
-    parser.add_argument(name, metavar=metavar, type=kind, help=text, **more)
-
-
-def _flag(parser: argparse.ArgumentParser, name: str, text: str) -> None:
-    parser.add_argument(name, action="store_true", help=text)
-
-
-def _configured(parser: argparse.ArgumentParser, metavar: str, text: str, **more: Any) -> None:
-    """Add what is trained or evaluated, and keys of its configuration."""
-    _value(parser, "config", metavar, str, text, **more)
-    _value(parser, "overrides", "section.key=value", str, "keys to change, values in YAML", nargs="*")
-    _flag(parser, "--verbose", "short for run.verbose=true: show on a terminal what a log has besides")
-
-
-def _served(parser: argparse.ArgumentParser, layout: str, what: str) -> None:
-    """Add the model that continues prompts, how it is laid out, and how many prompts it runs at a time."""
-    _value(parser, "--config", "FILE", str, layout, dest="config_file")
-    many = f"{what} that a replica of the model runs at a time (default 16)"
-    _value(parser, "--batch", "N", _positive, many, default=16)
-    _value(parser, "config", "SOURCE", str, "a model directory, a name on the Hub, a run, or a step of it")
-    keys = "keys of the configuration, and fields of transformers' GenerationConfig as generation.temperature=0.7"
-    _value(parser, "overrides", "section.key=value", str, keys, nargs="*")
+    More is `=DEFAULT`, `>DEST`, `?`, `*` or `+` for so many values, `&` where it may be given again, `!` where it has to be. The
+    METAVAR's end `{a,b}` are the words that are allowed. The help `-` hides an option that this command itself gives to workers.
+    """
+    commands = parser.add_subparsers(dest=dest, required=True, metavar=dest.upper())
+    for line in table.strip().replace("\n    ", " ").splitlines():
+        head, _, text = line.partition(": ")
+        name, *words = head.removeprefix("## ").split()
+        if line.startswith("## "):
+            command = commands.add_parser(name, help=text)
+            if words:
+                command.set_defaults(function=words[0])
+            continue
+        more: dict[str, Any] = {"help": argparse.SUPPRESS if text == "-" else text}
+        if words:
+            metavar, kind, *marks = words
+            metavar, _, allowed = metavar.partition("{")
+            more |= {
+                "type": _KINDS[kind],
+                "metavar": metavar or None,
+                "choices": allowed[:-1].split(",") if allowed else None,
+            }
+            for mark in marks:
+                more |= _MARKS[mark[0]](mark[1:])
+        command.add_argument(name, **more if words else {**more, "action": "store_true"})
+    return commands.choices
 
 
 def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
@@ -318,12 +289,6 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
         return value
 
     return parse
-
-
-_port = _number(int, "is a number from 0 to 65535", 0, 65535)
-_natural, _positive = _number(int, "is an integer >= 0", 0), _number(int, "is an integer >= 1", 1)
-_interval = _number(float, "are seconds from 0.1 to 86400", 0.1, 86400)
-_distance, _silence = _number(float, "is a number >= 0", 0), _number(float, "are seconds from 1 to 86400", 1, 86400)
 
 
 def _steps(text: str) -> range:
@@ -342,7 +307,31 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
-SHELLS = ("bash", "zsh", "fish")
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "text": str,
+    "path": Path,
+    "seconds": float,
+    "nodes": _nodes,
+    "steps": _steps,
+    "names": lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
+    "natural": _number(int, "is an integer >= 0", 0),
+    "positive": _number(int, "is an integer >= 1", 1),
+    "port": _number(int, "is a number from 0 to 65535", 0, 65535),
+    "distance": _number(float, "is a number >= 0", 0),
+    "interval": _number(float, "are seconds from 0.1 to 86400", 0.1, 86400),
+    "silence": _number(float, "are seconds from 1 to 86400", 1, 86400),
+}
+_MARKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "=": lambda text: {"default": text},
+    ">": lambda text: {"dest": text},
+    "&": lambda _: {"action": "append"},
+    "!": lambda _: {"required": True},
+    "?": lambda _: {"nargs": "?"},
+    "*": lambda _: {"nargs": "*"},
+    "+": lambda _: {"nargs": "+"},
+}
+
+
 _MOST_NUMBERS = 10
 _BASH_KEYS = """
 _zeromesh_keys() {
@@ -376,10 +365,11 @@ _zeromesh_keys() {
 """
 
 
-def run_completion(shell: str, parser: argparse.ArgumentParser) -> int:
-    """Print the script by which a shell completes what `parser` takes; returns the exit code."""
+def run_completion(options: argparse.Namespace) -> int:
+    """Print the script by which a shell completes this command; returns the exit code."""
     import shtab
 
+    shell, parser = options.shell, make_parser()
     choices = dict(config_keys())
     keys = " ".join(f"{key}=" for key in choices)
     values = " ".join(f"{key}={word}" for key, words in choices.items() for word in words)
@@ -426,31 +416,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(below)
         else:
             yield action
-
-
-def _checkpoint(options: argparse.Namespace) -> int:
-    from zeromesh.trainer.cli.checkpoint import run_checkpoint  # It imports torch.
-
-    return run_checkpoint(options)
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "train": train.run_train,
-    "launch": train.run_launch,
-    "evaluate": train.run_train,
-    "generate": run_generate,
-    "serve": run_serve,
-    "config": train.print_config,
-    "plan": run_plan,
-    "verify": run_verify,
-    "status": run_status,
-    "trace": run_trace,
-    "init": run_init,
-    "checkpoint": _checkpoint,
-    "report": run_report,
-    "doctor": run_doctor,
-    "completion": lambda options: run_completion(options.shell, make_parser()),
-}
 
 
 if __name__ == "__main__":

@@ -20,17 +20,10 @@ from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
 """How long ranks wait for one that measures."""
-_DIRECTORY = Path("runs")
-"""The default of run.output_dir, below which offload.directory lies by default."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Plan a configuration, or measure the machine with `--measure`; returns the exit code: 1 where no layout fits.
-
-    Raises:
-        ConfigError: for a configuration, a machine or ranks that cannot be.
-        StorageError: when the machine file, the disk or the picture cannot be written.
-    """
+    """Plan a configuration, or measure the machine with `--measure`; returns the exit code: 1 where no layout fits."""
     if options.measure:
         if options.config is not None:
             raise ConfigError(f"--measure plans nothing: leave {options.config} out, and plan it afterwards")
@@ -41,7 +34,6 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print the plan of a configuration, as a table or as JSON; `--picture` writes a page with charts."""
     from zeromesh.trainer.planning.auto import plan_config
     from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
@@ -59,14 +51,11 @@ def _plan(options: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        lines = plan_lines(plan, shown=options.top, more=more, width=width)
-        print_lines(lines)
+        print_lines(plan_lines(plan, shown=options.top, more=more, width=width))
     return 0 if plan.best is not None else 1
 
 
 def _measure(options: argparse.Namespace) -> int:
-    """Start the ranks that measure, or be one of them."""
-    from zeromesh.launch.rendezvous import launch_workers
     from zeromesh.trainer.planning.auto import ranks_here
 
     environment = read_environment()
@@ -80,7 +69,7 @@ def _measure(options: argparse.Namespace) -> int:
     if options.worker or launched or ranks == 1:
         _measure_here(options)
         return 0
-    return train.report(launch_workers(train.same_command(options), processes=ranks))
+    return train.report(train.launch_same(options, ranks))
 
 
 def _measure_here(options: argparse.Namespace) -> None:
@@ -102,7 +91,7 @@ def _measure_here(options: argparse.Namespace) -> None:
     )
     try:
         sizes = sizes_for(device, tiny=options.tiny)
-        machine = measure_machine(mesh, sizes, options.directory or _DIRECTORY, train.say)
+        machine = measure_machine(mesh, sizes, options.directory, train.say)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
@@ -112,14 +101,7 @@ def _measure_here(options: argparse.Namespace) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify the layout of a configuration; returns 0 where it computes what one process does, and 1 where it does not.
-
-    Raises:
-        ConfigError: for a configuration, a check or numbers of ranks that cannot be.
-        StorageError: when the certificate cannot be written.
-    """
-    from zeromesh.launch.rendezvous import launch_workers
-
+    """Verify the layout of a configuration; returns 0 where it computes what one process does, and 1 where it does not."""
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
@@ -128,13 +110,8 @@ def run_verify(options: argparse.Namespace) -> int:
         return _verify_here(config, options.check, out, quiet=options.worker)
     with refusals(out, "written"):
         out.unlink(missing_ok=True)
-    ended = train.report(launch_workers(train.same_command(options), processes=processes))
+    ended = train.report(train.launch_same(options, processes))
     return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
-
-
-def checks_of(text: str) -> tuple[str, ...]:
-    """The names in a list with commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:

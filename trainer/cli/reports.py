@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeromesh.errors import StorageError, printable
+from zeromesh.errors import StorageError, plural, printable
 from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.formatting import print_lines
 
@@ -19,18 +19,11 @@ if TYPE_CHECKING:
     from zeromesh.trainer.tools.doctor.software import Finding
 
 REPORT = "report.html"
-_RUNS = Path("runs")
-"""The default of run.output_dir."""
 _EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write a page about runs; returns the exit code.
-
-    Raises:
-        ConfigError: for what is no run's directory, and without plotly.
-        StorageError: where the page cannot be written.
-    """
+    """Write a page about runs; returns the exit code."""
     from zeromesh.trainer.tools.html_report.page import page_of
     from zeromesh.trainer.tools.html_report.runs import read_runs
 
@@ -54,7 +47,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     from zeromesh.trainer.tools.doctor.software import Level, report_lines
 
     found: list[tuple[str, Finding]] = []
-    for part, findings in _parts(options.directory or [_RUNS]):
+    for part, findings in _parts(options.directory or [Path("runs")]):
         found.extend((part, finding) for finding in findings)
         if not options.json:
             print_lines(report_lines(part, findings))
@@ -65,7 +58,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         values = [{"part": part, **asdict(finding)} for part, finding in found]
         sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
     else:
-        words = [f"{count or 'no'} {name if count != 1 else name[:-1]}" for name, count in counts.items()]
+        words = [f"{count or 'no'} {plural(count, name.removesuffix('s'))}" for name, count in counts.items()]
         print_lines([", ".join(words)])
     return 1 if counts["problems"] else 0
 
@@ -87,11 +80,7 @@ def _parts(directories: list[Path]) -> Iterator[tuple[str, list[Finding]]]:
 
 
 def run_init(options: argparse.Namespace) -> int:
-    """List the examples of configurations, or write one; returns the exit code.
-
-    Raises:
-        StorageError: when the file exists or cannot be written; an existing file is never replaced.
-    """
+    """List the examples of configurations, or write one, which replaces no file; returns the exit code."""
     found = examples()
     if options.name is None:
         width = max(map(len, found))

@@ -24,20 +24,15 @@ _FAREWELL_SECONDS = 1.0
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve in this process or in ranks that it starts, until a signal; returns the exit code.
-
-    Raises:
-        ConfigError: for a source, an address or settings that cannot be, and for packages that are missing.
-    """
+    """Serve in this process or in ranks that it starts, until a signal; returns the exit code."""
     processes, starts = train.ranks_of(options)
     fields, keys = split_fields(options.overrides, None)
     if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS
-    from zeromesh.launch.rendezvous import launch_workers
 
     # A second signal is for the ranks too, which then end open requests with an answer. To be stopped is how a server ends.
-    ended = launch_workers(train.same_command(options), processes=processes, notify=train.say, passes=2)
+    ended = train.launch_same(options, processes, passes=2)
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 

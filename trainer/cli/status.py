@@ -20,7 +20,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from zeromesh.errors import ConfigError, StorageError, printable, ranks_text
+from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
@@ -52,9 +52,6 @@ def run_status(options: argparse.Namespace) -> int:
     """Show whether a run goes on, what each of its ranks does and whom they wait for, once or again and again.
 
     Returns 0 for a run that goes on or has ended in order, 1 for one that has failed, was killed or is silent; 0 after Ctrl-C.
-
-    Raises:
-        StorageError: where there is no run, or its files cannot be read.
     """
     console = RichConsole(highlight=False, markup=False, emoji=False)
     with ExitStack() as stack:
@@ -122,7 +119,7 @@ def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
         columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
         lines += table_lines(columns, list(map(_cells, rows)), columns[4::2], width=width)
     if len(rows) < len(order):
-        lines.append(f"and {len(order) - len(rows)} more ranks")
+        lines.append(f"and {counted(len(order) - len(rows), 'more rank')}")
     over = bool(found.verdict)
     said = [f"rank {row['rank']} failed: {row['failure']}" for row in rows if row["failure"]]
     said += [] if over else sentences(blamed)
@@ -184,12 +181,7 @@ def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Write the latest steps of all ranks of a run as a file that Perfetto opens; a run that goes on is asked for them.
-
-    Raises:
-        StorageError: where there is no run, or no trace of it, and where files cannot be read or written.
-        ConfigError: for steps of which nothing is known.
-    """
+    """Write the latest steps of all ranks of a run as a file that Perfetto opens; a run that goes on is asked for them."""
     if not _snapshot(options.run).verdict:
         _ask(options.run)
     rings, remarks = read_rings(options.run / FOLDER)

@@ -27,18 +27,18 @@ from zeromesh.environment import (
     read_environment,
     setting,
 )
-from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
+from zeromesh.errors import ConfigError, ZeromeshError, counted, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
-from zeromesh.trainer.config.sections.training import PICTURES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns, format_of, holds_pictures
+from zeromesh.trainer.data.text_sources import first_columns, holds_pictures
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -53,11 +53,7 @@ SILENCE_SECONDS = 15.0
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Train on the hosts of a file; returns the exit code.
-
-    Raises:
-        ConfigError: for a hostfile, a configuration or an option that cannot be used.
-    """
+    """Train on the hosts of a file; returns the exit code."""
     hosts = _hosts(options.hostfile)
     slots = sum(host.slots for host in hosts)
     config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
@@ -94,7 +90,7 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
         directory=os.getcwd(),
         python_path=setting("PYTHONPATH"),
-        variables=_variables(options.env),
+        variables=_variables(options.env or ()),
         silence_seconds=options.host_timeout,
         port=options.port,
         least=options.min_hosts or len(hosts),
@@ -182,7 +178,7 @@ def _take_start(options: argparse.Namespace) -> None:
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes = _json_object(model / "config.json")
     if first.is_dir() and holds_pictures(first):
-        kind, head = PICTURES, "image_classification"
+        kind, head = "pictures", "image_classification"
     else:
         columns = first_columns(options.data)
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
@@ -243,9 +239,12 @@ def _attached(options: argparse.Namespace) -> int:
     return result if isinstance(result, int) else result.exit_code
 
 
-def same_command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the arguments of a worker of this very command."""
-    return python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+def launch_same(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
+    """Run this very command as ranks, as `launch_workers` does."""
+    from zeromesh.launch.rendezvous import launch_workers
+
+    arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+    return launch_workers(arguments, processes=processes, notify=say, **how)
 
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
@@ -265,7 +264,7 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
         return wanted or 1, not options.worker and (wanted or 1) > 1
     if wanted is not None and wanted != environment.local_world_size:
         raise ConfigError(
-            f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
+            f"--nproc {wanted}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
             "host, which are the ranks; leave --nproc out"
         )
     return environment.world_size, False
@@ -279,7 +278,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
         raise ConfigError(
             f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
         )
-    _hint(f"starting {processes} processes")
+    _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
@@ -330,11 +329,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
     """Return the configuration that `source` names, keys of it to set, and the checkpoint whose weights are evaluated, if any.
 
     `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
-    configuration.
-
-    Raises:
-        ConfigError: for a directory that is none of these.
-        CheckpointError: for a run without a checkpoint.
+    configuration. Raises `ConfigError` for any other directory, and `CheckpointError` for a run without a checkpoint.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
@@ -427,7 +422,6 @@ def rank_prefix() -> str:
 
 
 def say(message: str) -> None:
-    """Write a message of this command to standard error."""
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     sys.stderr.writelines(f"{line}\n" for line in wrapped(f"zeromesh: {printable_lines(message)}".split("\n"), width))
 

@@ -6,13 +6,14 @@ keys decide together is read as DeepSpeed 0.19 does.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
-from zeromesh.trainer.config.messages import either, nearest_path, shown
-from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
+from zeromesh.trainer.config.messages import either, nearest_path, shown, unknown_key
+from zeromesh.trainer.config.sections.base import whole
+from zeromesh.trainer.config.sections.schedule import ScheduleSection
+from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 
@@ -66,30 +67,25 @@ Pairs = Iterator[tuple[str, Any]]
 """Keys and values that several settings decide together."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
-    """A configuration that was read: `values` by dotted key, where each came from, lines for a person, and problems."""
+    """Settings of DeepSpeed, and what they are here. Calling it gives a setting's value."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-
-
-class Reading:
-    """Settings of DeepSpeed while they are translated. Calling it gives a setting's value."""
-
-    def __init__(self, settings: Mapping[str, Any], ranks: int, given: Mapping[str, int]) -> None:
+    def __init__(self, settings: Mapping[str, Any], ranks: int = 1, parallel: Any = None) -> None:
+        self.values: dict[str, Any] = {}
+        """What is set here, by dotted key."""
+        self.origins: dict[str, str] = {}
         sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
-        tensor = max([1, *(size for size in sizes if type(size) is int)])
+        self.tensor = max([1, *(size for size in sizes if type(size) is int)])
         self.settings = {name: value for name, value in settings.items() if value != _AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == _AUTO)
-        self.tensor = tensor
-        self.data_ranks = max(1, ranks // (given.get("tensor", tensor) * given.get("pipeline", 1)))
+        axes = {"tensor": self.tensor, "pipeline": 1}
+        given = {name: whole(size) for name, size in parallel.items()} if isinstance(parallel, Mapping) else {}
+        axes |= {name: size for name in axes if type(size := given.get(name)) is int and size > 0}
+        self.data_ranks = max(1, ranks // (axes["tensor"] * axes["pipeline"]))
         """Ranks that train on samples of their own."""
         self.problems: list[str] = []
         self.notes: list[str] = []
-        """Lines about something for which there is no setting."""
+        """Lines for a person."""
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """The value of a setting; None or `default` where it is not there."""
@@ -146,41 +142,39 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
     return typed or any(key in _TREE and key not in _COMMON for key in data)
 
 
-def read_deepspeed(data: Mapping[str, Any], ranks: int, **given: int) -> Translation:
-    """The keys that a DeepSpeed configuration asks for in a launch of so many ranks, whose axes `tensor` and `pipeline` may be
-    `given` beside it."""
+def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) -> Translation:
+    """The keys that a DeepSpeed configuration asks for in a launch of so many ranks, beside a section `parallel` of zeromesh."""
     settings: dict[str, Any] = {}
     problems = list(_flatten(data, _TREE, "", settings))
-    reading, values = Reading(settings, ranks, given), dict[str, Any]()
-    reading.problems += problems
-    present = [row for row in TABLE if row.name in reading.settings]
+    read = Translation(settings, ranks, parallel)
+    read.problems += problems
+    present = [row for row in TABLE if row.name in read.settings]
     for row in present:
-        value = reading(row.name)
+        value = read(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
-            reading.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
+            read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
         if row.as_it_is:
-            values[row.keys[0]] = value
+            read.values[row.keys[0]] = value
     for decide in (_batch, _optimizer, _schedule, _precision, _zero, _offload, _activations, _figures):
-        values.update(decide(reading))
-    origins = {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in values}
-    notes = tuple(f"DeepSpeed: {line}" for line in (*_lines(reading, values), *reading.notes))
-    return Translation(values=values, origins=origins, notes=notes, problems=tuple(reading.problems))
+        read.values.update(decide(read))
+    read.origins |= {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in read.values}
+    read.notes[:] = [f"DeepSpeed: {line}" for line in (*_lines(read), *read.notes)]
+    return read
 
 
-def _lines(reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
+def _lines(read: Translation) -> Iterator[str]:
     """A line for each setting that was asked for and mapped, and one for each reason why some have no effect."""
     why: dict[str, list[str]] = {}
     for row in TABLE:
-        automatic = row.name in reading.automatic
-        asked = row.name in reading.settings
+        automatic, asked = row.name in read.automatic, row.name in read.settings
         if row.fate is Fate.IDLE and (asked or automatic):
             why.setdefault(f"no effect: {row.text}", []).append(row.name)
         elif row.fate is Fate.REFUSED and asked:
             why.setdefault("what is done here anyway", []).append(row.name)
         elif row.fate is Fate.MAPPED and (asked or automatic):
-            found = ", ".join(f"{key}: {shown(key, values[key])}" for key in row.keys if key in values)
+            found = ", ".join(f"{key}: {shown(key, read.values[key])}" for key in row.keys if key in read.values)
             default = "zeromesh's default" if automatic else "nothing, by what else is set" if row.keys else row.text
-            yield f"{row.name}: {_AUTO if automatic else shown(row.name, reading(row.name))} -> {found or default}"
+            yield f"{row.name}: {_AUTO if automatic else shown(row.name, read(row.name))} -> {found or default}"
     for text, names in why.items():
         yield f"{', '.join(names)}: {text}"
 
@@ -190,7 +184,8 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
     for key, value in data.items():
         path, node = f"{prefix}{key}", tree.get(key)
         if node is None:
-            yield _unknown(path, value)
+            hint = "" if nearest_path(path, _PATHS) else "docs/coming-from.md lists all that are known"
+            yield unknown_key(path, value, _PATHS, hint)
         elif isinstance(node, SettingRow):
             found[path] = value
         elif isinstance(value, Mapping):
@@ -201,14 +196,7 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
             yield f"{path}: got {shown('', value)}; allowed is a mapping of {', '.join(node)}"
 
 
-def _unknown(path: str, value: Any) -> str:
-    near = nearest_path(path, _PATHS)
-    hint = f"did you mean {near}?" if near else "docs/coming-from.md lists all that are known"
-    got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
-    return f"{path}: unknown key{got}; {hint}"
-
-
-def _batch(read: Reading) -> Pairs:
+def _batch(read: Translation) -> Pairs:
     if not read.has("gradient_clipping"):
         yield "run.clip_norm", _GRADIENT_CLIPPING
     if read("dataloader_drop_last") is not None:
@@ -246,7 +234,7 @@ def _batch(read: Reading) -> Pairs:
     yield "batch.global_size", train
 
 
-def _optimizer(read: Reading) -> Pairs:
+def _optimizer(read: Translation) -> Pairs:
     if not read.has("optimizer."):
         read.notes.append("no optimizer is given: zeromesh's default replaces it")
         return
@@ -265,7 +253,7 @@ def _optimizer(read: Reading) -> Pairs:
     yield "optimizer.exempt", "none"
 
 
-def _schedule(read: Reading) -> Pairs:
+def _schedule(read: Translation) -> Pairs:
     prefix = "scheduler.params."
     if not read.has("scheduler."):
         read.notes.append("no scheduler is given: the learning rate is constant")
@@ -299,7 +287,7 @@ def _schedule(read: Reading) -> Pairs:
         yield from _length(read, read.count(f"{prefix}total_num_steps"))
 
 
-def _one_cycle(read: Reading, prefix: str) -> Pairs:
+def _one_cycle(read: Translation, prefix: str) -> Pairs:
     lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
     if read(f"{prefix}cycle_momentum") is not False:
         read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
@@ -313,12 +301,12 @@ def _one_cycle(read: Reading, prefix: str) -> Pairs:
     yield from _length(read, first + second)
 
 
-def _length(read: Reading, steps: int | None) -> Pairs:
+def _length(read: Translation, steps: int | None) -> Pairs:
     if steps is not None:
         yield from (("run.max_steps", steps), ("run.epochs", None))
 
 
-def _precision(read: Reading) -> Pairs:
+def _precision(read: Translation) -> Pairs:
     sections = ("bf16", "bfloat16", "fp16", "torch_autocast")
     on = [name for name in sections if read(f"{name}.enabled") is True]
     compute = None
@@ -340,12 +328,10 @@ def _precision(read: Reading) -> Pairs:
         yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window") or _SCALE_WINDOW
 
 
-def _zero(read: Reading) -> Pairs:
+def _zero(read: Translation) -> Pairs:
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0
-    if read("zero_optimization.overlap_comm") is not None:
-        yield "zero.overlap", read("zero_optimization.overlap_comm")
     for name, least in (("zero_optimization.zero_hpz_partition_size", 2), ("zero_optimization.mics_shard_size", 1)):
         size = read(name)
         if type(size) is not int or size < least:
@@ -358,7 +344,7 @@ def _zero(read: Reading) -> Pairs:
         yield "parallel.tensor", read.tensor
 
 
-def _offload(read: Reading) -> Pairs:
+def _offload(read: Translation) -> Pairs:
     directories = []
     for name, key, old in (
         ("zero_optimization.offload_optimizer", "offload.optimizer", "zero_optimization.cpu_offload"),
@@ -376,7 +362,7 @@ def _offload(read: Reading) -> Pairs:
         yield "offload.directory", directories if len(directories) > 1 else directories[0]
 
 
-def _activations(read: Reading) -> Pairs:
+def _activations(read: Translation) -> Pairs:
     names = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
     if any(read(f"activation_checkpointing.{name}") for name in names):
         yield "model.activation_checkpointing", "block"
@@ -384,7 +370,7 @@ def _activations(read: Reading) -> Pairs:
         yield "offload.activations", "host"
 
 
-def _figures(read: Reading) -> Pairs:
+def _figures(read: Translation) -> Pairs:
     if read("steps_per_print") is not None:
         steps = 0 if read("steps_per_print") == math.inf else read.count("steps_per_print")
         if steps is not None:

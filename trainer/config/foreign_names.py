@@ -90,3 +90,41 @@ def foreign_problems(data: Mapping[str, Any]) -> list[str]:
     rest = ", ".join(key for key in data if key.lower() not in BY_NAME)
     says = f"this is a configuration of {trainer}, whose keys have other names here; docs/configuration.md lists all"
     return [says, *named, *([f"without a name here that is known: {rest}"] if rest else [])]
+
+
+ARGUMENTS = {
+    "model.trust_remote_code": "trust_remote_code",
+    "data.sequence_length": "max_length",
+    "data.workers": "dataloader_num_workers",
+    "data.seed": "data_seed",
+    "batch.micro_size": "per_device_train_batch_size",
+    "batch.eval_micro_size": "per_device_eval_batch_size",
+    "optimizer.lr": "learning_rate",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.weight_decay": "weight_decay",
+    "schedule.name": "lr_scheduler_type",
+    "schedule.warmup_steps": "warmup_steps",
+    "schedule.warmup_ratio": "warmup_steps",
+    "run.max_steps": "max_steps",
+    "run.epochs": "num_train_epochs",
+    "run.clip_norm": "max_grad_norm",
+    "run.seed": "seed",
+    "run.log_first_step": "logging_first_step",
+    "run.eval_at_start": "eval_on_start",
+    "run.load_best": "load_best_model_at_end",
+    "checkpoint.keep_last": "save_total_limit",
+    "tracking.backends": "report_to",
+    "tracking.project": "project",
+    "tracking.name": "run_name",
+}
+EVERY = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
+"""The names that keys have among the arguments of transformers' and TRL's trainers; those of `EVERY` are numbers of steps."""
+
+
+def training_arguments(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of transformers by their names, as far as they say what some `keys` say; null keys are left out."""
+    found = {name: keys[key] for key, name in ARGUMENTS.items() if keys.get(key) is not None}
+    for name, every in ((name, keys[key]) for key, name in EVERY.items() if key in keys):
+        found[f"{name}_strategy"] = "epoch" if every == "epoch" else "steps" if every else "no"
+        found |= {f"{name}_steps": every} if every and every != "epoch" else {}
+    return found | dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas", ()), strict=False))

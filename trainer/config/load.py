@@ -6,7 +6,6 @@ A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from zeromesh.trainer.config.messages import (
     section_of,
     shown,
     takes_text,
+    unknown_key,
 )
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY, whole
@@ -44,7 +44,8 @@ from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value, with_variables
+from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar, plain_value, read_yaml, with_variables
+from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults.
@@ -60,16 +61,6 @@ def _is_training_arguments(source: Any) -> bool:
     """Tell transformers' `TrainingArguments` without an import of transformers, which takes seconds."""
     names = [(base.__module__, base.__name__) for base in type(source).__mro__]
     return ("transformers.training_args", "TrainingArguments") in names
-
-
-def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int | None) -> Translation:
-    """Translate a DeepSpeed configuration, beside a section `parallel` of zeromesh."""
-    if deepspeed is None:
-        return Translation()
-    sizes = parallel if isinstance(parallel, Mapping) else {}
-    given = {name: whole(sizes.get(name)) for name in ("tensor", "pipeline")}
-    axes = {name: size for name, size in given.items() if type(size) is int and size > 0}
-    return read_deepspeed(deepspeed, read_environment().world_size if ranks is None else ranks, **axes)
 
 
 _KINDS = ("model_type", "python")
@@ -172,24 +163,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
 
 
 def _read_file(path: Path, where: str) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            # One byte more than allowed tells a file that is too large, however large it is.
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
-        text = content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError("no such file; give the path of a YAML or JSON file", where=where) from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=where) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=where) from None
-    except ValueError as error:
-        raise ConfigError(f"is no path: {error}", where=repr(where)) from None
-    if path.suffix == ".json":
-        text = re.sub(r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text)  # YAML has no tabs there.
-    value = parse_yaml(text, where=where)
+    value = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
     if value is None:
         raise ConfigError(
             "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults",
@@ -201,7 +175,6 @@ def _read_file(path: Path, where: str) -> dict[str, Any]:
     return value
 
 
-_TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _ON_THE_HUB = "the name of a model on the Hub"
 _DATASET = "hub:OWNER/NAME for a dataset of the Hub"
 _PATHS = {
@@ -218,12 +191,8 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
     """Yield a problem for each path that `config` names and this machine does not have."""
     for key, (words, cure) in _PATHS.items():
         section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if key in wrong:
-            continue
-        for path in paths_of(value):
-            if path in words:
-                continue
+        given = () if key in wrong else paths_of(getattr(getattr(config, section), name))
+        for path in (each for each in given if each not in words):
             try:
                 there = Path(path).expanduser()
                 exists = there.exists()
@@ -246,15 +215,15 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
     # accelerate's own trackers, and those that were registered in this process.
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
-        if name in _TRACKERS:
-            if not any(map(_installed, (name, *(["tensorboardX"] if name == "tensorboard" else [])))):
+        if name in TRACKERS:
+            if not any(map(_installed, TRACKERS[name].modules or (name,))):
                 package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
         elif name not in registered:
-            near = nearest(name, _TRACKERS, cutoff=0.6)
+            near = nearest(name, TRACKERS, cutoff=0.6)
             hint = f"; did you mean {near}?" if near else ""
             yield (
-                f"tracking.backends: got {name!r}; allowed are {', '.join(_TRACKERS)}, and names of trackers that were given to "
+                f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}, and names of trackers that were given to "
                 f"accelerate.tracking.register_tracker_class{hint}"
             )
 
@@ -309,9 +278,11 @@ def load_config(
     given = _read(source)
     where, own, deepspeed = given.where, given.own, given.deepspeed
     problems, overridden_keys = _apply(own, overrides)
-    translation = _translation(deepspeed, own.get("parallel"), ranks)
+    translation = Translation({})
+    if deepspeed is not None:
+        translation = read_deepspeed(deepspeed, ranks or read_environment().world_size, own.get("parallel"))
     data = _merged(nested(translation.values), own)
-    notes = translation.notes
+    notes = tuple(translation.notes)
     if tunes is not None and deepspeed is None:
         defaults = _tuning_defaults(data, adapted=tunes == "adapters" or bool((data.get("model") or {}).get("lora")))
         notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merged(defaults, data)
@@ -327,10 +298,7 @@ def load_config(
     problems += refused_code(config.model_dump(mode="json"), consent, typed=typed)
     count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
     # A problem of a key that came from a file below, a setting of another trainer or an override names that too.
-    problems += [
-        f"{each} ({came})" if (came := _origin(_key_of(each), {**origins, **overridden_keys})) else each
-        for each in wrong
-    ]
+    problems += [_with_origin(each, {**origins, **overridden_keys}) for each in wrong]
     if problems:
         clean = Redaction(secret_values()).text
         only_overrides = len(problems) == count and not translation.problems
@@ -359,11 +327,12 @@ def _holds(data: Any, path: str) -> bool:
     return True
 
 
-def _origin(key: str, origins: Mapping[str, str]) -> str | None:
-    """Return where a key, or what holds it, came from."""
+def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
+    """Say too where the key of a problem, or what holds that key, came from."""
+    key = _key_of(problem)
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    return origins.get(key)
+    return f"{problem} ({origins[key]})" if key else problem
 
 
 def _key_of(problem: str) -> str:
@@ -377,7 +346,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         path, equals, text = override.partition("=")
         path = path.strip()
         keys = path.split(".")
-        name = f"the override {_override_shown(path, equals, text)}"
+        secret = shown(path, text) == REDACTED
+        name = f"the override {shown('', f'{path}{equals}{REDACTED if secret else text}')}"
         if path == "parallel" and text.strip() == "auto":
             data[path] = "auto"
             continue
@@ -392,12 +362,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             problems.append(f"{name}: {problem}")
         overridden_keys[path] = name
     return problems, overridden_keys
-
-
-def _override_shown(path: str, equals: str, text: str) -> str:
-    """An override as it was given, but for a secret in it."""
-    hidden = shown(path, text) == REDACTED
-    return shown("", f"{path}{equals}{REDACTED if hidden else text}")
 
 
 def _override_hint(path: str, equals: str, text: str) -> str:
@@ -504,14 +468,8 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         what = "text" if keys[1] == "columns" else f"a mapping of {', '.join(names)}"
         return f"{path}: got {shown(path, value)}; allowed is {what}"
     if kind == "extra_forbidden":
-        near = suggestion(path)
-        parent = known_paths().get(path.rpartition(".")[0])
-        beside = (section_of(parent) if parent else None) or TrainerConfig
-        hint = _meant(near) or f"allowed are {', '.join(beside.model_fields)}"
-        if "." in keys[-1]:
-            hint = "a file nests keys: write the section, and the key inside it"
-        got = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
-        return f"{path}: unknown key{got}; {hint}"
+        nests = "a file nests keys: write the section, and the key inside it"
+        return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _meant(suggestion(path)))
     if keys[-1] == "python":
         return f"{path}: got {shown(path, value)}; allowed is text such as package.module:function"
     if path.startswith(f"{EVAL}."):

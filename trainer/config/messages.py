@@ -5,7 +5,7 @@ models themselves.
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,6 +14,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from zeromesh.errors import counted
 from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret
 from zeromesh.trainer.config.sections.base import Allowed
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -81,6 +82,16 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
     return anywhere[slip] if slip else None
 
 
+def unknown_key(path: str, value: object, known: Collection[str], hint: str = "") -> str:
+    """Say that a key is not known, and which of the `known` paths it may mean, unless a `hint` says more."""
+    got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
+    if not hint and (near := nearest_path(path, known)):
+        hint = f"did you mean {near}?"
+    section = path.rpartition(".")[0]
+    beside = ", ".join(each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section)
+    return f"{path}: unknown key{got}; {hint or f'allowed are {beside}'}"
+
+
 def nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
     """Return the one of `words` that is most like `word`; None where none is, from `cutoff` on, at most 1."""
     return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
@@ -91,7 +102,7 @@ def shown(path: str, value: object) -> str:
     if path not in known_paths() and is_secret(path, value):
         return REDACTED
     if isinstance(value, dict):
-        return f"a mapping of {len(value)} keys"
+        return f"a mapping of {counted(len(value), 'key')}"
     if isinstance(value, list | tuple) and not all(isinstance(item, str | int | float | None) for item in value):
         return f"a list of {len(value)} items"
     if value is None or isinstance(value, bool):

@@ -1,8 +1,8 @@
 """The configuration of a run as a whole: its sections, and the rules that join several keys.
 
-The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/config_reference.py`, and `load.py`
-reads files and reports all problems at once. A rule is left out when a key that its text names is wrong by itself, and all others
-are still reported.
+The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/pages/config_reference.py`, and
+`load.py` reads files and reports all problems at once. A rule is left out when a key that its text names is wrong by itself, and
+all others are still reported.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ from zeromesh.trainer.config.sections.parallelism import (
     PrecisionSection,
     ZeroSection,
 )
+from zeromesh.trainer.config.sections.schedule import LRSchedule, ScheduleSection
 from zeromesh.trainer.config.sections.training import (
-    PICTURES,
     BatchSection,
     DataSection,
     EmaSection,
     OptimizerSection,
-    ScheduleSection,
     TrainSection,
 )
 from zeromesh.trainer.config.yaml_reader import plain_scalar
-from zeromesh.trainer.lr_schedule import LRSchedule
 
 
 class TrainerConfig(Section):
@@ -259,12 +257,10 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "out": lambda c: c.data.mixture is not None and c.data.train != "stdlib",
     "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
     "it; leave the one out, or set the other to false": lambda c: (
-        c.data.separate_documents is False
-        and c.data.packing
-        and any(part.format != "text" for part in c.data.parts().values())
+        c.data.separate_documents is False and c.data.packing and any(each.answers for each in c.data.formats)
     ),
     "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
-        c.data.mixture is not None and any(each.format == PICTURES for each in c.data.parts().values())
+        c.data.mixture is not None and any(each.holds == "pictures" for each in c.data.formats)
     ),
     "model.python returns the model, and model.source {c.model.source} is one too; leave one of them out": lambda c: (
         c.model.python is not None and c.model.source is not None

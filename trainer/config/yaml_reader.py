@@ -7,6 +7,7 @@ Plain scalars follow the core schema of YAML 1.2, of which JSON is a part, and n
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -48,6 +49,28 @@ _MISTAKES = (
     ("unconstructable recursive", "an alias of something that it is a part of"),
 )
 """Patterns of what the parser says, and what a person is told instead. Its own words may quote a line with a secret."""
+
+
+def read_yaml(path: Path, missing: str, *, where: str) -> Any:
+    """Return what `parse_yaml` does of a file, which may be a pipe.
+
+    Raises `ConfigError` too where it cannot be read; its words are `missing` where there is none.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)  # One byte more than allowed tells what is too large.
+        text = content.decode("utf-8-sig") if len(content) <= MAX_BYTES else content.decode("latin-1")
+    except FileNotFoundError:
+        raise ConfigError(missing, where=where) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=where) from None
+    except ValueError as error:
+        raise ConfigError(f"is no path: {error}", where=repr(where)) from None
+    if path.suffix == ".json":
+        text = re.sub(r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text)  # YAML has no tabs there.
+    return parse_yaml(text, where=where)
 
 
 def parse_yaml(text: str, *, where: str) -> Any:

@@ -89,34 +89,25 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
                 f"sample {index} is a {type(sample).__name__}; give mappings of field names (the model's "
                 "arguments, such as input_ids and labels) to tensors, or pass a data_collator"
             )
-    batch: dict[str, Tensor] = {}
-    for field in samples[0]:
-        if not isinstance(samples[0][field], str | bytes | None):
-            key = "labels" if field in _LABEL_NAMES else field
-            batch[key] = _stack(samples, indices, field)
+    first, batch = indices[0], dict[str, Tensor]()
+    for field in [name for name, value in samples[0].items() if not isinstance(value, str | bytes | None)]:
+        rows: list[Tensor] = []
+        for index, sample in zip(indices, samples, strict=True):
+            if field not in sample:
+                raise DataError(
+                    f"sample {index} has no field {field!r}, which sample {first} has; it has {_field_list(sample)}. Give all "
+                    "samples the same fields, or pass a data_collator"
+                )
+            rows.append(_tensor(sample[field], index, field))
+            if rows[-1].shape != rows[0].shape:
+                raise DataError(
+                    f"sample {index}: field {field!r} has shape {list(rows[-1].shape)}, but that of sample {first}, in the same "
+                    f"batch, has {list(rows[0].shape)}; pad or cut samples to one length, or pass a data_collator that pads"
+                )
+        batch["labels" if field in _LABEL_NAMES else field] = torch.stack(rows)
     if not batch:
-        raise DataError(f"sample {indices[0]} has no field that holds numbers: {_field_list(samples[0])}")
+        raise DataError(f"sample {first} has no field that holds numbers: {_field_list(samples[0])}")
     return batch
-
-
-def _stack(samples: Sequence[Mapping[str, Any]], indices: Sequence[int], field: str) -> Tensor:
-    """One field of all samples, `[batch, ...]`."""
-    rows: list[Tensor] = []
-    for index, sample in zip(indices, samples, strict=True):
-        if field not in sample:
-            raise DataError(
-                f"sample {index} has no field {field!r}, which sample {indices[0]} has; it has "
-                f"{_field_list(sample)}. Give all samples the same fields, or pass a data_collator"
-            )
-        row = _tensor(sample[field], index, field)
-        if rows and row.shape != rows[0].shape:
-            raise DataError(
-                f"sample {index}: field {field!r} has shape {list(row.shape)}, but that of sample "
-                f"{indices[0]}, in the same batch, has {list(rows[0].shape)}; pad or cut samples to one "
-                "length, or pass a data_collator that pads"
-            )
-        rows.append(row)
-    return torch.stack(rows)
 
 
 def _tensor(value: Any, index: int, field: str) -> Tensor:
@@ -262,10 +253,25 @@ class BatchRules:
         check_batch(batch, **limits, causal=self.causal, indices=indices)
         return dict(batch) if self.cut_to is None else without_padding(batch, self.cut_to)
 
+    def accepted(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch with the fields that the model accepts."""
+        return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
+
     def _reduced(self, sample: Any, index: int) -> Any:
-        """A sample without the fields that the collator does not see. Raises `DataError` where no field is left."""
+        """A sample as the collator sees it. Raises `DataError` where no field is left, and for labels that are text."""
         if not isinstance(sample, Mapping):
             return sample
+        labels = (
+            {name: sample[name] for name in ("labels", *_LABEL_NAMES) if name in sample}
+            if is_library(self.collate)
+            else {}
+        )
+        if labels and all(isinstance(label, str) for label in labels.values()):
+            name, label = next(iter(labels.items()))
+            raise DataError(
+                f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made; number the classes, such as by "
+                f"dataset.class_encode_column({name!r}) of datasets, or pass a data_collator that does"
+            )
         found = self.reduced(sample)
         if not found and sample:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Rows of conversations, or of prompts and completions, as tokens, and which of them are targets of the loss.
+"""Rows of text, of conversations, or of prompts and completions, as tokens, and which of them are targets of the loss.
 
     row -> text and the characters of its answers (`Renderer`) -> tokens and targets (`encode_rows`)
 
@@ -10,72 +10,30 @@ one with the turn, are beginnings of the whole. A template for which they are no
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import pairwise, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zeromesh.environment import export
 from zeromesh.errors import DataError, summary
-from zeromesh.trainer.data.text_sources import Row, read_text
+from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, FORMATS, Messages, RowFormat
+from zeromesh.trainer.data.text_sources import Row, TextSource, read_text
 from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokenizer, require_bounded
 
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NEARLY = 0.9
 """Part of all answers that a token has to end."""
-_OPTIONAL = ("tools", "chat_template_kwargs")
-
-Messages = list[dict[str, Any]]
-
-
-_ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool"}
-_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
-"""By the names of ShareGPT."""
-
-
-def _alpaca(row: Mapping[str, Any]) -> Messages:
-    """An instruction, which may have an input, and its output."""
-    asked = [*_said("user", row["instruction"], needed=True), *_said("user", row["input"])]
-    question = _said("user", "\n\n".join(each["content"] for each in asked))
-    return [*_said("system", row["system"]), *question, *_said("assistant", row["output"], needed=True)]
-
-
-def _sharegpt(row: Mapping[str, Any]) -> Messages:
-    """Turns with `from` and `value`."""
-    turns = [_said(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
-    return [*_said("system", row["system"]), *chain(*turns)]
-
-
-def _said(role: str, text: Any, *, needed: bool = False) -> Messages:
-    """A message; none where there is no text. Raises `TypeError` for what is no text, and for none where it is `needed`."""
-    if not isinstance(text, str if needed else str | None):
-        raise TypeError(f"what the {role} says is {type(text).__name__}, not text")
-    return [{"role": role, "content": text}] if text or needed else []
-
-
-class RowFormat(NamedTuple):
-    """The columns of rows of a `data.format`, and what makes messages of them; None: they are messages, or text."""
-
-    wanted: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    messages: Callable[[Mapping[str, Any]], Messages] | None = None
-
-
-FORMATS = {
-    "chat": RowFormat(("messages",)),
-    "pairs": RowFormat(("prompt", "completion")),
-    "alpaca": RowFormat(("instruction", "output"), ("input", "system"), _alpaca),
-    "sharegpt": RowFormat(("conversations",), ("system",), _sharegpt),
-}
 
 
 class RenderedRow(NamedTuple):
@@ -86,24 +44,28 @@ class RenderedRow(NamedTuple):
     answers: tuple[tuple[int, int], ...]
     plain: bool
     """True if the text was not made by a template: then it has neither a token that begins it nor one that ends it."""
+    label: str | None = None
+    """The class of the text, where that is what is learnt."""
 
 
 class EncodedRow(NamedTuple):
-    """The ids of a row, int32 `[tokens]`, which of them are targets, bool `[tokens]`, and whether some answer begins or ends inside
-    of a token. Such a token is no target."""
+    """The ids of a row, `[tokens]`, which of them are targets, bool `[tokens]`, and whether some answer begins or ends inside of a
+    token. Such a token is no target."""
 
     key: str
     text_bytes: int
     ids: TokenArray
     targets: NDArray[np.bool_]
     inside: bool
+    label: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Makes text of rows. `columns` are their names in the files, and `template` is text, a name that the tokenizer knows, or None.
+    """Makes text of the rows of a format. `columns` are their names in the files, and `template` is text, a name that the tokenizer
+    knows, or None.
 
-    `answers`: False: all that is in a row is an answer.
+    `answers`: False: all that is in a row is an answer. `limit`: tokens to which labelled text is cut.
     """
 
     tokenizer: Tokenizer
@@ -111,48 +73,81 @@ class Renderer:
     columns: Mapping[str, str]
     template: str | None
     answers: bool
+    limit: int
 
     @property
-    def wanted(self) -> list[str]:
-        """The columns that each row must have."""
-        return [self._column(name) for name in FORMATS[self.form].wanted]
+    def format(self) -> RowFormat:
+        """The row of the table of formats."""
+        return FORMATS[self.form]
 
-    @property
-    def optional(self) -> list[str]:
-        """The columns that a row may have."""
-        return [self._column(name) for name in (*FORMATS[self.form].optional, *_OPTIONAL)]
+    def named(self, *names: str) -> list[str]:
+        """The names in the files of some columns."""
+        return [self.columns.get(name, name) for name in names]
 
-    def _turns(self, row: Row) -> dict[str, Any]:
-        """The messages of a row, or its prompt and completion, by their columns."""
-        made = FORMATS[self.form].messages
-        if made is None:
-            return {name: row.values[name] for name in self.wanted}
-        names = (*FORMATS[self.form].wanted, *FORMATS[self.form].optional)
+    def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
+        """Yield the rows of a source, as `TextSource.rows` does; where they are documents, each file of text is one."""
+        form = self.format
+        needed, label = form.needed, (form.label,) if form.label else ()
+        optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
+        return source.rows(self.named(*needed, *label), self.named(*optional), skipped, whole=form.joined)
+
+    def _parts(self, row: Row) -> Mapping[str, Any]:
+        """The contents of a row, by the columns that they come from: text, or messages."""
+        form = self.format
+        if form.parts is None:
+            return {name: row.values[name] for name in self.named(*form.needed)}
+        names = (*form.needed, *form.optional)
         try:
-            return {"messages": made({name: row.values.get(self._column(name)) for name in names})}
+            return form.parts({name: row.values.get(own) for name, own in zip(names, self.named(*names), strict=True)})
         except (TypeError, AttributeError, KeyError) as error:
             raise DataError(f"{row.where} is no row of data.format {self.form}: {summary(error)}") from error
 
     def render(self, row: Row) -> RenderedRow:
         """Return the text of a row. Raises `DataError` for one that is not as its format asks, and for templates, as above."""
-        given = self._turns(row)
+        given, label = self._parts(row), None
         values = list(given.values())
-        if all(isinstance(value, str) for value in values) and self.form == "pairs":
-            prompt, completion = values
-            return self._rendered(row, prompt + completion, [(len(prompt), len(prompt + completion))], plain=True)
+        if self.format.label is not None:
+            (name,), (column,) = given, self.named(self.format.label)
+            label = row.values[column]
+            if not isinstance(values[0], str) or not isinstance(label, str | int):
+                raise DataError(
+                    f"{row.where}: {name!r} is {type(values[0]).__name__} and {column!r} {type(label).__name__}; a row has text "
+                    "and the name or number of its class (data.text_field, data.columns: {label: ...})"
+                )
+        elif self.format.holds == "text" and not isinstance(values[0], str):
+            (name,), kind = given, type(values[0]).__name__
+            raise DataError(f"{row.where}: field {name!r} is {kind}, not text; set data.text_field or remove the row")
+        plain = self.format.holds != "messages" and all(isinstance(value, str) for value in values)
+        if plain:
+            text = "".join(values)
+            answers = [(len(text) - len(values[-1]), len(text))]
+        else:
+            text, answers = self._conversation(row, given)
+        if label is not None:
+            return RenderedRow(row, text, (), False, str(label))
+        return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
+
+    def _conversation(self, row: Row, given: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text that the template makes of messages, and the characters of the answers in it. Raises `DataError`."""
         # What is neither text nor a list is wrong by itself, and is looked at before text that is wrong only beside a list.
         names = sorted(given, key=lambda name: isinstance(given[name], str))
         turns = {name: self._messages(row, name, given[name]) for name in names}
         whole = [message for name in given for message in turns[name]]
-        if self.form == "pairs":
-            text, _ = self._apply(row, whole)
-            return self._rendered(row, text, [self._added(row, text, whole, len(turns[self.wanted[0]]), len(whole))])
-        marked = self.answers and _GENERATION.search(self._template(row)) is not None
+        marked = len(given) == 1 and self.answers and _GENERATION.search(self._template(row)) is not None
         text, answers = self._apply(row, whole, marked=marked)
-        if self.answers and not marked:
+        if len(given) > 1:
+            answers = [self._added(row, text, whole, len(whole) - len(turns[list(given)[-1]]), len(whole))]
+        elif self.answers and not marked:
             said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
             answers = [self._added(row, text, whole, number, number + 1) for number in said]
-        return self._rendered(row, text, answers)
+        return text, answers
+
+    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
+        """What a process of a `DataLoader` makes, whose indices are rows: their tokens, or what is wrong with one of them."""
+        try:
+            return list(_encode([self.render(row) for row in rows], self))
+        except DataError as error:
+            return str(error)
 
     def ending(self, rows: Iterable[Row]) -> int | None:
         """The token that ends nearly all answers of some rows, such as <|im_end|>; None where there is none."""
@@ -162,7 +157,7 @@ class Renderer:
             rendered = replace(self, answers=True).render(row)
             if rendered.plain:
                 return self.tokenizer.end_of_text
-            turns = [each for value in self._turns(row).values() for each in value if each.get("role") == "assistant"]
+            turns = [each for value in self._parts(row).values() for each in value if each.get("role") == "assistant"]
             for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
                 content = str(turn.get("content") or "").strip()
                 if not content:
@@ -176,37 +171,30 @@ class Renderer:
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
         return token if times > _NEARLY * count else None
 
-    def _rendered(self, row: Row, text: str, answers: Sequence[tuple[int, int]], *, plain: bool = False) -> RenderedRow:
-        return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
-
-    def _column(self, name: str) -> str:
-        return self.columns.get(name, name)
-
     def _messages(self, row: Row, name: str, value: Any) -> Messages:
         """The messages of a column, without the keys that only other rows have: files of columns hold null for them."""
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
-            kinds = (
-                "a list of messages" if self.form != "pairs" else "text, or a list of messages, as the other column is"
-            )
-            given = "an empty list" if value == [] else type(value).__name__
+            kind = "an empty list" if value == [] else type(value).__name__
+            rest = ", as the other column is" if self.format.holds == "either" else ""
             raise DataError(
-                f"{row.where}: field {name!r} is {given}; it should be {kinds} ({{role: ..., content: ...}})"
+                f"{row.where}: field {name!r} is {kind}; it should be {'text, or ' if rest else ''}a list of messages{rest} "
+                "({role: ..., content: ...})"
             )
-        for message in value:
-            if not isinstance(message.get("role"), str):
-                raise DataError(
-                    f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, message))}; messages are "
-                    "{role: system, user, assistant or tool, content: text}"
-                )
+        if bare := [each for each in value if not isinstance(each.get("role"), str)]:
+            raise DataError(
+                f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, bare[0]))}; messages are "
+                "{role: system, user, assistant or tool, content: text}"
+            )
         return [_without_null(message) for message in value]
 
     def _tools(self, row: Row) -> Any:
         """The row's tools, JSON schemas, which may be one text; None where it has none."""
-        tools = row.values.get(self._column("tools"))
+        (name,) = self.named("tools")
+        tools = row.values.get(name)
         try:
             return _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
         except ValueError as error:
-            raise DataError(f"{row.where}: field {self._column('tools')!r} is text, and no JSON: {error}") from error
+            raise DataError(f"{row.where}: field {name!r} is text, and no JSON: {error}") from error
 
     def _template(self, row: Row) -> str:
         template = self.tokenizer.template(self.template, self._tools(row))
@@ -221,20 +209,14 @@ class Renderer:
         self, row: Row, messages: Messages, *, marked: bool = False, asking: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of messages, and the characters that the template marks; `asking`: up to where the assistant is to answer."""
-        more = row.values.get(self._column("chat_template_kwargs")) or {}
+        more = row.values.get(*self.named("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
         template = self._template(row)
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
         try:
-            texts, answers = render_jinja_template(
-                [messages],
-                tools=self._tools(row),
-                chat_template=template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=asking,
-                **keys,
-            )
+            wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": asking}
+            texts, answers = render([messages], tools=self._tools(row), **wanted)
         except TEMPLATE_ERRORS as error:
             raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
@@ -272,17 +254,13 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
 
     Raises `DataError` for a row or template that cannot be used, and where a process ends before its time.
     """
-    batches = _batches(rows)
-    if not processes:
-        for batch in batches:
-            yield from _encode([renderer.render(row) for row in batch], renderer.tokenizer)
-        return
     loader: DataLoader[Any] = DataLoader(
-        _Encoder(renderer),  # type: ignore[arg-type]
-        batch_sampler=batches,
+        renderer,  # type: ignore[arg-type]
+        batch_sampler=_batches(rows),
         num_workers=processes,
-        collate_fn=_as_it_is,
+        collate_fn=lambda found: found,
         worker_init_fn=_begin_process,
+        generator=torch.Generator(),  # else a number would be drawn from the user's
     )
     try:
         for found in loader:
@@ -290,21 +268,9 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
                 raise DataError(found)
             yield from found
     except RuntimeError as error:
+        if not processes:
+            raise
         raise DataError(f"a process that tokenizes has ended ({summary(error)}); is memory short?") from error
-
-
-class _Encoder:
-    """Rows as what a process of a `DataLoader` reads: its indices are the rows themselves."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-
-    def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
-        """The tokens of some rows, or what is wrong with one of them."""
-        try:
-            return list(_encode([self._renderer.render(row) for row in rows], self._renderer.tokenizer))
-        except DataError as error:
-            return str(error)
 
 
 def _begin_process(number: int) -> None:
@@ -312,27 +278,38 @@ def _begin_process(number: int) -> None:
     export({"TOKENIZERS_PARALLELISM": "false"})
 
 
-def _as_it_is(found: Any) -> Any:
-    return found
-
-
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    rest = iter(rows)
-    while batch := list(islice(rest, _ROWS_AT_ONCE)):
+    batch: list[Row] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += sum(len(value) for value in row.values.values() if isinstance(value, str))
+        if len(batch) >= _ROWS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
         yield batch
 
 
-def _encode(batch: Sequence[RenderedRow], tokenizer: Tokenizer) -> Iterator[EncodedRow]:
-    beginning = np.asarray(tokenizer.beginning, dtype=np.int64)
-    encoded = tokenizer.encode_places([row.text for row in batch])
+def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[EncodedRow]:
+    tokenizer = renderer.tokenizer
+    texts = [row.text for row in batch]
+    encoded: Iterable[tuple[TokenArray, TokenArray | None]]
+    if renderer.format.label is not None:
+        encoded = [(tokenizer.encode_whole(text, renderer.limit), None) for text in texts]
+    elif all(row.answers == ((0, len(row.text)),) for row in batch):
+        encoded = zip(tokenizer.encode(texts), repeat(None))
+    else:
+        encoded = tokenizer.encode_places(texts)
+    beginning = np.asarray(tokenizer.beginning, np.int64)
     for row, (ids, places) in zip(batch, encoded, strict=True):
+        text_bytes = len(row.text.encode("utf-8", errors="replace"))
         targets, inside = _targets(row, ids, places, tokenizer)
         if row.plain:
-            ids = np.concatenate([beginning, ids, [tokenizer.end_of_text]])
+            ids = np.concatenate([beginning.astype(ids.dtype), ids, np.asarray([tokenizer.end_of_text], ids.dtype)])
             # What ends a text is learnt, and what begins it is given.
             targets = np.concatenate([np.zeros(len(beginning), np.bool_), targets, [True]])
-        text_bytes = len(row.text.encode("utf-8", errors="replace"))
-        yield EncodedRow(row.row.key, text_bytes, ids.astype(np.int32), targets, inside)
+        yield EncodedRow(row.row.key, text_bytes, ids, targets, inside, row.label)
 
 
 def _targets(
@@ -343,8 +320,8 @@ def _targets(
     The places of the tokens say so, or the tokens of the pieces of the text, cut where answers begin and end, where these are
     together the tokens of the whole text.
     """
-    if row.answers == ((0, len(row.text)),):
-        return np.ones(len(ids), np.bool_), False
+    if row.answers in ((), ((0, len(row.text)),)):
+        return np.full(len(ids), bool(row.answers)), False
     targets, inside = (np.zeros(len(ids), np.bool_), True) if places is None else _by_places(places, row.answers)
     if not inside:
         return targets, False

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, counted, plural
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
-from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.formatting import Detail
 
 _COMPARED = 65536
 """Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
@@ -26,19 +24,26 @@ _TRIED = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """The datasets of a run. `loaded` is None where they were passed to the trainer."""
+    """The datasets of a run, and what is known of them where the configuration names their files."""
 
-    train: MapDataset | StreamedDataset | None
-    eval: MapDataset | Mapping[str, MapDataset] | None
-    loaded: LoadedData | None
-    limited: tuple[str, ...] = ()
-    """Lines about evaluation sets of which a part is evaluated."""
+    train: Any
+    """A map-style dataset, a `StreamedDataset`, or None."""
+    eval: Any = None
+    """A map-style dataset, several of them by their names, or None."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer that has made text into tokens; None where the data is no text of files."""
+    byte_pair_entropy: float | None = None
+    """Nats per token of the training text; it is there for text and the byte tokenizer alone."""
+    endings: tuple[int, ...] = ()
+    """The tokens that end answers, where there are any."""
     classes: tuple[str, ...] = ()
     """The names of the classes of labelled text or pictures."""
     processor: Any = None
     """The image processor that has made pixels of pictures."""
-    read: tuple[str, ...] = ()
-    """Lines about how pictures were read."""
+    notes: tuple[str, ...] = ()
+    """Lines for the start of the run."""
+    limited: bool = False
+    """True if a part of some evaluation set is evaluated."""
 
     def evaluated(self) -> dict[str, MapDataset]:
         """Each evaluation set by the name that error messages use."""
@@ -52,36 +57,28 @@ class RunData:
         """All datasets by the name that error messages use."""
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines for the start of the run."""
-        return (*(self.loaded.notes if self.loaded else self.read), *map(Detail, self.limited))
-
     def row(self) -> str:
         """The datasets in one row, for the start of the run."""
-        what = f"sequences of {self.loaded.train.sequence_length} tokens" if self.loaded else "samples"
+        what = f"sequences of {self.train.sequence_length} tokens" if self.tokenizer else "samples"
         train = () if self.train is None else self.train
         text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"
         count = sum(map(len, self.evaluated().values()))
         return f"{text}; {count:,} for evaluation" + (" (data.eval_samples)" if self.limited else "") if count else text
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that has made the text into tokens."""
-        return self.loaded.tokenizer if self.loaded else None
-
-    @property
     def processing_class(self) -> Any:
         """The tokenizer or image processor of Hugging Face that reads the data, saved with the model; None: there is none."""
-        tokenizer = self.tokenizer
-        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else self.processor
+        return self.tokenizer.tokenizer if isinstance(self.tokenizer, PretrainedTokenizer) else self.processor
 
     def description(self, *, shuffle: bool) -> dict[str, Any]:
         """Describe what a resumed run must have in common: the same samples in the same order, wherever the files are now."""
-        if self.loaded is not None:
-            packed = self.loaded.train
-            found = {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
-            mixed = {"mixture": ":".join(map(str, packed.weights))} if isinstance(packed, MixedDataset) else {}
+        if self.tokenizer is not None:
+            found = {
+                "train": self.train.fingerprint(),
+                "sequence_length": self.train.sequence_length,
+                "shuffle": shuffle,
+            }
+            mixed = {"mixture": ":".join(map(str, self.train.weights))} if isinstance(self.train, MixedDataset) else {}
             return {**found, **mixed}
         if isinstance(self.train, StreamedDataset):
             return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
@@ -100,9 +97,9 @@ class Feed:
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
         with data_randomness(self.order.seed, microbatch.first_sample):
-            batch = self.rules.make_batch(self.dataset, list(self.order.dataset_indices(microbatch)))
-        fields = self.rules.fields
-        return {name: value for name, value in batch.items() if fields is None or name in fields}
+            return self.rules.accepted(
+                self.rules.make_batch(self.dataset, list(self.order.dataset_indices(microbatch)))
+            )
 
     def first_batch(self) -> dict[str, Any]:
         """Return the first batch with a target, with all its fields. Raises `DataError` where the first global batches have none.
@@ -115,16 +112,15 @@ class Feed:
         if plan.epoch_size is not None:
             steps = min(_TRIED, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
-            for number in range(steps * plan.accumulation):
-                indices = self.order.dataset_indices(
-                    plan.microbatch(number // plan.accumulation, 0, number % plan.accumulation)
-                )
+            for step, turn in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
+                indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
                 batch = self.rules.make_batch(self.dataset, list(indices))
                 labels = batch.get("labels")
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
                     return batch
         raise DataError(
-            f"every label of the first {plan.samples_of(steps - 1).stop} samples is {IGNORED_LABEL}: their loss is the mean of "
+            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: "
+            f"their loss is the mean of "
             "nothing; check how the dataset or the data_collator masks labels"
         )
 
@@ -160,27 +156,27 @@ class Feeds:
     def example(self) -> dict[str, Any] | None:
         """Return the first batch of the run, with the fields that the model accepts; None where there are no data."""
         batch = next((feed.first_batch() for feed in self.named().values()), None)
-        fields = self.rules.fields
-        return batch and {name: value for name, value in batch.items() if fields is None or name in fields}
+        return batch and self.rules.accepted(batch)
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Raises `DataError` for token ids that the vocabulary does not have."""
         size = self.rules.vocab_size
         if isinstance(dataset, TokenDataset | MixedDataset) and size is not None:
             dataset.check_vocabulary(size)
+        order: SampleOrder | MixedOrder
         if isinstance(dataset, MixedDataset):
-            mixed = dataset.order(self.seed, shuffle=shuffle)
-            return Feed(dataset=dataset, order=mixed, plan=plan, rules=self.rules)
-        endless = isinstance(dataset, StreamedDataset)
-        length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)
+            order = dataset.order(self.seed, shuffle=shuffle)
+        else:
+            endless = isinstance(dataset, StreamedDataset)
+            length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
+            order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)
         return Feed(dataset=dataset, order=order, plan=plan, rules=self.rules)
 
 
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
     """Compare the kinds and lengths of datasets by name, and `others`, on all ranks. Raises `DataError` where they differ."""
     kinds = {
-        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{len(dataset)} samples"
+        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{counted(len(dataset), 'sample')}"
         for name, dataset in sets.items()
     }
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
@@ -193,7 +189,7 @@ def require_same_batches(
     cure: str = "datasets and collators must give the same samples for the same index on every rank",
 ) -> None:
     """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
-    if mesh.shape.tensor == mesh.shape.pipeline == 1:
+    if mesh.model_size == 1:
         return
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
@@ -202,6 +198,6 @@ def require_same_batches(
     others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
     if others:
         raise DataError(
-            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {mesh.rank}, and they "
+            f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
             f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
         )

@@ -17,11 +17,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -30,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from zeromesh.environment import available_cores
-from zeromesh.errors import ConfigError, DataError, ZeromeshError, summary
+from zeromesh.errors import ConfigError, DataError, ZeromeshError, some, summary
 from zeromesh.launch.rank_processes import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import without_states
@@ -65,12 +67,7 @@ class Workers:
 
     @classmethod
     def choose(
-        cls,
-        wanted: int | Literal["auto"],
-        device: torch.device,
-        local_ranks: int,
-        *,
-        timeout_seconds: float,
+        cls, wanted: int | Literal["auto"], device: torch.device, local_ranks: int, *, timeout_seconds: float
     ) -> Self:
         """Return the configured workers; auto: none on a CPU, whose cores compute, else a few, as far as this rank has cores.
 
@@ -97,21 +94,21 @@ class Workers:
 
 
 class _Task(NamedTuple):
-    """A microbatch to be made, and the sample whose place in the stream is wanted with it; either may be None."""
+    """A microbatch to be made, and the sample whose place in the stream is wanted with it, or None."""
 
-    microbatch: Microbatch | None
+    microbatch: Microbatch
     place: int | None
 
 
 class _Made(NamedTuple):
-    """The result of a task: a batch and a stream's state, as far as they were asked for, or the type and the text of an error."""
+    """The result of a task: a batch and, if it was asked for, a stream's state; or the type and the text of an error."""
 
-    batch: Batch | None = None
+    batch: Batch
     state: dict[str, Any] | None = None
     failure: tuple[type[ZeromeshError], str] | None = None
 
 
-class BatchLoader:
+class BatchLoader(AbstractContextManager["BatchLoader"]):
     """The batches of a feed for one data rank, step by step. A context manager, as workers have to end.
 
     Args:
@@ -137,7 +134,7 @@ class BatchLoader:
         self._rank = data_rank
         self._last = last
         self._state = state
-        """The latest place of the stream: before the step of the latest microbatch."""
+        """The latest place of the stream: behind the last step that was made whole."""
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         if self._stream is not None and not workers.count:
@@ -150,20 +147,13 @@ class BatchLoader:
         self._maker = _Maker(feed, state)
         self._place: tuple[int, int] = (0, 0)
         """The step and the turn of the microbatch that workers make next."""
-        self._early: _Made | None = None
-        """The microbatch that was made before its turn, because the place of the stream was asked for."""
-        self._error: Exception | None = None
-        """The error that was raised then."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End the workers."""
-        group, self._group, self._early = self._group, None, None
+        group, self._group = self._group, None
         if group is not None:
             group.close()
 
@@ -182,30 +172,9 @@ class BatchLoader:
         Raises:
             DataError: for a sample that cannot be read, a batch that cannot be trained on, and a worker that is gone or hangs.
         """
-        made, self._early = self._early or self._next(step, turn), None
-        batch = made.batch or {}
-        if self._workers.pinned or not self._workers.count:
-            return batch
-        # A tensor from a worker holds a file descriptor for as long as it is there.
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-    def state(self, step: int) -> Mapping[str, Any]:
-        """Return the place of the stream before step `step` of the data; empty for a dataset with a length."""
-        if self._stream is None:
-            return {}
-        if self._early is None and self._error is None:
-            try:
-                self._early = self._next(step, 0)
-            except Exception as error:  # noqa: BLE001 - the user's code, whose error is the next step's
-                self._error = error
-        return self._state or {}
-
-    def _next(self, step: int, turn: int) -> _Made:
-        """Make a microbatch; workers begin anew where it is not the one that they make next."""
-        if self._error is not None:
-            raise self._error
+        task = next(self._tasks(step, turn))
         if not self._workers.count:
-            made = self._maker.make(next(self._tasks(step, turn)))
+            made = self._maker.make(task)
         else:
             if self._group is None or self._place != (step, turn):
                 self.close()
@@ -218,18 +187,26 @@ class BatchLoader:
                 self.close()
                 raise kind(text)
         self._state = made.state or self._state
-        return made
+        if self._workers.pinned or not self._workers.count:
+            return made.batch
+        # A tensor from a worker holds a file descriptor for as long as it is there.
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.batch.items()}
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        """Return the place of the stream before step `step` of the data, the next one; empty for a dataset with a length."""
+        if self._stream is not None and self._state is None:
+            self._state = self._stream.state(self.feed.plan.samples_of(step).start)
+        return self._state or {}
 
     def _tasks(self, step: int, turn: int) -> Iterator[_Task]:
-        """All tasks from a microbatch on. At the end of a stream's steps its place alone is wanted, for the last checkpoint."""
-        plan, streams = self.feed.plan, self._stream is not None
+        """All tasks from a microbatch on. With the last one of a step comes the place of the stream behind it."""
+        plan = self.feed.plan
         for number in range(step, self._last):
-            first = plan.samples_of(number).start
             for each in range(turn if number == step else 0, plan.accumulation):
-                place = first if streams and each == 0 else None
-                yield _Task(plan.microbatch(number, self._rank, each), place)
-        if streams:
-            yield _Task(None, plan.samples_of(self._last).start)
+                ends = self._stream is not None and each + 1 == plan.accumulation
+                yield _Task(
+                    plan.microbatch(number, self._rank, each), plan.samples_of(number + 1).start if ends else None
+                )
 
 
 class _Maker(Dataset[_Made]):
@@ -238,48 +215,46 @@ class _Maker(Dataset[_Made]):
     def __init__(self, feed: Feed, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
         self._state = state
-        self._fresh = True
+        self._begun = False
 
     def __getitem__(self, task: _Task) -> _Made:
         try:
             made = self.make(task)
-            if made.batch is not None:
-                _require_sendable(made.batch, task)
+            _require_sendable(made.batch, task)
             return made
         except ZeromeshError as error:
-            return _Made(failure=(type(error), str(error)))
+            return _Made({}, failure=(type(error), str(error)))
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises
             where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
             shown = "".join(traceback.format_exception(error)).rstrip()
-            return _Made(failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
+            return _Made({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
 
     def make(self, task: _Task) -> _Made:
         """The batch of a task, then the state of the stream: what a batch needs is read with its own random numbers."""
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
-        if stream is not None and self._fresh:
-            self._fresh = False
+        if stream is not None and not self._begun:
             with data_randomness(self.feed.order.seed, 0):
                 if self._state is not None:
                     stream.restore(self._state, "the checkpoint")
                 else:
                     stream.begin_again()
-        batch = None if task.microbatch is None else self.feed.fetch(task.microbatch)
-        return _Made(batch, stream.state(task.place) if stream is not None and task.place is not None else None)
+        self._begun = False  # After an error the stream is read again.
+        batch = self.feed.fetch(task.microbatch)
+        state = stream.state(task.place) if stream is not None and task.place is not None else None
+        self._begun = True
+        return _Made(batch, state)
 
 
 def _require_sendable(batch: Batch, task: _Task) -> None:
     """Raise `DataError` for a batch that a worker cannot hand over."""
-    samples = task.microbatch.samples if task.microbatch is not None else ()
     for name, value in batch.items():
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and (leaf.device.type != "cpu" or leaf.requires_grad):
                 why = "needs gradients" if leaf.device.type == "cpu" else f"lies on {leaf.device}"
                 raise DataError(
-                    f"{name} of global samples {list(samples)[:8]} {why}, and a data worker cannot hand that over; return plain "
-                    "tensors on the CPU, or set data.workers: 0"
+                    f"{name} of global samples {some(task.microbatch.samples, 8)} {why}, and a data worker cannot hand that over; "
+                    "return plain tensors on the CPU, or set data.workers: 0"
                 )
-        if isinstance(value, Tensor):
-            continue
         try:
             ForkingPickler.dumps(pytree.tree_map_only(Tensor, lambda _: None, value))
         except Exception as error:
@@ -299,18 +274,18 @@ class _WorkerGroup:
         ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), without_states(), _blocked(signal.SIGTERM):
+        with warnings.catch_warnings(), without_states():
             warnings.simplefilter("ignore")  # of more workers than cores, which may wait for disks
             loader: DataLoader[_Made] = DataLoader(
                 work,
                 sampler=tasks,
                 batch_size=None,
-                collate_fn=_as_it_is,  # type: ignore[arg-type]
+                collate_fn=lambda made: made,
                 num_workers=workers.count,
                 prefetch_factor=-(-ahead // workers.count),
                 pin_memory=workers.pinned,
                 timeout=_POLL_SECONDS,
-                worker_init_fn=_Begin(os.getpid(), self._report),
+                worker_init_fn=partial(_begin, os.getpid(), self._report),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # else a number would be drawn from the user's
             )
@@ -319,6 +294,8 @@ class _WorkerGroup:
             # torch's handler raises an error wherever this process is when a worker ends, amid a collective for instance.
             signal.signal(signal.SIGCHLD, on_child)
         self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
+        # They heed no SIGTERM, and an interpreter that ends waits for its children.
+        Finalize(self, _kill, args=(self._processes,), exitpriority=1)
 
     def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Made:
         """Return the result of the next task. Raises `DataError` where a worker is gone or hangs.
@@ -345,7 +322,6 @@ class _WorkerGroup:
         return [each for each in self._processes if each.exitcode is not None]
 
     def _failure(self, error: RuntimeError) -> DataError:
-        """The error that says why no batch comes."""
         if gone := self._gone():
             ends = ", ".join(f"process {each.pid} {_ending(each.exitcode or 0)}" for each in gone)
             return DataError(
@@ -381,75 +357,43 @@ class _WorkerGroup:
         if self._report < 0:
             return
         if at_once:
-            self._kill()
+            _kill(self._processes)
         self._iterator = None  # torch tells them to end.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))
-        self._kill()
+        _kill(self._processes)
         os.close(self._report)
         self._report = -1
 
-    def _kill(self) -> None:
-        for each in self._processes:
-            if each.exitcode is None:
-                each.kill()
-                each.join()
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for each in processes:
+        if each.exitcode is None:
+            each.kill()
+            each.join()
 
 
 def _ending(code: int) -> str:
-    """How a process has ended, by its exit code."""
     if code >= 0:
         return f"ended with status {code}"
-    advice = {
-        signal.SIGKILL: ", as where memory runs out",
-        signal.SIGBUS: ", as where /dev/shm is full (docker run --shm-size)",
-    }
-    return f"was ended by {signal.Signals(-code).name}{advice.get(signal.Signals(-code), '')}"
+    advice = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
+    name = signal.Signals(-code).name
+    return f"was ended by {name}{advice.get(name, '')}"
 
 
-@contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Block a signal in all threads of processes that this block forks, those too that torch starts before `_Begin` runs."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _as_it_is(made: _Made) -> _Made:
-    return made
-
-
-class _Begin:
-    """The start of a worker. It ends when its parent does, and not by signals that are sent to all processes of a run."""
-
-    def __init__(self, parent: int, report: int) -> None:
-        self._parent = parent
-        self._report = report
-
-    def __call__(self, worker: int) -> None:
-        faulthandler.register(_ASK, self._report, all_threads=False)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._parent:
-            os._exit(1)
-        for number in {*STOP_SIGNALS} - {signal.SIGTERM}:
-            signal.signal(number, signal.SIG_IGN)
-        threading.Thread(target=self._end_when_asked, name="end of the worker", daemon=True).start()
-        for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
-            file = getattr(sys, name)
-            setattr(sys, name, getattr(file, "rich_proxied_file", file))
-        _reopen_files()
-
-    def _end_when_asked(self) -> None:
-        """End by SIGTERM from the parent alone: a scheduler sends it to every process of a job, whose step is to end in order.
-
-        The signal is blocked since the fork.
-        """
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != self._parent:
-            continue
-        os._exit(0)
+def _begin(parent: int, report: int, worker: int) -> None:
+    """Begin a worker, which ends when its parent does, and not by signals that are sent to all processes of a run."""
+    faulthandler.register(_ASK, report, all_threads=False)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
+        file = getattr(sys, name)
+        setattr(sys, name, getattr(file, "rich_proxied_file", file))
+    _reopen_files()
 
 
 def _reopen_files() -> None:

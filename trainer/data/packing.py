@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,9 @@ from torch.utils.data import ConcatDataset
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.sampler import MixedOrder, whole_weights
-from zeromesh.trainer.data.text_sources import Document
 from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, TARGET, StoredText, TextAmount
-from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
+from zeromesh.trainer.data.tokenizer import TokenArray
 
-_BATCH_DOCUMENTS = 256
-_BATCH_CHARACTERS = 4 << 20
 _PAIRS_AT_ONCE = 1 << 18
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -231,26 +228,6 @@ def _positions(begins: torch.Tensor) -> torch.Tensor:
     """Positions, int64 `[sequence]`, that begin anew where `begins`, bool, says so."""
     places = torch.arange(len(begins))
     return places - torch.where(begins, places, 0).cummax(0).values
-
-
-def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:
-    """Yield each document with text in it, and its ids. Tokenizers that use several threads get several documents at once."""
-
-    def encoded(batch: list[Document]) -> Iterator[tuple[Document, TokenArray]]:
-        return zip(batch, tokenizer.encode([each.text for each in batch]), strict=True)
-
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        if not document.text:
-            continue
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield from encoded(batch)
-            batch, characters = [], 0
-    if batch:
-        yield from encoded(batch)
 
 
 def byte_pair_entropy(tokens: TokenArray) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import DataError, library_errors, some
+from zeromesh.errors import DataError, counted, library_errors, some
 from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_of
 from zeromesh.trainer.data.datasets import is_held_out
 from zeromesh.trainer.data.feed import RunData
@@ -73,7 +73,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
     chosen: Any = sets.get(EVAL, sets or None)
     evaluated = chosen if len(chosen or ()) else None
-    return RunData(train=train, eval=evaluated, loaded=None, classes=tuple(classes), processor=processor, read=notes)
+    return RunData(train=train, eval=evaluated, classes=tuple(classes), processor=processor, notes=notes)
 
 
 def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
@@ -101,7 +101,9 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
         except (OSError, ValueError, PIL.Image.DecompressionBombError):
             broken.append(str(path))
     if broken:
-        raise DataError(f"{where}: {len(broken)} of {len(found)} files cannot be read as pictures: {some(broken, 8)}")
+        raise DataError(
+            f"{where}: {len(broken)} of {counted(len(found), 'file')} cannot be read as pictures: {some(broken, 8)}"
+        )
     if not found:
         raise DataError(f"{where}: no picture in sub-folders of {', '.join(map(str, paths_of(source)))}")
     return found

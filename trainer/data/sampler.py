@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 
 _MASK_64 = (1 << 64) - 1
 # Of 6 samples all 720 orders are equally likely from 12 rounds on; long orders look random from 4.
@@ -70,7 +70,8 @@ class BatchPlan:
             )
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"an epoch of {self.epoch_size} samples has no whole global batch of {self.global_size} (batch.last: drop); "
+                f"an epoch of {counted(self.epoch_size or 0, 'sample')} has no whole global batch of "
+                f"{self.global_size} (batch.last: drop); "
                 "lower batch.global_size, or set batch.last: partial"
             )
 
@@ -153,7 +154,7 @@ class BatchPlan:
             f"x data-parallel {self.data_ranks}"
         )
         idle = self.micro_size * self.accumulation * self.data_ranks - self.global_size
-        return line + (f" - {idle} zero-weight sample{'s' if idle > 1 else ''}" if idle else "")
+        return line + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
         """The `accumulation` microbatches of one rank in step `step` (from 0)."""

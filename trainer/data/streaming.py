@@ -19,7 +19,8 @@ from zlib import crc32
 
 import torch
 
-from zeromesh.errors import CheckpointError, DataError, summary
+from zeromesh.errors import CheckpointError, DataError, counted, summary
+from zeromesh.offload import tensor_bytes
 from zeromesh.rng import number_of, own_randomness, seed_all
 
 _LOG = logging.getLogger(__name__)
@@ -122,8 +123,7 @@ class StreamedDataset:
 
     def begin_again(self) -> None:
         """Read from the beginning, in a process that was forked from one that has read: what an iterator needs, such as connections
-        and threads, may have stayed behind. A source that is its own iterator goes on instead: it has no other beginning.
-        """
+        and threads, may have stayed behind. A source that is its own iterator goes on instead: it has no other beginning."""
         if self._iterator is not self._source:
             self._restart()
 
@@ -143,7 +143,7 @@ class StreamedDataset:
         line, done, total = self.reading
         if line != self._shown:
             self._shown = line
-            note(f"data: {_LINES[line]} ({total:,} samples to read, without collating)")
+            note(f"data: {_LINES[line]} ({counted(total, 'sample', ',')} to read, without collating)")
         if done < total:
             status(f"reading the stream [{'=' * (20 * done // total):20}] {done:,} of {total:,} samples")
 
@@ -237,15 +237,11 @@ def _contents(sample: Any, limit: int | None = None) -> Iterator[tuple[bytes, by
     if not isinstance(sample, Mapping):
         sample = dict(enumerate(sample if isinstance(sample, list | tuple) else [sample]))
     for name, value in sample.items():
-        content: bytes | None
+        content: bytes | None = None
         if isinstance(value, torch.Tensor):
-            content = value.detach().reshape(-1)[:limit].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            content = tensor_bytes(value.reshape(-1)[:limit]).numpy().tobytes()
         elif hasattr(value, "tobytes") and not getattr(getattr(value, "dtype", None), "hasobject", False):
-            content = (
-                value.tobytes()
-            )  # An array of NumPy or a picture of PIL, of which a text shows the ends or nothing.
-        else:
+            content = value.tobytes()  # Of an array of NumPy or a picture of PIL a text shows the ends or nothing.
+        elif isinstance(value, str) or not _ADDRESS.search(repr(value).encode()):
             content = repr(value).encode()
-            if not isinstance(value, str) and _ADDRESS.search(content):
-                content = None
         yield str(name).encode(), content

@@ -1,8 +1,8 @@
 """The sources of text: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
 
-A source is found first (`find_text`), in an order that depends on names alone, and read after, one document
-(`TextSource.documents`) or row (`TextSource.rows`) at a time. Files may be compressed, and are in the encoding that their byte
-order mark says, or else in `data.encoding`; bytes that are not in it are an error.
+A source is found first (`find_text`), in an order that depends on names alone, and read after, one row or file of text at a time
+(`TextSource.rows`). Files may be compressed, and are in the encoding that their byte order mark says, or else in `data.encoding`;
+bytes that are not in it are an error.
 """
 
 import bz2
@@ -10,20 +10,22 @@ import codecs
 import csv
 import glob
 import gzip
+import io
 import json
 import lzma
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from zeromesh.errors import DataError, summary
+from zeromesh.errors import DataError, counted, summary
+from zeromesh.trainer.config.sections.formats import format_of
 
 STDLIB = "stdlib"
 HUB = "hub:"
@@ -37,9 +39,8 @@ _STDLIB_SKIPPED = frozenset(
         *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
     }
 )
-Form = Literal["text", "json", "parquet", "csv", "tsv", "arrow"]
-_ROW_FORMATS: dict[str, Form] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
-_ROW_FORMATS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow"}
+_OF_A_MACHINE = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|usercustomize)[^/]*$)")
+"""Files that are not the same wherever a version of Python is installed."""
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, with which it begins
@@ -55,10 +56,14 @@ def _open_zstd(path: Path, _: str) -> Any:
     return pyarrow.input_stream(str(path), compression="zstd")
 
 
-_UNPACKED: dict[str, Callable[[Path, Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zstd}
-_UNPACKED |= {".xz": lzma.open, ".lzma": lzma.open}
+_UNPACKED: dict[str, Callable[[Path, Any], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".zst": _open_zstd,
+    ".xz": lzma.open,
+    ".lzma": lzma.open,
+}
 """By a name's last suffix, what opens a compressed file, of which one file is made."""
-_PIECE_BYTES = 1 << 20
 _CURE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
 _HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
@@ -67,16 +72,11 @@ _LONGEST_FIELD = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Document:
-    """A text and a name for it that is the same on every machine, such as a relative path."""
-
-    key: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Columns of a row. `key` is as that of a document, and `where` names the row in error messages."""
+    """Columns of a row of a file, or the one text of a file of text.
+
+    `key` is the same on every machine, such as a relative path, and `where` names the row in error messages.
+    """
 
     key: str
     where: str
@@ -85,11 +85,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """A file of one document (`form` is `text`) or of one per row."""
+    """A file of one document (`form` is `text`), or of one per row, which the form's function in `_READERS` reads."""
 
     path: Path
     key: str
-    form: Form
+    form: str
     encoding: str = "utf-8"
     named: bool = False
     """True if its own path was given, and not that of a directory above it."""
@@ -101,71 +101,44 @@ class TextSource:
 
     name: str
     files: tuple[SourceFile, ...]
-    text_field: str
     notes: tuple[str, ...] = ()
     """Lines that say how many files patterns have found."""
 
-    def documents(self, skipped: list[str] | None = None) -> Iterator[Document]:
-        """Yield every document, file by file; names of files that are not text are added to `skipped`.
+    def rows(
+        self, wanted: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
+    ) -> Iterator[Row]:
+        """Yield every row, file by file, with the `wanted` columns and those of the `optional` ones that there are; names of files
+        without rows are added to `skipped`. `whole`: a file of text is a row, too, whose only column is the first that is wanted.
 
-        Raises `DataError` where a file cannot be read as what its name says, and where none is text.
+        Raises `DataError` where a file cannot be read as what its name says or lacks a wanted column, and where no file has rows.
         """
         read = 0
         for file in self.files:
-            if file.form == "text" and not _is_text(file):
+            if file.form == "text" and not (whole and _is_text(file)):
                 if file.named:
-                    raise DataError(
-                        f"{str(file.path)!r} is not text (its start holds NUL bytes); UTF-16 without a byte order mark needs "
-                        "data.encoding: utf-16-le"
-                    )
-                if skipped is not None:
-                    skipped.append(file.key)
+                    raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
+                skipped.append(file.key)
                 continue
             read += 1
             if file.form == "text":
-                yield Document(key=file.key, text=read_text(file.path, file.encoding))
-                continue
-            for row in _rows(file, [self.text_field], cure="set data.text_field"):
-                text = row.values[self.text_field]
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"{row.where}: field {self.text_field!r} is {type(text).__name__}, not text; set data.text_field or "
-                        "remove the row"
-                    )
-                yield Document(key=row.key, text=text)
+                text = read_text(file.path, file.encoding)
+                yield Row(key=file.key, where=repr(str(file.path)), values={wanted[0]: text})
+            else:
+                yield from _rows(file, wanted, optional, cure=f"set data.{'text_field' if whole else 'columns'}")
         if not read:
-            raise DataError(f"no text file in {self.name!r}")
-
-    def rows(self, wanted: Sequence[str], optional: Sequence[str], skipped: list[str]) -> Iterator[Row]:
-        """Yield every row, file by file, with the `wanted` columns and those of the `optional` ones that there are; names of files
-        without rows are added to `skipped`.
-
-        Raises `DataError` as `documents` does, and where a wanted column is missing.
-        """
-        skipped += [file.key for file in self.files if file.form == "text" and not file.named]
-        files = [file for file in self.files if file.form != "text" or file.named]
-        if not files:
-            raise DataError(f"no file with rows in {self.name!r}; give {', '.join(_ROW_FORMATS)} files")
-        for file in files:
-            if file.form == "text":
-                raise DataError(
-                    f"{str(file.path)!r} has no rows; give {', '.join(_ROW_FORMATS)}, or set data.format: text"
-                )
-            yield from _rows(file, wanted, optional, cure="set data.columns")
+            kind = "text file" if whole else "file with rows"
+            raise DataError(f"no {kind} in {self.name!r}; give {ROW_FILES} files{' or text' if whole else ''}")
 
     def description(self) -> list[Any]:
         """Return JSON values that differ between sources, and change when a file of this one does."""
         stats = [(file, file.path.stat()) for file in self.files]
         return [
-            self.text_field,
-            [[os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats],
-            [file.encoding for file in self.files],
+            [os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns, file.encoding]
+            for file, s in stats
         ]
 
 
-def find_text(
-    spec: str | Path | Sequence[str | Path], *, text_field: str, where: str, encoding: str = "utf-8"
-) -> TextSource:
+def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: str = "utf-8") -> TextSource:
     """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, a pattern, a dataset of the Hub, or a list
     of those, in an `encoding`.
 
@@ -185,36 +158,34 @@ def find_text(
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
-    expanded: list[tuple[Path, str]] = []
     notes = []
-    for path in (Path(each).expanduser() for each in paths):
-        if path.exists() or not glob.has_magic(str(path)):
-            expanded.append((path, path.name))
-            continue
-        every = "**" in path.parts  # Else a folder would be found beside its own files.
-        fitting = sorted(each for each in glob.glob(str(path), recursive=True) if not every or Path(each).is_file())
-        expanded += [(Path(each), each) for each in fitting]
-        notes.append(f"{where} {str(path)!r}: {len(fitting):,} file{'s' if len(fitting) > 1 else ''}")
-    for path, name in expanded:
-        if str(path).startswith(HUB):
-            files += _hub_files(str(path), where)
-            continue
-        saved = _saved_files(path, where)
-        if saved:
-            files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
-        elif path.is_dir():
-            keys = files_below(path)
-            files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
-        elif path.is_file():
-            files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
-        else:
-            raise DataError(
-                f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
+    for given in (Path(each).expanduser() for each in paths):
+        found = [(given, given.name)]
+        if not given.exists() and glob.has_magic(str(given)):
+            every = "**" in given.parts  # Else a folder would be found beside its own files.
+            fitting = sorted(
+                each for each in glob.glob(str(given), recursive=True) if not every or Path(each).is_file()
             )
-    name = ", ".join(str(path) for path in paths)
+            found = [(Path(each), each) for each in fitting]
+            notes.append(f"{where} {str(given)!r}: {counted(len(fitting), 'file', ',')}")
+        for path, name in found:
+            if str(path).startswith(HUB):
+                files += _hub_files(str(path), where)
+            elif saved := _saved_files(path, where):
+                files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
+            elif path.is_dir():
+                keys = files_below(path)
+                files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
+            elif path.is_file():
+                files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
+            else:
+                raise DataError(
+                    f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
+                )
+    name = ", ".join(map(str, paths))
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")
-    return TextSource(name=name, files=tuple(files), text_field=text_field, notes=tuple(notes))
+    return TextSource(name=name, files=tuple(files), notes=tuple(notes))
 
 
 def picture_endings() -> tuple[str, ...]:
@@ -230,17 +201,11 @@ def holds_pictures(folder: Path) -> bool:
     return any(name.endswith(endings) for name in names)
 
 
-def format_of(columns: Collection[str]) -> str:
-    """Return the `data.format` of rows by a column that they alone have; text where there is none."""
-    by_column = {"messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "pairs"}
-    return next((form for column, form in by_column.items() if column in columns), "text")
-
-
 def first_columns(paths: Sequence[str]) -> frozenset[str]:
     """Return the names of the columns of the first row of some files; none of text, and none where there is no such row."""
     with suppress(DataError):
-        files = (file for file in find_text(paths, text_field="", where="data.train").files if file.form != "text")
-        return frozenset(next(chain.from_iterable(map(_batches, files)), {}))
+        files = (file for file in find_text(paths, where="data.train").files if file.form != "text")
+        return frozenset(next(chain.from_iterable(map(_records, files)), {}))
     return frozenset()
 
 
@@ -251,57 +216,57 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    keys = filter(_is_portable_source, files_below(root, _STDLIB_SKIPPED))
+    keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _OF_A_MACHINE.search(key))
     files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
-    return TextSource(name=STDLIB, files=files, text_field="")
+    return TextSource(name=STDLIB, files=files)
 
 
 def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _CURE) -> str:
     """Read the text of a file. Raises `DataError` where it cannot be read, or is in another encoding; `cure` is what to do then."""
-    return "".join(_pieces(path, encoding, cure))
-
-
-def _pieces(path: Path, encoding: str, cure: str = _CURE) -> Iterator[str]:
-    """Yield the text of a file, unpacked, in the encoding that its byte order mark says, or else in `encoding`."""
-    place = kept = 0
-    with _opened(path) as file:
-        piece = file.read(_PIECE_BYTES)
-        encoding = _encoding_of(piece, encoding)
-        decoder = codecs.getincrementaldecoder(encoding)()
-        try:
-            while piece:
-                kept = len(decoder.getstate()[0])
-                yield decoder.decode(piece)
-                place, piece = place + len(piece), file.read(_PIECE_BYTES)
-            kept = len(decoder.getstate()[0])
-            yield decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            wrong = error.object[error.start : error.end][:4].hex(" ")
-            raise DataError(
-                f"{str(path)!r} is not {encoding}: byte {place - kept + error.start:,} of its text is {wrong} "
-                f"({error.reason}); {cure}"
-            ) from error
-
-
-def _lines(file: SourceFile) -> Iterator[str]:
-    rest: list[str] = []
-    for piece in _pieces(file.path, file.encoding):
-        *whole, last = piece.split("\n")
-        if whole:
-            yield "".join(rest) + whole[0] + "\n"
-            yield from (f"{line}\n" for line in whole[1:])
-            rest = []
-        rest.append(last)
-    yield "".join(rest)
+    with _text(path, encoding, cure) as text:
+        return text.read()
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWrapper]:
+    """A file to read its text, unpacked, in the encoding that its byte order mark says, or else in `encoding`."""
+    with _opened(path) as file:
+        encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
+        try:
+            yield io.TextIOWrapper(file, encoding, newline="\n")
+        except UnicodeError as error:
+            what = str(error)  # Such as that UTF-16 does not begin with a byte order mark.
+            if isinstance(error, UnicodeDecodeError):
+                # What could not be decoded ends where the file was read to.
+                place = file.place - len(error.object) + error.start
+                wrong = error.object[error.start : error.end][:4].hex(" ")
+                what = f"byte {place:,} of its text is {wrong} ({error.reason})"
+            raise DataError(f"{str(path)!r} is not {encoding}: {what}; {cure}") from error
+
+
+class _CountingReader(io.BufferedReader):
+    """A file that knows how many bytes were read, which not all that unpack can tell."""
+
+    place = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(size)
+        self.place += len(found)
+        return found
+
+    def read1(self, size: int = -1, /) -> bytes:
+        found = super().read1(size)
+        self.place += len(found)
+        return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_CountingReader]:
     """A file to read its bytes, or those that it unpacks to. Raises `DataError`."""
     try:
-        with _UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+        with _CountingReader(_UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
             yield file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or summary(error)
@@ -314,35 +279,23 @@ def _encoding_of(head: bytes, encoding: str) -> str:
 
 def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
-    keys: list[str] = []
+    found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
-        inside = Path(folder).relative_to(root).as_posix()
-        prefix = "" if inside == "." else f"{inside}/"
-        keys += [
-            prefix + name for name in names if not name.startswith(".") and os.path.isfile(os.path.join(folder, name))
-        ]
-    return sorted(keys)
-
-
-def _is_portable_source(key: str) -> bool:
-    """Return True if a file is source, and the same wherever this version of Python is installed."""
-    *folders, name = key.split("/")
-    if any(folder.startswith("config-") for folder in folders):
-        return False
-    return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
 
 
 def _is_text(file: SourceFile) -> bool:
-    """Return True if a file holds text: NUL characters at the start are what tells other files apart."""
     with _opened(file.path) as opened:
         head = opened.read(_PROBE_BYTES)
     return "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
 
 
-def _form(name: str) -> Form:
-    inside = name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in _UNPACKED else name
-    return _ROW_FORMATS.get(Path(inside).suffix.lower(), "text")
+def _form(name: str) -> str:
+    inside = Path(name).stem if Path(name).suffix.lower() in _UNPACKED else name
+    form = Path(inside).suffix.lower().removeprefix(".")
+    return form if form in _READERS else "text"
 
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
@@ -373,80 +326,88 @@ def _saved_files(path: Path, where: str) -> list[str]:
     return [each["filename"] for each in json.loads(read_text(path / "state.json"))["_data_files"]]
 
 
-def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str] = (), *, cure: str) -> Iterator[Row]:
+def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str], *, cure: str) -> Iterator[Row]:
     """Yield the rows of a file, streamed: no copy in a cache folder, and memory for a few rows."""
-    number = 0
-    for batch in _batches(file):
-        if missing := [name for name in wanted if name not in batch]:
-            only = ", ".join(map(repr, batch))
-            where = f"{str(file.path)!r} row {number}"
-            raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {_cure(batch, cure)}")
-        there = [*wanted, *(name for name in optional if name in batch)]
-        for values in zip(*(batch[name] for name in there), strict=True):
-            where = f"{str(file.path)!r} row {number}"
-            yield Row(key=f"{file.key}:{number}", where=where, values=dict(zip(there, values, strict=True)))
-            number += 1
+    for number, values in enumerate(_records(file)):
+        where = f"{str(file.path)!r} row {number}"
+        if missing := [name for name in wanted if name not in values]:
+            only = ", ".join(map(repr, values))
+            form = format_of(values)
+            advice = cure if form == "text" else f"set data.format: {form}"
+            raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {advice}")
+        there = {name: values[name] for name in (*wanted, *optional) if name in values}
+        yield Row(key=f"{file.key}:{number}", where=where, values=there)
 
 
-def _batches(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    """Yield a few rows at a time as columns. Raises `DataError` where the file cannot be read as what its name says."""
+def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
+    """Yield the values of each row by their columns. Raises `DataError` where the file cannot be read as what its name says."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
     try:
-        if file.form in ("arrow", "parquet"):
-            import datasets
-
-            # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
-            if file.form == "arrow":
-                found: Any = datasets.Dataset.from_file(str(file.path))
-            else:  # The library reads it as a pattern. Its own size of a batch is that of the first group of rows, maybe 0.
-                found = datasets.IterableDataset.from_parquet(glob.escape(str(file.path)), batch_size=_ROWS_AT_ONCE)
-            yield from found.iter(_ROWS_AT_ONCE)
-        else:
-            yield from _json_rows(file) if file.form == "json" else _csv_rows(file)
+        yield from _READERS[file.form](file)
     except DataError:
         raise
     except Exception as error:  # whatever libraries make of a damaged file
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
-def _cure(columns: Collection[str], cure: str) -> str:
-    """Return the advice about a missing column by the `columns` that are there; `cure` if they suggest nothing."""
-    form = format_of(columns)
-    return cure if form == "text" else f"set data.format: {form}"
+def _arrow_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
+    """Yield each row of a file of datasets. Not by load_dataset: it reports each use of a format to a server, with no argument that
+    stops it."""
+    import datasets
+
+    if file.form == "arrow":
+        found: Any = datasets.Dataset.from_file(str(file.path))
+    else:  # The library reads it as a pattern. Its own size of a batch is that of the first group of rows, maybe 0.
+        found = datasets.IterableDataset.from_parquet(glob.escape(str(file.path)), batch_size=_ROWS_AT_ONCE)
+    for columns in found.iter(_ROWS_AT_ONCE):  # row by row it takes thirty times as long
+        yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
-def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
+def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
     """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
-    lines = _lines(file)
-    names = next(lines)
-    # Spreadsheets of many countries write semicolons.
-    mark = "\t" if file.form == "tsv" else next((mark for mark in ",;\t|" if mark in names), ",")
-    reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
-    for row in reader:
-        if None in row:
-            where = f"{str(file.path)!r} line {reader.line_num}"
-            raise DataError(f"{where} has more fields than the first one has names; quote a text that holds {mark!r}")
-        yield {name: [value] for name, value in row.items()}
-
-
-def _json_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    """Yield each row of JSON lines, or of one list. Halves of characters, which have no bytes, become '?'."""
-    lines = _lines(file)
-    for number, line in enumerate(lines, 1):
-        text = line + "".join(lines) if line.lstrip().startswith("[") else line
-        if not text or text.isspace():
-            continue
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{str(file.path)!r} cannot be read as json: line {number}: {error}") from error
-        if _HALF_CHARACTER.search(text):
-            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
-        for row in found if isinstance(found, list) else [found]:
-            if not isinstance(row, dict):
+    with _text(file.path, file.encoding) as lines:
+        names = next(lines)
+        # Spreadsheets of many countries write semicolons.
+        mark = "\t" if file.form == "tsv" else next((mark for mark in ",;\t|" if mark in names), ",")
+        reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
+        for row in reader:
+            if None in row:
                 raise DataError(
-                    f"{str(file.path)!r} line {number} is a {type(row).__name__}; rows are objects of columns"
+                    f"{str(file.path)!r} line {reader.line_num} has more fields than the first one has names; quote a text that "
+                    f"holds {mark!r}"
                 )
-            yield {name: [value] for name, value in row.items()}
+            yield row
+
+
+def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
+    """Yield each row of JSON lines, or of one list. Halves of characters, which have no bytes, become '?'."""
+    with _text(file.path, file.encoding) as lines:
+        for number, line in enumerate(lines, 1):
+            text = line + lines.read() if line.lstrip().startswith("[") else line
+            if not text or text.isspace():
+                continue
+            try:
+                found = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{str(file.path)!r} cannot be read as json: line {number}: {error}") from error
+            if _HALF_CHARACTER.search(text):
+                found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+            for row in found if isinstance(found, list) else [found]:
+                if not isinstance(row, dict):
+                    raise DataError(
+                        f"{str(file.path)!r} line {number} is a {type(row).__name__}; rows are objects of columns"
+                    )
+                yield row
+
+
+_READERS: dict[str, Callable[[SourceFile], Iterator[dict[str, Any]]]] = {
+    **dict.fromkeys(("json", "jsonl", "ndjson"), _json_rows),
+    **dict.fromkeys(("csv", "tsv"), _csv_rows),
+    **dict.fromkeys(("parquet", "arrow"), _arrow_rows),
+}
+"""By the ends of names, what yields the rows of a file. A new format of files is a row here, and its function."""
+ROW_FILES = ", ".join(f".{form}" for form in _READERS)
+_NO_TEXT = "is not text (its start holds NUL bytes); UTF-16 without a byte order mark needs data.encoding: utf-16-le"
+_NO_ROWS = f"has no rows; give {ROW_FILES}, or set data.format: text"

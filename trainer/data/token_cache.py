@@ -59,7 +59,7 @@ class TokenWriter:
         self.amount = TextAmount()
         self.largest = 0
         self._file = file
-        self._vocab_size = vocab_size
+        self._vocab_size, self._marked = vocab_size, marked
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
         """Add the tokens of one document, one or more; `targets`, bool of the same length, says which are targets where tokens are
@@ -72,7 +72,7 @@ class TokenWriter:
                 f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"
             )
         stored = ids
-        if targets is not None:
+        if self._marked and targets is not None:
             stored = (ids.astype(np.int32) << ID_SHIFT) | targets
             stored[0] |= BEGINS
         self._file.write(stored.astype(self.dtype).tobytes())
@@ -154,9 +154,8 @@ class TokenCache:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 _remove_abandoned(path.parent)
-            with tempfile.TemporaryDirectory(
-                dir=path and path.parent, prefix=".tokens-", suffix=".tmp", ignore_cleanup_errors=True
-            ) as folder:
+            names: Any = {"prefix": ".tokens-", "suffix": ".tmp", "ignore_cleanup_errors": True}
+            with tempfile.TemporaryDirectory(dir=path and path.parent, **names) as folder:
                 _write_entry(Path(folder), vocab_size, write, remarks, marked)
                 if path is None:
                     return _open(Path(folder))
@@ -211,23 +210,12 @@ def _open(folder: Path) -> StoredText:
     kept, held = (TextAmount(*amount) for amount in entry["amounts"])
     dtype = np.dtype(entry["dtype"])
     nbytes = (kept.tokens + held.tokens) * dtype.itemsize
-    descriptor = open_regular(folder / _TOKENS, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
+    with open(open_regular(folder / _TOKENS, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         if size != nbytes:
             raise DataError(f"{_TOKENS} has {size:,} bytes, and {nbytes:,} were written")
-        memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) if nbytes else b""
-    finally:
-        os.close(descriptor)
-    stored = StoredText(
-        tokens=np.frombuffer(memory, dtype=dtype),
-        kept=kept,
-        held=held,
-        largest=entry["largest"],
-        digest=entry["digest"],
-        remarks=entry["remarks"],
-        path=folder,
-        blocks=entry["blocks"],
-    )
+        memory = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) if nbytes else b""
+    same = {name: entry[name] for name in ("largest", "digest", "remarks", "blocks")}
+    stored = StoredText(tokens=np.frombuffer(memory, dtype=dtype), kept=kept, held=held, path=folder, **same)
     stored.check(0, min(nbytes, _CHECKED_AT_ONCE) // dtype.itemsize)
     return stored

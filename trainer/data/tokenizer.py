@@ -107,7 +107,7 @@ class PretrainedTokenizer:
                 f"processing_class is a {type(self.tokenizer).__name__}; give a tokenizer, such as "
                 "AutoTokenizer.from_pretrained(DIR), or name its directory in the configuration: data.tokenizer"
             )
-        if self._separator() is None:
+        if self.end_of_text is None:
             raise DataError(
                 f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "
                 "are joined with an end-of-text token: set tokenizer.eos_token and save it again"
@@ -121,7 +121,9 @@ class PretrainedTokenizer:
     @property
     def end_of_text(self) -> int:
         """The id of `eos_token`, or of `sep_token` where there is none."""
-        return int(self._separator())
+        end = self.tokenizer.eos_token_id
+        separator: int = self.tokenizer.sep_token_id if end is None else end
+        return separator
 
     @property
     def padding(self) -> int:
@@ -131,10 +133,17 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """The ids of each text, int64."""
+        return [ids for ids, _ in self._encoded(texts)]
+
+    def _encoded(self, texts: Sequence[str], *, places: bool = False) -> list[tuple[TokenArray, TokenArray | None]]:
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        settings = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": places}
+        found = self.tokenizer(list(texts), verbose=False, **settings)
+        ids = [np.asarray(each, np.int64) for each in found["input_ids"]]
+        offsets = found["offset_mapping"] if places else [None] * len(ids)
+        own = [None if each is None else np.asarray(each, np.int64).reshape(-1, 2) for each in offsets]
+        return list(zip(ids, own, strict=True))
 
     def encode_whole(self, text: str, limit: int) -> TokenArray:
         """The ids of a text as the tokenizer begins and ends it, cut to `limit`, int64."""
@@ -143,19 +152,7 @@ class PretrainedTokenizer:
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
         """The ids of each text, and the characters of each token, int64 `[tokens, 2]`: the first, and the one behind the last; None
         where the tokenizer does not say."""
-        if not getattr(self.tokenizer, "is_fast", False):
-            return [(ids, None) for ids in self.encode(texts)]
-        encoded = self.tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        ids, places = (
-            [np.asarray(each, np.int64) for each in encoded[name]] for name in ("input_ids", "offset_mapping")
-        )
-        return list(zip(ids, (each.reshape(-1, 2) for each in places), strict=True))
+        return self._encoded(texts, places=getattr(self.tokenizer, "is_fast", False))
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a text that a model is to go on from, with those that the tokenizer begins and ends a text with."""
@@ -173,11 +170,8 @@ class PretrainedTokenizer:
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
         self.try_template()
         try:
-            return list(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=tools, add_generation_prompt=True, return_dict=False
-                )
-            )
+            keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+            return list(self.tokenizer.apply_chat_template(list(messages), **keys))
         except TEMPLATE_ERRORS as error:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
@@ -243,11 +237,6 @@ class PretrainedTokenizer:
                 found.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode() + path.read_bytes())
         return found.hexdigest()
 
-    def _separator(self) -> Any:
-        """The id that ends a text, or None."""
-        end = self.tokenizer.eos_token_id
-        return self.tokenizer.sep_token_id if end is None else end
-
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
 _BOUNDED: set[str] = set()
@@ -302,9 +291,8 @@ def require_bounded(
             os._exit(code)
     status = os.waitpid(child, 0)[1]
     if status:
-        what = (
-            "makes too much text" if os.WIFEXITED(status) else f"comes to no end within {_TEMPLATE_SECONDS:g} seconds"
-        )
+        late = f"comes to no end within {_TEMPLATE_SECONDS:g} seconds"
+        what = "makes too much text" if os.WIFEXITED(status) else late
         raise DataError(f"the chat template {what}; give another one (chat_template.jinja beside the tokenizer)")
     _BOUNDED.add(template)
 
@@ -365,9 +353,7 @@ class TextStream:
         """Return the text that is new with these tokens; `last`: none come after, so that what is unfinished stays so."""
         self._tokens += tokens
         text = self._decode(self._tokens)
-        end = len(text)
-        if not last:
-            end = len(text.rstrip(_UNFINISHED))
+        end = len(text if last else text.rstrip(_UNFINISHED))
         new = text[self._told : end]
         self._told = max(self._told, end)
         if len(self._tokens) > 2 * _KEPT_TOKENS and end == len(text):

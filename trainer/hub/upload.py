@@ -5,7 +5,8 @@ paths and settings of this machine.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,12 @@ from transformers import PreTrainedConfig
 from transformers.modelcard import TrainingSummary
 
 from zeromesh.environment import secret_values
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError, StorageError, ZeromeshError
 from zeromesh.files import write_whole
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.dispatcher import arguments_of
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.models.adapters import is_adapted
-from zeromesh.trainer.models.build import T, while_posting
+from zeromesh.trainer.models.build import while_posting
 from zeromesh.trainer.tracking.tracking import describe_error
 
 FOLDER = "hub-upload"
@@ -31,10 +31,7 @@ _TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 
 
 def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
-    """Write `README.md`, transformers' own draft of a model card, for a `Trainer`.
-
-    `values` are what the user says of the model, by transformers' names; the repository's name and the model's tags go beside them.
-    """
+    """Write transformers' own draft of a model card; `values` are what the user says of the model, by transformers' names."""
     config, mesh = trainer.run.config, trainer.mesh
     values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
     tags = getattr(trainer.model, "model_tags", None)
@@ -67,20 +64,22 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
     Raises:
         ConfigError: on all ranks, where it cannot be reached.
     """
-    hub = trainer.config.hub
-    name = hub.repository or trainer.config.run.name
+    hub, mesh = trainer.config.hub, trainer.mesh
+    name, private = hub.repository or trainer.config.run.name, hub.private if private is None else private
 
     def make() -> str:
-        chosen = hub.private if private is None else private
-        return huggingface_hub.HfApi().create_repo(name, token=token, private=chosen, exist_ok=True).repo_id
+        with _told(
+            token,
+            lambda why: ConfigError(
+                f"the repository {name!r} of the Hub cannot be written to: {why}; {_TOKEN}", where="hub.repository"
+            ),
+        ):
+            api = huggingface_hub.HfApi()
+            return while_posting(
+                mesh, lambda: api.create_repo(name, token=token, private=private, exist_ok=True)
+            ).repo_id
 
-    found, failure = _by_first_rank(trainer.mesh, make, token, "repository on the Hub")
-    if failure:
-        raise ConfigError(
-            f"the repository {name!r} of the Hub cannot be written to: {failure}; {_TOKEN}", where="hub.repository"
-        )
-    mesh: Mesh = trainer.mesh
-    return mesh.world.gather_bytes((found or "").encode(), "name of the repository")[0].decode()
+    return str(mesh.world.all_or_raise("repository on the Hub", make, ConfigError, first=True)[0])
 
 
 def push(
@@ -92,6 +91,7 @@ def push(
         StorageError: on all ranks, where it cannot be saved or uploaded; what was saved stays in `hub-upload`.
     """
     directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
+    commits: list[CommitInfo] = []
     trainer.save(directory)
 
     def upload() -> CommitInfo:
@@ -105,24 +105,23 @@ def push(
             revision=revision or trainer.config.hub.revision,
         )
 
-    commit, failure = _by_first_rank(trainer.mesh, upload, token, "upload to the Hub")
-    if failure:
-        raise StorageError(
-            f"the model could not be uploaded to {repository}: {failure}. It is in {directory}: upload it with "
-            f"`hf upload {repository} {directory}`"
-        )
-    if commit is not None:
-        shutil.rmtree(directory, ignore_errors=True)
-        trainer.run.console.note(f"uploaded to {commit.commit_url}")
-    return commit
+    def work() -> None:
+        cure = f"It is in {directory}: upload it with `hf upload {repository} {directory}`"
+        with _told(token, lambda why: StorageError(f"the model could not be uploaded to {repository}: {why}. {cure}")):
+            commits.append(while_posting(trainer.mesh, upload))
+
+    trainer.mesh.world.all_or_raise("upload to the Hub", work, StorageError, first=True)
+    if not commits:
+        return None
+    shutil.rmtree(directory, ignore_errors=True)
+    trainer.run.console.note(f"uploaded to {commits[0].commit_url}")
+    return commits[0]
 
 
-def _by_first_rank(mesh: Mesh, call: Callable[[], T], token: str | None, what: str) -> tuple[T | None, str]:
-    """Run `call` on rank 0 alone; return its result there, and on all ranks why it failed, without secrets, empty if it did not."""
-    result, failure = None, ""
-    if mesh.rank == 0:
-        try:
-            result = while_posting(mesh, call)
-        except Exception as error:  # noqa: BLE001 - a library's and the network's; all ranks have to know
-            failure = describe_error(error, Redaction([*filter(None, [token]), *secret_values()]))
-    return result, mesh.world.gather_bytes(failure.encode(), what)[0].decode()
+@contextmanager
+def _told(token: str | None, error: Callable[[str], ZeromeshError]) -> Iterator[None]:
+    """Raise what a library or the network meets inside the block as `error` of its description, without secrets."""
+    try:
+        yield
+    except Exception as met:  # noqa: BLE001 - a library's and the network's
+        raise error(describe_error(met, Redaction([*filter(None, [token]), *secret_values()]))) from None

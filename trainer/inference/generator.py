@@ -7,34 +7,32 @@ with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self
 
 import xxhash
-from torch import Tensor
 from transformers import GenerationConfig
 
-from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, some
+from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.inference.loop import RequestLoop
-from zeromesh.trainer.inference.placed_model import PlacedModel
-from zeromesh.trainer.inference.prompts import Prompt, deal, split_prompt, tokens_of
+from zeromesh.trainer.inference.prompts import Prompt, split_prompt, tokens_of
+from zeromesh.trainer.inference.request_loop import RequestLoop
 from zeromesh.trainer.inference.requests import Inbox, Progress, Request
-from zeromesh.trainer.inference.source import layout_of
+from zeromesh.trainer.inference.rounds import generate_in_rounds
+from zeromesh.trainer.inference.source import ServedModel, layout_of, place_model
+from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.generation import decoder_positions
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect
-from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.weight_digests import require_same_weights
 
@@ -56,7 +54,7 @@ class Generated:
     """`stop` where a token ended it, `length` where it came to `max_new_tokens`."""
 
 
-class Generator:
+class Generator(ModelOnMesh):
     """Generates with a model over the ranks of the launch, laid out as a configuration says; all ranks make the same calls.
 
     Args:
@@ -87,11 +85,11 @@ class Generator:
     ) -> None:
         asked: TrainerConfig = layout_of(source, config, sections, overrides)
         self.mesh: Mesh = connect(asked)
-        self._failure = ""
+        self._over = ""
         try:
             console = Console(sys.stderr, shown=self.mesh.rank == 0)
             with self.mesh.call("zeromesh.Generator()"), console:
-                self._model: PlacedModel | None = PlacedModel.build(asked, self.mesh, console)
+                self._model: ServedModel | None = place_model(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.away):
                     require_same_weights(self.engine)
         except BaseException as error:
@@ -101,25 +99,22 @@ class Generator:
         """Tokens that this rank has computed in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
 
-    def check(self) -> None:
-        """Compare the weights of all ranks that hold the same ones; all ranks call it.
-
-        Raises:
-            WeightsDifferError: with the tensors and the ranks that differ.
-        """
-        self._require_alive()
-        with self.mesh.call("generator.check()"):
-            require_same_weights(self.engine)
+    @property
+    def placed(self) -> ServedModel:
+        """The model. Raises `PhaseError` after `close`."""
+        if self._model is None:
+            raise PhaseError(self._over)
+        return self._model
 
     @property
     def config(self) -> TrainerConfig:
         """The configuration, with what was found out about the model."""
-        return self._placed.config
+        return self.placed.config
 
     @property
     def engine(self) -> ZeroEngine:
         """The engine that holds the parameters."""
-        return self._placed.engine
+        return self.placed.require_engine()
 
     def generate(
         self,
@@ -150,7 +145,8 @@ class Generator:
             DataError: for prompts that are none, are too long, or differ between ranks.
             NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; with beams nobody looks.
         """
-        self._require_alive()
+        placed = self.placed
+        placed.require_sound()
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be 1 or more prompts")
         if not prompts:
@@ -161,24 +157,41 @@ class Generator:
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        requests, settings = [request for request, _ in checked], [each for _, each in checked]
-        why = next(filter(None, (self._placed.settings.why_unbatched(each) for each in settings)), "")
+        requests, settings = map(list, zip(*checked, strict=True))
+        why = self._agreed_way(requests, settings, batch)
+        results = _Results(requests, placed, on_results)
+        with placed.guarded("generator.generate()"), results.naming_missing():
+            if why:
+                generate_in_rounds(placed, requests, settings, batch, results.add, why)
+            else:
+                self._join(requests, fields, batch, results)
+        return results.in_order()
+
+    def _agreed_way(self, requests: list[Request], settings: list[GenerationConfig], batch: int) -> str:
+        """Return why requests cannot join a running batch, the same on all ranks; empty if they can."""
+        why = next(filter(None, map(self.placed.settings.why_unbatched, settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
             "batch": batch,
         }
+        # Prompts that differ end nothing: all ranks refuse them.
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        results = _Results(requests, self._placed, on_results)
-        with self._guarded(), results.naming_missing():
-            if why:
-                self._in_rounds(requests, settings, batch, results, why)
-            else:
-                self._together(requests, fields, batch, results)
-        return results.all()
+        return why
+
+    def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
+        """Have requests join and leave a running batch."""
+        inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
+        if inbox is not None:
+            for request in requests:
+                inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
+            inbox.stop()
+        loop = RequestLoop(self.placed, fields, rows=batch, on_progress=results.add)
+        loop.run(inbox)
+        self.computed = loop.computed
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Continue what comes into the inbox of rank 0 until it is stopped; all ranks call it, the others with None.
@@ -192,47 +205,17 @@ class Generator:
             ConfigError: for a model that requests cannot join while it generates.
             CollectiveError: when a rank is gone or late.
         """
-        self._require_alive()
         self.require_serving(fields)
-        with self._guarded():
-            RequestLoop(self._placed, fields, rows=batch, on_progress=lambda progress: None).run(inbox)
-
-    def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
-
-        Names and shapes are those of files on the Hub, and adapters are merged. Beside its part a rank has one bucket in memory at
-        a time, and where weights are converted or merged, those that belong together. `part_of(name)` is `(dim, index, parts)`
-        where a rank wants a part of a tensor. A tensor may change with the next step: copy it to keep it.
-
-        Raises:
-            ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
-        """
-        weights = self._placed.hub_form.of(self.engine.state.stored(), self.engine.options.precision.compute)
-        return parts_of_weights(weights, part_of)
-
-    def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
-        """Send the weights to processes that listen with `zeromesh.receive_weights`; all ranks call it. Returns how many tensors.
-
-        No rank has more of the model than its own part and what `stream_weights` keeps.
-
-        Args:
-            addresses: paths of Unix sockets, or `HOST:PORT`.
-            token: the one that receivers were given.
-            timeout_seconds: how long a receiver may be silent.
-
-        Raises:
-            TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
-        """
-        weights = self.stream_weights()
-        return send_weights(weights, self.mesh, addresses, token=token, timeout_seconds=timeout_seconds)
+        with self.placed.guarded("generator.serve()"):
+            RequestLoop(self.placed, fields, rows=batch).run(inbox)
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for fields of `GenerationConfig` that no prompt can be continued with."""
-        self._placed.settings.checked(fields, 1)
+        self.placed.settings.checked(fields, 1)
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
-        why = self._placed.settings.why_unbatched(self._placed.settings.of(fields, 1))
+        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
@@ -247,21 +230,21 @@ class Generator:
             DataError: for tokens that the model does not know, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
-        why = self._placed.settings.why_unbatched(self._placed.settings.checked(fields, len(tokens)))
+        why = self.placed.settings.why_unbatched(self.placed.settings.checked(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
         """The tokens of a prompt, called `where`. Raises `DataError` for one that is none, or that the model does not know."""
-        ids = tokens_of(prompt, self._placed.tokenizer, where)
+        ids = tokens_of(prompt, self.placed.tokenizer, where)
         self._require_known(ids, where)
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
-        if self._placed.tokenizer is None:
+        if self.placed.tokenizer is None:
             raise DataError("the model's directory has no tokenizer; set data.tokenizer")
-        return self._placed.tokenizer.decode(tokens)
+        return self.placed.tokenizer.decode(tokens)
 
     def request_of(
         self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
@@ -276,106 +259,43 @@ class Generator:
         own_seed = own.pop("seed", seed)
         request = Request(number=number, tokens=self.encode(text, name), fields=own, seed=own_seed)
         try:
-            return request, self._placed.settings.checked({**fields, **own}, len(request.tokens))
+            return request, self.placed.settings.checked({**fields, **own}, len(request.tokens))
         except DataError as error:
             raise DataError(f"{where}: {error}" if where else str(error)) from error
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self._placed.settings.why_unbatched(self._placed.settings.of(fields, 1))
+        return not self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
 
     @property
     def model_type(self) -> str:
         """The `model_type` of the model's `config.json`."""
-        return str(self._placed.module.config.model_type)
+        return str(self.placed.module.config.model_type)
 
     @property
     def positions(self) -> int | None:
         """The most tokens that a prompt and its continuation may have together; None if the model does not say."""
-        return decoder_positions(self._placed.module)
+        return decoder_positions(self.placed.module)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the model; None if it has none."""
-        return self._placed.tokenizer
-
-    @property
-    def _placed(self) -> PlacedModel:
-        """The model. Raises `PhaseError` after `close`."""
-        if self._model is None:
-            raise self._over()
-        return self._model
-
-    def _require_alive(self) -> None:
-        if self._failure:
-            raise self._over()
-
-    def _over(self) -> PhaseError:
-        return PhaseError(f"this generator ended with {self._failure}; make a new one")
-
-    def _together(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
-        """Have requests join and leave a running batch."""
-        inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
-        if inbox is not None:
-            for request in requests:
-                inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
-            inbox.stop()
-        loop = RequestLoop(self._placed, fields, rows=batch, on_progress=results.add)
-        loop.run(inbox)
-        self.computed = loop.computed
-
-    def _in_rounds(
-        self,
-        requests: Sequence[Request],
-        settings: Sequence[GenerationConfig],
-        batch: int,
-        results: _Results,
-        why: str,
-    ) -> None:
-        """As `_together`; requests of about one length and the same fields begin and end together, by the library's loop."""
-        lengths, ranks = [len(request.tokens) for request in requests], self.mesh.data.size
-        alike = self._placed.needs_one_length(settings[0])
-        known = "one length" if alike else "about one length"
-        self._placed.console.note(f"prompts are generated in batches of {known}: {why}")
-        # Prompts before an encoder are padded to the longest of all ranks.
-        whole = alike and self._placed.is_encoder_decoder
-        # A rank without prompts in the last round takes part in it, as others need its parameters.
-        idle = copy.deepcopy(settings[0])
-        idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
-        for dealt in deal(lengths, ranks=ranks, batch=batch, one_length=alike, whole_rounds=whole):
-            own = [requests[number] for number in dealt[self.mesh.data_index]]
-            asked = settings[own[0].number] if own else idle
-            new = self._placed.generate(own or [Request(number=0, tokens=[0])], asked)
-            rows = self.mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
-            results.add([Progress(**each) for row in rows for each in row])
+        return self.placed.tokenizer
 
     def _require_known(self, ids: Sequence[int], where: str) -> None:
         """Raise `DataError` for tokens that the model does not know, and for none."""
-        size = self._placed.module.config.get_text_config().vocab_size
+        size = self.placed.module.config.get_text_config().vocab_size
         if not ids or max(ids) >= size or min(ids) < 0:
             raise DataError(
                 f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
             )
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """A call that all ranks make: after an error amid it the other ranks learn of it, and the generator is over."""
-        watch = self.mesh.watch
-        begun = watch.begun
-        try:
-            with self.mesh.call("generator.generate()"):
-                yield
-        except BaseException as error:
-            if watch.begun != begun or watch.in_doubt or not self.engine.abandon_pass():
-                self._failure = f"{type(error).__name__}: {error}"
-                self.mesh.fail(error)
-            raise
-
     def close(self) -> None:
         """Leave the process groups, and give memory and files back. The generator is over; closing twice is allowed."""
-        self._failure = self._failure or "close()"
         model, self._model = self._model, None
         if model is not None:
+            model.failure = model.failure or "close()"
+            self._over = model.over()
             model.close()
             model.console.close()
             self.mesh.close()
@@ -391,59 +311,26 @@ class _Results:
     """The results of one call of `generate`, as its requests come to their end."""
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        placed: PlacedModel,
-        on_results: Callable[[Mapping[int, Generated]], object],
+        self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
-        self._made: dict[int, Progress] = {}
-        self._found: dict[int, Generated] = {}
-        self._began = time.monotonic()
-
-    def add(self, progress: Sequence[Progress]) -> None:
-        """Take what was made, and tell of requests that are over; those whose logits are not finite have no result."""
-        results, console = {}, self._placed.console
-        for each in progress:
-            made = each
-            if each.number in self._made:
-                begun = self._made[each.number]
-                logprobs = [*(begun.logprobs or ()), *(each.logprobs or ())]
-                made = replace(each, tokens=begun.tokens + each.tokens, logprobs=logprobs)
-            self._made[each.number] = made
-            if made.finish in ("stop", "length"):
-                results[each.number] = self._result(made)
-        self._found |= results
-        rate = sum(len(each.tokens) for each in self._made.values()) / max(time.monotonic() - self._began, 1e-9)
-        console.status(f"generated {len(self._found)} of {len(self._requests)} prompts, {rate:.1f} tokens/s")
-        if results:
-            console.close()  # Results go to the same terminal, perhaps.
-            self._on_results(results)
-
-    def _result(self, made: Progress) -> Generated:
-        tokenizer = self._placed.tokenizer
-        return Generated(
-            text=None if tokenizer is None else tokenizer.decode(made.tokens),
-            tokens=made.tokens,
-            logprobs=made.logprobs,
-            prompt_tokens=len(self._requests[made.number].tokens),
-            new_tokens=len(made.tokens),
-            finish=str(made.finish),
-        )
+        self._made: dict[int, tuple[list[int], list[float]]] = {}
+        self.found: dict[int, Generated] = {}
+        """The results by the number of their request; those whose logits are not finite have none."""
+        self._began, self._tokens = time.monotonic(), 0
 
     def _missing(self) -> list[int]:
-        return [request.number for request in self._requests if request.number not in self._found]
+        return [request.number for request in self._requests if request.number not in self.found]
 
-    def all(self) -> list[Generated]:
-        """Return the results in order. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
-        missing = self._missing()
-        if missing:
+    def in_order(self) -> list[Generated]:
+        """Return all results. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
+        if missing := self._missing():
             raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'' if len(missing) == 1 else 's'} {some(missing, 100)}; "
-                f"the other {len(self._found)} have a result, which on_results was given. Look at the weights, or compute in "
-                "another dtype (precision.compute: float32)"
+                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
+                f"{len(self.found)} have a result, which on_results was given. Look at the weights, or compute in another dtype "
+                "(precision.compute: float32)"
             )
-        return [self._found[request.number] for request in self._requests]
+        return [self.found[request.number] for request in self._requests]
 
     @contextmanager
     def naming_missing(self) -> Iterator[None]:
@@ -452,6 +339,30 @@ class _Results:
             yield
         except CollectiveError as error:
             raise CollectiveError(
-                f"{error}\n{len(self._found)} of {len(self._requests)} prompts have a result; without one are "
+                f"{error}\n{len(self.found)} of {counted(len(self._requests), 'prompt')} have a result; without one are "
                 f"{some(self._missing(), 100)}"
             ) from error
+
+    def add(self, progress: Sequence[Progress]) -> None:
+        """Take what was made, and tell of requests that are over."""
+        results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
+        for each in progress:
+            tokens, logprobs = self._made.setdefault(each.number, ([], []))
+            tokens += each.tokens
+            logprobs += each.logprobs or ()
+            self._tokens += len(each.tokens)
+            if each.finish in ("stop", "length"):
+                results[each.number] = Generated(
+                    text=None if tokenizer is None else tokenizer.decode(tokens),
+                    tokens=tokens,
+                    logprobs=each.logprobs and logprobs,
+                    prompt_tokens=len(self._requests[each.number].tokens),
+                    new_tokens=len(tokens),
+                    finish=each.finish,
+                )
+        self.found |= results
+        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        console.status(f"generated {len(self.found)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s")
+        if results:
+            console.close()  # Results go to the same terminal, perhaps.
+            self._on_results(results)

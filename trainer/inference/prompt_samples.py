@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import ConfigError, library_errors
+from zeromesh.errors import ConfigError, counted, library_errors
 from zeromesh.files import read_whole
 from zeromesh.trainer.data.collate import check_batch
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
@@ -77,7 +77,7 @@ class PromptSamples:
         step, lines = run.progress.step, []
         generation = generation_by(run, run.config.run.generation or {}, _KEY)
         for number, (prompt, batch) in enumerate(self.batches):
-            run.console.status(f"generating {number + 1} of {len(self.batches)} prompts")
+            run.console.status(f"generating {number + 1} of {counted(len(self.batches), 'prompt')}")
             new = generation.tokens(batch, [number], torch.float32)[0].tolist()
             lines.append({"step": step, "prompt": prompt, "completion": self.tokenizer.decode(new)})
             run.console.note(f"step {step}: {prompt!r} goes on {lines[-1]['completion']!r}")

@@ -1,13 +1,12 @@
-"""Prompts: lines of a file, and how they are dealt out to the ranks that generate. Nothing here loads torch."""
+"""Prompts: what they may be, and lines of a file of them. Nothing here loads torch."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, printable
+from zeromesh.errors import DataError, counted, printable
 from zeromesh.files import read_whole
 from zeromesh.trainer.data.tokenizer import Tokenizer
 
@@ -59,7 +58,9 @@ def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
                 problems.append(str(error))
     if problems:
         rest = len(problems) - _SHOWN_PROBLEMS
-        raise DataError("\n".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} lines more"] if rest > 0 else [])]))
+        raise DataError(
+            "\n".join([*problems[:_SHOWN_PROBLEMS], *([f"and {counted(rest, 'line')} more"] if rest > 0 else [])])
+        )
     if not found:
         raise DataError(f'{where} has no prompt; give a line for each, such as {{"text": "Once"}}')
     return found
@@ -147,40 +148,3 @@ def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]
 def _shown(text: str) -> str:
     text = printable(text.strip())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def deal(
-    lengths: Sequence[int], *, ranks: int, batch: int, one_length: bool = False, whole_rounds: bool = False
-) -> list[list[list[int]]]:
-    """Deal prompts of these lengths out: for each round the numbers of those that each rank generates together.
-
-    In a round a rank has at most `batch`, the longest come first, and the sums of lengths over all rounds are as even as giving
-    each to the rank with the least makes them. Every prompt is in one place. What a rank, or with `whole_rounds` all ranks,
-    generate together is of nearly one length, or with `one_length` of exactly one.
-    """
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    groups = [[[number] for number in order]]
-    if one_length:
-        # A rank is given a whole batch at a time.
-        alike = [list(group) for _, group in groupby(order, key=lambda number: lengths[number])]
-        sizes = [min(batch, -(-len(group) // ranks)) for group in alike]
-        cut = [
-            [group[begin : begin + size] for begin in range(0, len(group), size)]
-            for group, size in zip(alike, sizes, strict=True)
-        ]
-        groups = cut if whole_rounds else [list(chain.from_iterable(cut))]
-    at_once = ranks if one_length else ranks * batch
-    loads, rounds = [0] * ranks, []
-    for group in groups:
-        parts = sorted(group, key=lambda part: -len(part) * lengths[part[0]])
-        for begin in range(0, len(parts), at_once):
-            given = parts[begin : begin + at_once]
-            places = [-(-len(given) // ranks)] * ranks
-            dealt: list[list[int]] = [[] for _ in range(ranks)]
-            for part in given:
-                rank = min((rank for rank in range(ranks) if places[rank]), key=lambda rank: (loads[rank], rank))
-                dealt[rank] += part
-                places[rank] -= 1
-                loads[rank] += len(part) * lengths[part[0]]
-            rounds.append(dealt)
-    return rounds

@@ -78,10 +78,9 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room, by the first keys and values."""
-        shapes = (
-            (each.shape[0], each.shape[1], self._extent.capacity, each.shape[3]) for each in (key_states, value_states)
-        )
-        self.buffers = [key_states.new_zeros(shape) for shape in shapes]
+        for each in (key_states, value_states):
+            rows, heads, _, width = each.shape
+            self.buffers.append(each.new_zeros(rows, heads, self._extent.capacity, width))
         self.is_initialized = True
 
     def update(
@@ -90,12 +89,11 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         """Add keys and values `[rows, heads, new columns, width]`; returns those of all columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, new = key_states.shape[0], key_states.shape[2]
+        (keys, values), (rows, _, new, _) = self.buffers, key_states.shape
         start, end = self._extent.start, self._extent.end
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:rows, :, end : end + new] = states
-        keys, values = (buffer[:rows, :, start : end + new] for buffer in self.buffers)
-        return keys, values
+        keys[:rows, :, end : end + new] = key_states
+        values[:rows, :, end : end + new] = value_states
+        return keys[:rows, :, start : end + new], values[:rows, :, start : end + new]
 
     def get_seq_length(self) -> int:
         """The columns that all rows have before the next forward."""

@@ -29,7 +29,7 @@ from zeromesh.trainer.models.generation import (
 
 NEW_TOKENS = 128
 """New tokens where neither the caller nor the model's `generation_config.json` says how many."""
-_DECIDED_HERE = {
+_DECIDED_HERE = {  # Fields of `GenerationConfig`, and what to do instead.
     "num_return_sequences": "give a prompt several times",
     "max_time": "give max_new_tokens",
     "stop_strings": "give eos_token_id, or cut the text",
@@ -39,7 +39,7 @@ _DECIDED_HERE = {
     "output_attentions": "results have none",
     "output_hidden_states": "results have none",
 }
-"""Fields of `GenerationConfig` that are refused, and what to do instead."""
+_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items()}
 _PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
 """Fields that change what only the library's own loop does."""
@@ -71,11 +71,7 @@ class ModelSettings:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
             DataError: for a prompt that is too long for them.
         """
-        refused = [f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items() if fields.get(name)]
-        settings, unknown = settings_with(self._module, fields, without=_DECIDED_HERE, asked="generate")
-        refused += unknown
-        if refused:
-            raise ConfigError([f"generate: {each}" for each in refused])
+        settings = settings_with(self._module, fields, _REFUSED, "generate")
         # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
         defaults = settings._get_default_generation_params()
         vocabulary = getattr(self._module.config.get_text_config(), "vocab_size", None) or sys.maxsize

@@ -1,25 +1,38 @@
-"""Finds the directory of the model to generate with, and makes the configuration of its layout, from what the user named."""
+"""Finds the model to generate with, from what the user named, and places it on the ranks of a mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import ConfigError
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from zeromesh.trainer.models.build import directory_of, read_configuration
+from zeromesh.trainer.inference.settings import ModelSettings
+from zeromesh.trainer.model_on_mesh import PlacedModel
+from zeromesh.trainer.models.attention import use_attention
+from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
+from zeromesh.trainer.models.generation import check_arguments
+from zeromesh.trainer.models.hub_form import HubForm
+from zeromesh.trainer.models.prepare import prepare_model
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
+from zeromesh.trainer.models.user_model import require_layout_fits
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.setup.build import require_same_settings, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
+from zeromesh.trainer.setup.model import begin_alike, divide_model, fill_engine
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
+from zeromesh.units.build import open_tiers
 
 _RESOLVED = "config.resolved.yaml"
 _WIDE = ("precision.master=float64", "precision.reduce=float64")
@@ -81,7 +94,7 @@ def layout_of(
     problems = [
         f"{key} is for {what}, and nothing is trained here; leave it out"
         for key, what in _FOR_TRAINING.items()
-        if getattr(getattr(found, key.partition(".")[0]), key.partition(".")[2]) is not None
+        if attrgetter(key)(found) is not None
     ]
     if problems:
         raise ConfigError(problems)
@@ -98,22 +111,64 @@ def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
     return {"tokenizer": data["tokenizer"]} if isinstance(data, dict) and data.get("tokenizer") else {}
 
 
-def tokenizer_of(config: TrainerConfig) -> Tokenizer | None:
-    """Return the tokenizer that was asked for, or else that of the model's directory, or None. Raises `DataError`."""
-    directory = directory_of(config.model.source or "", config.model.revision)
-    if config.data.tokenizer is not None:
-        return load_tokenizer(config.data.tokenizer)
-    return load_tokenizer(directory) if has_tokenizer(directory) else None
+@dataclass(kw_only=True)
+class ServedModel(PlacedModel):
+    """This rank's part of a model to generate with, which has nothing in memory but its parameters."""
+
+    settings: ModelSettings
+    tokenizer: Tokenizer | None
 
 
-def with_models_own(config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration with what the model's directory says where it says nothing: the task and the compute dtype.
+def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
+    """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
 
     Raises:
-        ConfigError: for a directory of which no model can be built.
+        ConfigError, DataError, LayoutError, StorageError: for a model or a tokenizer that is not there, cannot be divided
+            so, or does not fit.
     """
+    require_same_settings(mesh, config, {})
+    config = pin_sources(config, mesh, model_given=False)
+    directory = directory_of(config.model.source or "", config.model.revision)
+    config = _with_models_own(config, directory)
+    set_products(config, mesh.device)
+    named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
+    tokenizer = load_tokenizer(named) if named is not None else None
+    console.status("building the model")
+    built = build_model(config.model, config.run.seed)
+    model = built.model.requires_grad_(False)
+    check_arguments(model, {}, None)
+    options = _without_training(config)
+    if config.model.attention is not None:
+        use_attention(model, config.model.attention, options.precision.compute, mesh.device)
+    require_layout_fits(model, mesh.shape, trains=False)
+    notes = begin_alike(built, mesh, config.run.seed)
+    tiers = open_tiers(mesh, options)
+    try:
+        settings, hub_form = ModelSettings(model, mesh), HubForm(model)
+        divided = divide_model(model, mesh, config)
+        _, prepared = prepare_model(model, config.model, options, tiers)
+        console.note(*notes, *divided.notes, *prepared, *built.notes)
+        engine = fill_engine(built, mesh, options, tiers, divided, console)
+    except BaseException:
+        tiers.close()
+        raise
+    return ServedModel(
+        config=config,
+        mesh=mesh,
+        console=console,
+        module=model.eval(),
+        hub_form=hub_form,
+        divided=divided,
+        engine=engine,
+        processing_class=getattr(tokenizer, "tokenizer", None),
+        settings=settings,
+        tokenizer=tokenizer,
+    )
+
+
+def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
+    """The configuration with what the model's directory says where it says nothing: the task and the compute dtype."""
     section, precision = config.model, config.precision
-    directory = directory_of(section.source or "", section.revision)
     head_given = "head" in section.model_fields_set
     made, _ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}), directory)
     if not head_given and made.is_encoder_decoder:
@@ -125,7 +180,7 @@ def with_models_own(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={"model": section, "precision": precision})
 
 
-def without_training(config: TrainerConfig) -> ZeroOptions:
+def _without_training(config: TrainerConfig) -> ZeroOptions:
     """The options of an engine that keeps parameters in the compute dtype, and nothing else.
 
     Parameters on files stay in the model's own, unless a directory is named for them or they are to have checksums.

@@ -33,6 +33,7 @@ from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import copies_from
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
+from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
@@ -103,7 +104,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._compute = self._config.precision.compute
         self._accumulation = accumulation
         self._optimizers: list[PreparedOptimizer]
-        self._pairs: list[tuple[nn.Module, Optimizer | None]] = []
         self._prepared: dict[int, PreparedOptimizer] = {}
         self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine has the loss scale.
@@ -115,42 +115,40 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._share_batches()
 
     def _problems(self) -> list[str]:
-        problems = []
-        state = self.state
-        if state.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-            problems.append(
-                f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead"
-            )
-        if state.mixed_precision not in ("no", *_COMPUTE):
-            problems.append(f"mixed_precision is {state.mixed_precision}; allowed are no, {', '.join(_COMPUTE)}")
-        elif state.mixed_precision != "no" and self._compute != _COMPUTE[state.mixed_precision]:
-            problems.append(
-                f"mixed_precision is {state.mixed_precision}, precision.compute {self._compute}; set one alone"
-            )
-        if state.parallelism_config is not None and state.parallelism_config.total_size > 1:
-            problems.append('parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead')
-        if self.ddp_handler is not None and self.ddp_handler.comm_hook.value != "no":
-            problems.append(
-                f"comm_hook is {self.ddp_handler.comm_hook.value}; leave it out: the engine sums gradients as they are"
-            )
-        if self.scaler_handler is not None or self.autocast_handler is not None:
-            problems.append(
-                "GradScalerKwargs and AutocastKwargs have no effect on the engine, which has the loss scale and computes in "
-                'one dtype; give zeromesh={"precision": {...}} instead'
-            )
-        if self.state.dynamo_plugin.backend.value != "NO":
-            problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
-        if self._config.parallel.pipeline > 1:
-            problems.append(
-                "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer"
-            )
-        ranks = read_environment().world_size
-        if ranks != self.num_processes:
-            problems.append(
-                f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, make the "
-                "Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate"
-            )
-        return problems
+        """Say what of accelerate's settings the engine cannot follow, or has settings of its own for."""
+        state, mixed, handler = self.state, self.state.mixed_precision, self.ddp_handler
+        kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        ranks, shape = read_environment().world_size, state.parallelism_config
+        problems = {
+            f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead": (
+                state.distributed_type not in kinds
+            ),
+            f"mixed_precision is {mixed}; allowed are no, {', '.join(_COMPUTE)}": mixed not in ("no", *_COMPUTE),
+            f"mixed_precision is {mixed}, precision.compute {self._compute}; set one alone": (
+                mixed in _COMPUTE and self._compute != _COMPUTE[mixed]
+            ),
+            'parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead': (
+                shape is not None and shape.total_size > 1
+            ),
+            f"comm_hook is {handler and handler.comm_hook.value}; leave it out: the engine sums gradients as they are": (
+                handler is not None and handler.comm_hook.value != "no"
+            ),
+            "GradScalerKwargs and AutocastKwargs have no effect on the engine, which has the loss scale and computes in "
+            'one dtype; give zeromesh={"precision": {...}} instead': (
+                self.scaler_handler is not None or self.autocast_handler is not None
+            ),
+            "torch.compile is on (dynamo); compile inner modules before prepare() instead": (
+                state.dynamo_plugin.backend.value != "NO"
+            ),
+            "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer": (
+                self._config.parallel.pipeline > 1
+            ),
+            f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, make the "
+            "Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate": (
+                ranks != self.num_processes
+            ),
+        }
+        return [problem for problem, found in problems.items() if found]
 
     def _share_batches(self) -> None:
         """Give the ranks that divide layers the same batches: loaders ask the device mesh who those are."""
@@ -169,19 +167,21 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """
         prepared = (PreparedOptimizer, ShardedOptimizer)
         optimizers = [each for each in arguments if isinstance(each, Optimizer) and not isinstance(each, prepared)]
-        self._pairs = [(each, _optimizer_of(each, optimizers)) for each in arguments if isinstance(each, nn.Module)]
-        for model, optimizer in self._pairs:
-            if optimizer is not None and is_sharded(model):  # It was evaluated before, or trained by another optimizer.
-                self.make_whole(model)
-        taken = {id(optimizer) for _, optimizer in self._pairs}
+        pairs = [(each, _optimizer_of(each, optimizers)) for each in arguments if isinstance(each, nn.Module)]
+        taken = {id(optimizer) for _, optimizer in pairs}
         if any(id(each) not in taken for each in optimizers):
             raise ConfigError(
                 "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
             )
+        for model, optimizer in pairs:
+            if optimizer is not None and is_sharded(model):  # It was evaluated before, or trained by another optimizer.
+                self.make_whole(model)
+            if not is_sharded(model):
+                self._partition(model, optimizer)
         try:
             return super().prepare(*arguments, device_placement=device_placement)
         finally:
-            self._pairs, self._prepared = [], {}
+            self._prepared = {}
 
     def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
         """Leave layers to the engine, which divides them."""
@@ -192,25 +192,18 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     ) -> nn.Module:
         """Partition a model, for evaluation unless `prepare` has its optimizer too."""
         if not is_sharded(model):
-            optimizer = next((given for each, given in self._pairs if each is model), None)
-            self._partition(model, optimizer)
+            self._partition(model, None)
         if not any(each is model for each in self._models):
             self._models.append(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Wrap the optimizer of a model that `prepare` or `shard` has partitioned."""
-        if isinstance(optimizer, PreparedOptimizer):
-            prepared = optimizer
-        elif isinstance(optimizer, ShardedOptimizer):
-            prepared = PreparedOptimizer(optimizer)
-        else:
-            model = next((each for each, given in self._pairs if given is optimizer), None)
-            if model is None:
-                raise ConfigError("pass an optimizer and its model to one call of prepare()")
-            if id(optimizer) not in self._prepared:
-                self._partition(model, optimizer)
-            prepared = self._prepared[id(optimizer)]
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer = PreparedOptimizer(optimizer)
+        prepared = optimizer if isinstance(optimizer, PreparedOptimizer) else self._prepared.get(id(optimizer))
+        if prepared is None:
+            raise ConfigError("pass an optimizer and its model to one call of prepare()")
         if not any(each is prepared for each in self._optimizers):
             self._optimizers.append(prepared)
         return prepared
@@ -230,9 +223,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         _GIVEN[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
-        _store_whole(model, self)
-        if self._compute is not None and self._compute in _COMPUTE.values():
-            _compute_in(model, getattr(torch, self._compute))
+        _replace(model, "save_pretrained", _store_whole, self)
+        if self._compute in _COMPUTE.values():
+            _replace(model, "forward", _compute_in, getattr(torch, str(self._compute)))
         precision = {} if self._compute is None else {"compute": self._compute}
         # Stages 2 and 3 sum over ranks in each backward anyhow.
         accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
@@ -351,12 +344,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         for name, tensor in state_dict(model):
             if self.is_main_process:
                 found[name] = tensor.to("cpu", given.get(name, (tensor.dtype,))[0], copy=True)
-        places: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = places.setdefault(id(parameter), name)
-            if first in found:  # A tied parameter has several names.
-                found.setdefault(name, found[first])
-        return found
+        tied = canonical_names(model).items()  # A tied parameter has several names.
+        return found | {name: found[first] for name, first in tied if first in found}
 
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
@@ -434,56 +423,53 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
     return found[0] if found else None
 
 
-def _compute_in(model: Any, dtype: torch.dtype) -> None:
-    """Let a model take its floating point inputs in `dtype` and give its results in float32, as autocast would."""
-    if hasattr(model.forward, "of_accelerator"):
-        return
-    forward = _unbound(model, "forward")
+def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A model's `forward` that takes floating point inputs in `dtype` and gives results in float32, as autocast would."""
 
-    @wraps(forward)
-    def converted(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not is_sharded(self):
-            return forward(self, *arguments, **named)
+    def converted(model: Any, *arguments: Any, **named: Any) -> Any:
+        if not is_sharded(model):
+            return forward(model, *arguments, **named)
         exact = {name: named.pop(name) for name in ("labels",) if name in named}  # What a loss compares with.
         arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
-        return convert_to_fp32(forward(self, *arguments, **named, **exact))
+        return convert_to_fp32(forward(model, *arguments, **named, **exact))
 
-    converted.of_accelerator = True  # type: ignore[attr-defined]
-    model.forward = MethodType(converted, model)
+    return converted
 
 
-def _store_whole(model: Any, accelerator: Accelerator) -> None:
-    """Let `save_pretrained`, which all ranks call, save whole parameters, in the dtype of the master weights."""
-    if not hasattr(model, "save_pretrained") or hasattr(model.save_pretrained, "of_accelerator"):
-        return
-    store = _unbound(model, "save_pretrained")
+def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
+    """A `save_pretrained` that saves whole parameters, in the dtype of the master weights; all ranks call it."""
 
-    @wraps(store)
-    def stored(self: Any, directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
-        if state_dict is None and is_sharded(self):
+    def stored(model: Any, directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
+        if state_dict is None and is_sharded(model):
             if accelerator.num_processes > 1 and "is_main_process" not in named:
                 raise ConfigError(
                     "save_pretrained gathers a model of all ranks: call it on all of them, with "
                     "is_main_process=accelerator.is_main_process, or pass state_dict=accelerator.get_state_dict(model)"
                 )
-            state_dict = accelerator.get_state_dict(self)
+            state_dict = accelerator.get_state_dict(model)
             if not accelerator.is_main_process:
                 return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
-        with copies_from(self, state_dict or {}):
-            store(self, directory, *arguments, state_dict=state_dict, **named)
-        if accelerator.is_main_process and floating and not is_adapted(self) and self.config.dtype not in floating:
-            self.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
-            self.config.save_pretrained(directory)
+        with copies_from(model, state_dict or {}):
+            store(model, directory, *arguments, state_dict=state_dict, **named)
+        if accelerator.is_main_process and floating and not is_adapted(model) and model.config.dtype not in floating:
+            model.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
+            model.config.save_pretrained(directory)
 
-    stored.of_accelerator = True  # type: ignore[attr-defined]
-    model.save_pretrained = MethodType(stored, model)
+    return stored
 
 
-def _unbound(model: Any, name: str) -> Callable[..., Any]:
-    """A method of a model as a function of it."""
-    method = getattr(model, name, model.forward)
-    return getattr(method, "__func__", None) or (lambda _, *arguments, **named: method(*arguments, **named))
+def _replace(
+    model: nn.Module, name: str, made_of: Callable[[Callable[..., Any], Any], Callable[..., Any]], how: Any
+) -> None:
+    """Put `made_of(method, how)` in the place of a model's method, once."""
+    own: Any = getattr(model, name, None)
+    if own is None or hasattr(own, "of_accelerator"):
+        return
+    function = getattr(own, "__func__", None) or (lambda _, *arguments, **named: own(*arguments, **named))
+    replaced: Any = wraps(function)(made_of(function, how))
+    replaced.of_accelerator = True
+    setattr(model, name, MethodType(replaced, model))
 
 
 def _is_floating(value: Any) -> bool:

@@ -21,6 +21,7 @@ from transformers import trainer as library
 from transformers.trainer_utils import has_length
 
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.overrides import replaced
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.integrations.accelerate import Accelerator
 from zeromesh.trainer.models.adapters import is_adapted
@@ -87,15 +88,12 @@ class TrainerOverEngine:
             raise ConfigError("sync_ref_model writes into a divided reference model; set it to False")
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # Each rank has one; others are not used.
-        plain = library.Accelerator
         accumulation = self.args.gradient_accumulation_steps
         if accumulation > 1 and type(self).training_step is not transformers.Trainer.training_step:
             accumulation = sys.maxsize  # A step of the user's own may run backward several times.
-        library.Accelerator = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
-        try:
+        made = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
+        with replaced(library, {"Accelerator": made}):
             self._super.create_accelerator_and_postprocess()
-        finally:
-            library.Accelerator = plain
         if not isinstance(self.accelerator, Accelerator):
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
 

@@ -1,6 +1,6 @@
 """`train.method`: TRL's own trainers over the engine, from a configuration.
 
-`_ARGUMENTS` has the names that our keys have there. What is set and is in no table is refused, so that nothing is passed over;
+`ARGUMENTS` has the names that our keys have there. What is set and is in no table is refused, so that nothing is passed over;
 what is not set is as TRL has it.
 """
 
@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload.accelerator import found as accelerator_kind
+from zeromesh.trainer.config.foreign_names import ARGUMENTS, EVERY, training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import import_peft
@@ -22,32 +23,6 @@ from zeromesh.trainer.setup.named_objects import find_object
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 _ENGINE = ("zero", "parallel", "precision", "offload", "ema")
-_ARGUMENTS = {
-    "model.trust_remote_code": "trust_remote_code",
-    "data.sequence_length": "max_length",
-    "data.workers": "dataloader_num_workers",
-    "data.seed": "data_seed",
-    "batch.micro_size": "per_device_train_batch_size",
-    "batch.eval_micro_size": "per_device_eval_batch_size",
-    "optimizer.lr": "learning_rate",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.weight_decay": "weight_decay",
-    "schedule.name": "lr_scheduler_type",
-    "schedule.warmup_steps": "warmup_steps",
-    "schedule.warmup_ratio": "warmup_steps",
-    "run.max_steps": "max_steps",
-    "run.epochs": "num_train_epochs",
-    "run.clip_norm": "max_grad_norm",
-    "run.seed": "seed",
-    "run.log_first_step": "logging_first_step",
-    "run.eval_at_start": "eval_on_start",
-    "run.load_best": "load_best_model_at_end",
-    "checkpoint.keep_last": "save_total_limit",
-    "tracking.backends": "report_to",
-    "tracking.project": "project",
-    "tracking.name": "run_name",
-}
-_EVERY = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
 _READ = frozenset(
     """
     model.source model.revision model.config model.lora model.attention model.activation_checkpointing data.train data.eval
@@ -66,16 +41,13 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     """
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
-    known = (*_ARGUMENTS, *_EVERY, *_READ)
+    known = (*ARGUMENTS, *EVERY, *_READ)
     problems = [
         f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
         for key in keys
         if key not in known and key.partition(".")[0] not in _ENGINE
     ]
-    found = {name: keys[key] for key, name in _ARGUMENTS.items() if keys.get(key) is not None}
-    for name, every in ((name, keys[key]) for key, name in _EVERY.items() if key in keys):
-        found[f"{name}_strategy"] = "epoch" if every == "epoch" else "steps" if every else "no"
-        found |= {f"{name}_steps": every} if every and every != "epoch" else {}
+    found = training_arguments(keys)
     if "model.activation_checkpointing" in keys:
         found["gradient_checkpointing"] = config.model.activation_checkpointing != "none"
     for key, value in {"optimizer.name": "adamw", "model.activation_checkpointing": "block"}.items():
@@ -88,7 +60,6 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     ]
     if config.train.method == "grpo" and "max_length" in found:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
-    found |= dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas", ()), strict=False))
     if "batch.global_size" in keys:
         once = config.batch.micro_size * (ranks // config.parallel.tensor)
         if config.batch.global_size % once:

@@ -14,12 +14,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from zeromesh.errors import ConfigError, DataError, some
-from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.data.collate import IGNORED_LABEL
-from zeromesh.trainer.models.generation import check_arguments, decoder_positions, ends_of, generate, settings_with
-from zeromesh.zero.engine import ZeroEngine
+from zeromesh.trainer.model_on_mesh import PlacedModel
+from zeromesh.trainer.models.generation import decoder_positions, ends_of, settings_with
 
 _NEW_TOKENS = 64
 """New tokens where neither the caller, the configuration nor the model's `generation_config.json` says how many."""
@@ -46,18 +44,12 @@ def settings_of(
             f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
             "that generates"
         )
-    settings, refused = settings_with(model, fields, without=_REFUSED, asked=asked)
-    refused += [f"{name}: {fields[name]}: {why}; leave it out" for name, why in _REFUSED.items() if fields.get(name)]
-    if not model.config.is_encoder_decoder:
-        refused += [
-            f"{name} counts the padding of prompts; give {cure}"
-            for name, cure in _OF_WHOLE_TEXTS.items()
-            if name in fields
-        ]
+    refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
+    for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
+        refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
+    settings = settings_with(model, fields, refused, asked)
     if settings.stop_strings and processing_class is None:
-        refused.append("stop_strings needs a tokenizer; pass processing_class")
-    if refused:
-        raise ConfigError([f"{asked}: {each}" for each in refused])
+        raise ConfigError(f"{asked}: stop_strings needs a tokenizer; pass processing_class")
     if settings.pad_token_id is None:
         found = [getattr(processing_class, "pad_token_id", None), *ends_of(settings), 0]
         settings.pad_token_id = next(each for each in found if each is not None)
@@ -70,12 +62,8 @@ def settings_of(
 class BatchGeneration:
     """Generates for the batches of one evaluation; all ranks make it, and call `tokens` for as many batches."""
 
-    model: Any
-    mesh: Mesh
-    engine: ZeroEngine | None
-    pipeline: Pipeline | None
+    placed: PlacedModel
     settings: GenerationConfig
-    processing_class: Any
     seed: str
     """Seeds sampling, together with the number of a batch's first sample."""
     asked: str = "predict_with_generate"
@@ -83,8 +71,7 @@ class BatchGeneration:
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
-        arguments: dict[str, Any] = {"generation_config": self.settings, **self._beside}
-        check_arguments(self.model, arguments, self.mesh if self.engine is not None else None)
+        self.placed.check_arguments(self._fixed)
 
     @property
     def padding(self) -> int:
@@ -100,20 +87,14 @@ class BatchGeneration:
         Raises:
             DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
         """
-        whole = bool(self.model.config.is_encoder_decoder)
+        whole = bool(self.placed.module.config.is_encoder_decoder)
         inputs = self.inputs(batch, samples)
         arguments: dict[str, Any] = {
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        tokens: Tensor = generate(
-            self.model,
-            self.mesh,
-            {**arguments, "generation_config": self.settings, **self._beside},
-            seed=partial(seed_all, number_of(f"{self.seed}/{samples[0]}/predict_with_generate")),
-            engine=self.engine,
-            pipeline=self.pipeline,
-        )
+        seed = number_of(f"{self.seed}/{samples[0]}/predict_with_generate")
+        tokens: Tensor = self.placed.continue_prompts({**arguments, **self._fixed}, partial(seed_all, seed))
         begun = inputs.get("decoder_input_ids")
         given = inputs["input_ids"].shape[1] if not whole else begun.shape[1] if isinstance(begun, Tensor) else 1
         self._pad_after_end(tokens[:, given:])
@@ -126,15 +107,17 @@ class BatchGeneration:
             new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
 
     @property
-    def _beside(self) -> dict[str, Any]:
-        return {"tokenizer": self.processing_class} if self.settings.stop_strings else {}
+    def _fixed(self) -> dict[str, Any]:
+        """The arguments of `generate` beside prompts."""
+        beside = {"tokenizer": self.placed.processing_class} if self.settings.stop_strings else {}
+        return {"generation_config": self.settings, **beside}
 
     def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
         """Return the prompts of a batch, as `tokens` is given it. Raises `DataError` as that does."""
-        if self.model.config.is_encoder_decoder:
+        if self.placed.module.config.is_encoder_decoder:
             return without_targets(batch)
         inputs, lengths = prompts_of(batch, samples, self.padding)
-        positions, new = decoder_positions(self.model), self.settings.max_new_tokens or 0
+        positions, new = decoder_positions(self.placed.module), self.settings.max_new_tokens or 0
         longest = int(lengths.argmax())
         if positions is not None and int(lengths[longest]) + new > positions:
             raise DataError(

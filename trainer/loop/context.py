@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import NonFiniteError
+from zeromesh.errors import NonFiniteError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
@@ -17,6 +17,7 @@ from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import Best, description_of, settings_of
+from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.data.feed import Feed, RunData
@@ -27,7 +28,6 @@ from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, StepMetrics
@@ -188,7 +188,7 @@ class RunProgress:
         """Raise `NonFiniteError` after too many skipped steps in a row."""
         if self.max_nonfinite and self.skipped_in_a_row >= self.max_nonfinite:
             raise NonFiniteError(
-                f"gradients were not finite in {self.skipped_in_a_row} steps in a row, up to step {self.step} "
+                f"gradients were not finite in {counted(self.skipped_in_a_row, 'step')} in a row, up to step {self.step} "
                 f"(run.max_nonfinite; in the last, {self.cause}); no update of these steps was made. Lower optimizer.lr, look at "
                 "the data, or use precision.compute: bfloat16"
             )
@@ -197,7 +197,8 @@ class RunProgress:
         """Raise `NonFiniteError` where more than half of all steps made no update: such a run is no success."""
         if self.max_nonfinite and 2 * self.skipped > self.step:
             raise NonFiniteError(
-                f"{self.skipped} of {self.step} steps made no update, because their gradients were not finite (in the last such "
+                f"{self.skipped} of {counted(self.step, 'step')} made no update, because their gradients were "
+                f"not finite (in the last such "
                 f"step, {self.cause or 'of an earlier process'}). The run is complete and what it has is saved, but the model "
                 "is hardly trained; look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such a run "
                 "pass"
@@ -207,7 +208,7 @@ class RunProgress:
         """Lines about the average step: skipped updates, communication, and how long a pipeline has stood still."""
         found = []
         if self.skipped:
-            found.append(f"{self.skipped} steps made no update: their gradients were not finite")
+            found.append(f"{counted(self.skipped, 'step')} made no update: their gradients were not finite")
         if self.without_targets:
             found.append(f"{self.without_targets} global batches had no target and were passed over, without an update")
         if self.communication:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from zeromesh.offload.accelerator import current_stream, is_accelerator, launching_on, on_accelerator, record
+from zeromesh.overrides import replaced
 
 _Function = Callable[..., Any]
 
@@ -110,11 +111,8 @@ class DeviceBatch(dict[str, Any]):
             "find_packed_sequence_indices": self._sequences,
             "fast_all": self._all,
         }
-        vars(masking_utils).update({name: answers.get(name, self._ignored)(each) for name, each in before.items()})
-        try:
+        with replaced(masking_utils, {name: answers.get(name, self._ignored)(each) for name, each in before.items()}):
             yield
-        finally:
-            vars(masking_utils).update(before)
 
     def _sequences(self, find: _Function) -> _Function:
         """Sequences are looked for where the host has seen several, and without asking whether there are."""
@@ -122,12 +120,9 @@ class DeviceBatch(dict[str, Any]):
         def found(position_ids: Tensor) -> Tensor | None:
             if not self._packed:
                 return None
-            asks = vars(masking_utils)["is_tracing"]
-            vars(masking_utils)["is_tracing"] = lambda *_: True  # Then it does not look whether it was worth while.
-            try:
+            # Under tracing it does not look whether it was worth while.
+            with replaced(masking_utils, {"is_tracing": lambda *_: True}):
                 sequences: Tensor = find(position_ids)
-            finally:
-                vars(masking_utils)["is_tracing"] = asks
             return sequences
 
         return found

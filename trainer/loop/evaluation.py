@@ -122,12 +122,8 @@ def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> Bat
     """
     model = run.model
     return BatchGeneration(
-        model=model.module,
-        mesh=run.mesh,
-        engine=model.engine,
-        pipeline=model.divided.pipeline,
+        placed=model,
         settings=settings_of(model.module, fields, model.processing_class, asked),
-        processing_class=model.processing_class,
         seed=f"{run.config.run.seed}/{run.progress.step}",
         asked=asked,
     )
@@ -215,10 +211,8 @@ def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:
     text = f"step {run.progress.step}: evaluation loss {loss:.4f}"
     text += " with averaged weights" if run.config.ema.evaluate else ""
     text += f" over {human_count(targets)} targets" if targets is not None else ""
-    loaded = run.data.loaded
-    if loaded is not None and loaded.byte_pair_entropy is not None:
-        word = "below" if loss < loaded.byte_pair_entropy else "above"
-        text += f", {word} the byte-pair entropy {loaded.byte_pair_entropy:.4f}"
+    if (entropy := run.data.byte_pair_entropy) is not None:
+        text += f", {'below' if loss < entropy else 'above'} the byte-pair entropy {entropy:.4f}"
     rows = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "eval_loss"}
     rows = {name: value for name, value in rows.items() if not name.endswith(("_runtime", "_per_second"))}
     width = max(map(len, rows), default=0)

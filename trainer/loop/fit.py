@@ -2,18 +2,18 @@
 
 import shlex
 
-from zeromesh.errors import ConfigError, DataError
+from zeromesh.errors import ConfigError, DataError, counted
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
+from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.evaluation import generation_of, require_metric
 from zeromesh.trainer.loop.stop_signals import StopRequest, leave, stop_requests
 from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
-from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
-from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
+from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
 from zeromesh.trainer.monitoring.step_metrics import unstrict
@@ -162,7 +162,7 @@ def _end(run: RunContext, eval_loss: float | None, checkpoints: RunCheckpoints, 
     report = progress.report_of(eval_loss, rank_figures(run.mesh)[0], progress.summary or run.summary_values())
     if report.losses:
         run.console.note(
-            f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
+            f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
             f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )

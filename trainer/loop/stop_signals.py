@@ -1,20 +1,17 @@
 """Stopping in order: a first signal to stop ends the run after the step that is going on, a second one at once.
 
 SIGHUP, of a terminal that is gone, and SIGUSR1, which schedulers send on request, are as SIGTERM.
-
-Processes that are forked meanwhile, such as workers of a dataset, have the handlers that were there before: a signal ends them.
 """
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from zeromesh.launch.rank_processes import STOP_SIGNALS
+from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 
 _SAME_SECONDS = 1.0
 """A terminal and a launcher both pass the same Ctrl-C on; within this time it is one."""
@@ -40,36 +37,12 @@ class StopRequest:
             os.kill(os.getpid(), number)
 
 
-_REPLACED: dict[int, Any] = {}
-"""The handlers for which those of the run stand in, by signal."""
-
-
-def _restore() -> None:
-    """Begin a forked process with the handlers that the run has replaced."""
-    while _REPLACED:
-        signal.signal(*_REPLACED.popitem())
-
-
-os.register_at_fork(after_in_child=_restore)
-
-
 @contextmanager
 def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
     """Inside the block signals become requests, where nobody else handles them; `show` is called with a line for a person."""
-    request = StopRequest(show)
-    replaced = []
-    if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
-            handler = signal.getsignal(number)
-            if handler in (signal.SIG_DFL, signal.default_int_handler):
-                replaced.append(number)
-                _REPLACED[number] = handler
-                signal.signal(number, request.receive)
-    try:
+    request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
+    with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
         yield request
-    finally:
-        for number in replaced:
-            signal.signal(number, _REPLACED.pop(number))
 
 
 def leave(number: int) -> NoReturn:

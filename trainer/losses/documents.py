@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.models.adapters import pretrained_of
-from zeromesh.trainer.models.small_copy import small_copy
+from zeromesh.trainer.models.small_copy import small_copy, vary
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 
@@ -49,10 +49,8 @@ def _difference(model: Any | None) -> str:
     found: list[_Calls] = []
 
     def run(small: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
+        vary(small)
         with torch.no_grad():
-            for parameter in small.parameters():  # What begins at zero, such as a gate, would hide what lies behind it.
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
             found[:] = [_calls(small), *(_calls(small, number) for number in range(len(_DOCUMENTS)))]
         return found[0][-1][1][0]
 
@@ -60,11 +58,10 @@ def _difference(model: Any | None) -> str:
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
     together, *alone = found
-    if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in zip(alone, _DOCUMENTS, strict=True)):
+    pairs = list(zip(alone, _DOCUMENTS, strict=True))
+    if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in pairs):
         return ""
-    name = next(
-        filter(None, (_mixing(together, calls, *where) for calls, where in zip(alone, _DOCUMENTS, strict=True))), ""
-    )
+    name = next(filter(None, (_mixing(together, calls, *where) for calls, where in pairs)), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # The last step of one that mixes, which looks at each token by itself.

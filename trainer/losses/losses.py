@@ -1,8 +1,8 @@
 """How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -119,15 +119,11 @@ def make_loss(
         raise ConfigError(
             "adapters that learn prompts make targets of their own, which only the model knows; pass compute_loss, or use LoRA"
         )
-    if inside.base_model is inside and not any("label" in name for name in _forward_arguments(inside)):
+    if inside.base_model is inside and not any("label" in name for name in signature(type(inside).forward).parameters):
         raise ConfigError(
             f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
         )
     return _task_loss(inside) or _language_loss(inside, mode)
-
-
-def _forward_arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(type(model).forward).parameters
 
 
 def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing: float) -> Loss:
@@ -144,7 +140,7 @@ def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing
 
 def _task_loss(model: Any) -> Loss | None:
     """The loss of a task that needs no trial; None for a language model, and for what nothing is known of."""
-    kind, config, arguments = getattr(model, "loss_type", None), model.config, _forward_arguments(model)
+    kind, config, arguments = getattr(model, "loss_type", None), model.config, signature(type(model).forward).parameters
     if kind in _LABELLED or type(model).__name__.endswith(_LABELLED_CLASSES):
         single = getattr(config, "problem_type", None) in (None, "single_label_classification")
         classes = config.num_labels if kind in _LABELLED and single and config.num_labels > 1 else None
@@ -223,7 +219,7 @@ def _label_loss(
     targets (Szegedy et al. 2016), as that of transformers' `LabelSmoother`.
     """
     # Training and evaluation read each position once: a cache of keys and values would only take memory.
-    fixed = {"use_cache": False} if "use_cache" in _forward_arguments(model) else {}
+    fixed = {"use_cache": False} if "use_cache" in signature(type(model).forward).parameters else {}
 
     def count(batch: Mapping[str, Any]) -> int:
         cure = (
@@ -330,27 +326,22 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
     """Return a user's loss, which raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], _: int, seed: float | None) -> _Computed:
-        result = compute_loss(model, batch)
-        if (
-            not isinstance(result, tuple)
-            or len(result) not in (2, 3)
-            or not isinstance(result[1], int | float | str | Tensor)
-            or not isinstance(result[-1], Mapping | int | float | str | Tensor)
-        ):
+        result: Any = compute_loss(model, batch)
+        number = int | float | str | Tensor
+        whole = isinstance(result, tuple) and len(result) in (2, 3)
+        if not whole or not isinstance(result[1], number) or not isinstance(result[-1], Mapping | number):
             raise ConfigError(
                 f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "
                 "number of targets, so that microbatches of different sizes add up. If `loss` is a mean over n targets: "
                 "return loss * n, n"
             )
-        total, count = result[:2]
-        scalars = result[2] if len(result) == 3 else {}
+        total, count, scalars = (*result, {})[:3]
         require_free_names(scalars, "compute_loss")
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
         if isinstance(count, Tensor) and count.numel() == 1:
-            if on_accelerator(count):
-                return total.reshape(()), None, count.detach().reshape(()), scalars
-            return total.reshape(()), None, whole_count(count.item()), scalars
+            found = count.detach().reshape(()) if on_accelerator(count) else whole_count(count.item())
+            return total.reshape(()), None, found, scalars
         return total.reshape(()), None, whole_count(count), scalars
 
     return Loss(kind="user", count=lambda batch: None, compute=compute)
@@ -365,12 +356,8 @@ def whole_count(count: object) -> int:
 
 def _scalar(output: Any, name: str) -> Tensor:
     """The loss among what a module returned: a tensor, an object or mapping with `loss`, or a tuple that begins so."""
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple | list):
-        found = output[0] if output else None
-    else:
-        found = getattr(output, "loss", output)
+    first = output[:1] if isinstance(output, tuple | list) else ()
+    found = output.get("loss") if isinstance(output, Mapping) else next(iter(first), getattr(output, "loss", output))
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ConfigError(
@@ -382,18 +369,15 @@ def _scalar(output: Any, name: str) -> Tensor:
 
 def _scalars_of(outputs: Any) -> dict[str, Any]:
     """The scalars among what a model returned, such as a `ModelOutput`, by their names, without its loss."""
-    if not isinstance(outputs, Mapping):
-        return {}
+    found = {} if not isinstance(outputs, Mapping) else {name: each for name, each in outputs.items() if name != "loss"}
     return {
         name: value
-        for name, value in outputs.items()
-        if name != "loss"
-        and (isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()))
+        for name, value in found.items()
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
     }
 
 
 def _tensor_of(batch: Mapping[str, Any], name: str, cure: str) -> Tensor:
-    """A field of a batch. Raises `DataError` where it has no tensor of that name."""
     value = batch.get(name)
     if not isinstance(value, Tensor):
         raise DataError(f"the batch has no `{name}` tensor; it has {_field_names(batch)}. {cure}")

@@ -177,7 +177,6 @@ def import_peft() -> Any:
 
 
 def _heads(model: Any) -> list[str]:
-    """Modules beside the pretrained ones, which classify what those find."""
     children = dict(model.named_children())
     children.pop(model.base_model_prefix, None)
     return [name for name, each in children.items() if not is_pretrained_model(each) and [*each.parameters()]]

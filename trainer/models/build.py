@@ -292,7 +292,6 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
 
 
 def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
-    """Names of parameters (their first ones) and buffers that the files have."""
     matched = match(model, files.entries)
     canonical = canonical_names(model)
     return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
@@ -314,7 +313,6 @@ def read_configuration(
 
 
 def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
-    """Return the library's class that builds a model of this configuration for the task."""
     automatic = getattr(transformers, AUTO_CLASSES[head])
     own_code = getattr(made, "auto_map", None) or {}
     if type(made) in automatic._model_mapping or (trust_remote_code and automatic.__name__ in own_code):
@@ -333,7 +331,6 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
 
 
 def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
-    """Make a configuration of the fields in `settings`; `model_type` says of which kind."""
     where = "model.config"
     known = sorted(transformers.CONFIG_MAPPING)
     kind = settings.pop("model_type", None)
@@ -387,7 +384,6 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
 
 
 def _fields(cls: type) -> dict[str, Any]:
-    """The types of a configuration's fields, as far as they are declared."""
     declared = {each.name: each.type for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
     return dict.fromkeys([*getattr(cls, "attribute_map", {}), *_ALSO_KNOWN]) | declared
 

@@ -103,7 +103,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 @cache
 def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """The best of a few products of square matrices, of tens of milliseconds altogether."""
 
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
@@ -128,7 +127,6 @@ def _lookup_tables(model: nn.Module) -> set[int]:
 
 
 def _windows(config: Any) -> tuple[float, ...]:
-    """How far each attention layer sees."""
     layers = positive(config, "num_hidden_layers", "n_layer")
     window = positive(config, "sliding_window") or math.inf
     kinds = getattr(config, "layer_types", None) or ["attention" if window == math.inf else "sliding"] * layers

@@ -6,7 +6,7 @@ call they agree that some rank goes on, and those that are done take part in it 
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -65,21 +65,23 @@ def ends_of(settings: GenerationConfig) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-def settings_with(
-    model: Any, fields: Mapping[str, Any], *, without: Collection[str], asked: str
-) -> tuple[GenerationConfig, list[str]]:
-    """Return the model's own settings with `fields` on top, but for those that are refused (`without`), and what else is wrong.
+def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str) -> GenerationConfig:
+    """Return the model's own settings with `fields` on top. `refused` says of fields that are not taken why.
 
     Raises:
-        ConfigError: for values that transformers refuses, in the name of what `asked` to generate.
+        ConfigError: for these, and for fields and values that transformers does not know, in the name of what `asked` to generate.
     """
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
-    settings.update(use_cache=True, **dict.fromkeys(without))
+    settings.update(use_cache=True, **dict.fromkeys(refused))
     try:
-        unknown = settings.update(**{name: value for name, value in fields.items() if name not in without})
+        unknown = settings.update(**{name: value for name, value in fields.items() if name not in refused})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
-    return settings, [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    problems = [text for name, text in refused.items() if fields.get(name)]
+    problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    if problems:
+        raise ConfigError([f"{asked}: {each}" for each in problems])
+    return settings
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
@@ -104,9 +106,9 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         and not bool(mask[:, -1].all())
     ):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
-    staged = mesh is not None and mesh.pipeline.size > 1
+    staged = mesh is not None and mesh.shape.divides("blocks")
     # Several ranks compute the same tokens together.
-    shared = mesh is not None and (staged or mesh.tensor.size > 1)
+    shared = mesh is not None and mesh.model_size > 1
     settings = copy.deepcopy(arguments.get("generation_config") or getattr(model, "generation_config", None))
     if not isinstance(settings, GenerationConfig):
         if not shared:
@@ -171,24 +173,12 @@ def generate(
     # The library's loop calls the model inside one with adapters.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
-    waits = engine is not None and engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
-    plain = partial(looped_class.__call__, looped)
-    microbatches = 1
-    if pipeline is not None and engine is not None:
-        # As many microbatches as stages can work on, and as all data-parallel ranks have rows for.
-        fewest = mesh.data.max_(torch.tensor([-len(arguments["input_ids"])]), "prompts to generate")
-        microbatches = min(mesh.pipeline.size, -int(fewest[0]))
-
-    def some_rank_goes_on(*, here: bool) -> bool:
-        return here if not waits else int(mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
-
-    compute = _forward(plain, engine, pipeline, microbatches)
+    calls = _Calls(looped, mesh, engine, pipeline, len(arguments["input_ids"]) if pipeline is not None else 0)
 
     def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
+        calls.some_rank_goes_on(here=True)
         # Guidance gives the tokens by their place.
-        inputs |= dict(zip(["input_ids"], ids, strict=False))
-        some_rank_goes_on(here=True)
-        outputs = compute(inputs)
+        outputs = calls.compute({**inputs, **dict(zip(["input_ids"], ids, strict=False))})
         # Frequencies of rotary positions, which some models make when they need them, are of no text.
         if pipeline is not None and (kept := [name for name in put_aside() if not name.endswith("inv_freq")]):
             raise LayoutError(
@@ -212,24 +202,58 @@ def generate(
                 tokens = type(model).generate(model, **arguments)
             finally:
                 looped.__class__ = looped_class
-        while waits and some_rank_goes_on(here=False):
-            _forward(plain, engine, pipeline, microbatches)(_useless_inputs(looped, microbatches, mesh.device))
+        calls.wait_for_others()
     return tokens
 
 
-def _forward(
-    plain: Callable[..., Any], engine: ZeroEngine | None, pipeline: Pipeline | None, microbatches: int
-) -> Callable[[dict[str, Any]], Any]:
-    """Return what computes the forwards of one generation: the model's own call, in all stages if there are stages."""
-    if pipeline is None or engine is None:
-        return lambda inputs: plain(**inputs)
-    staged = pipeline.generation(microbatches=microbatches, call=plain)
+class _Calls:
+    """The model's own calls in one generation, which all ranks that need each other's parameters make together, and those of a
+    pipeline in all stages.
 
-    def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-        with engine.evaluation():
-            return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
+    `rows`: the prompts of this rank.
+    """
 
-    return computed
+    def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
+        sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
+        self._model, self._mesh, self._engine, self._waits = model, mesh, engine, sharded and mesh.data.size > 1
+        self._plain, self._pipeline, self._microbatches = partial(type(model).__call__, model), None, 1
+        if pipeline is not None and engine is not None:
+            # As many microbatches as stages can work on, and as all data-parallel ranks have rows for.
+            fewest = -int(mesh.data.max_(torch.tensor([-rows]), "prompts to generate")[0])
+            self._pipeline, self._microbatches = pipeline, min(mesh.pipeline.size, fewest)
+        self.compute = self._forward()
+        """Computes a forward from its arguments."""
+
+    def _forward(self) -> Callable[[dict[str, Any]], Any]:
+        plain, engine, pipeline = self._plain, self._engine, self._pipeline
+        if pipeline is None or engine is None:
+            return lambda inputs: plain(**inputs)
+        staged = pipeline.generation(microbatches=self._microbatches, call=plain)
+
+        def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+            with engine.evaluation():
+                return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
+
+        return computed
+
+    def some_rank_goes_on(self, *, here: bool) -> bool:
+        """Agree with the other ranks on whether any of them makes one more call."""
+        if not self._waits:
+            return here
+        return int(self._mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
+
+    def wait_for_others(self) -> None:
+        """Take part in the calls of ranks that go on, by inputs of no use."""
+        while self._waits and self.some_rank_goes_on(here=False):
+            ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
+            inputs: dict[str, Any] = {"input_ids": ids}
+            if self._model.config.is_encoder_decoder:
+                width, dtype = encoder_config(self._model).hidden_size, self._model.dtype
+                encoded = torch.zeros(1, 1, width, dtype=dtype, device=self._mesh.device)
+                inputs = {
+                    "encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids
+                }  # fmt: skip
+            self._forward()({**inputs, "use_cache": False, "return_dict": True})
 
 
 def decoder_positions(module: Any) -> int | None:
@@ -259,14 +283,3 @@ def rope_kinds(config: Any) -> set[str]:
     given = getattr(config.get_text_config(), "rope_parameters", None) or {}
     groups = [given, *(each for each in given.values() if isinstance(each, Mapping))]
     return {str(each["rope_type"]) for each in groups if each.get("rope_type")}
-
-
-def _useless_inputs(model: Any, rows: int, device: torch.device) -> dict[str, Any]:
-    """Inputs by which a rank that is done joins the calls of those that go on."""
-    ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
-    if not model.config.is_encoder_decoder:
-        return inputs
-    encoded = torch.zeros(1, 1, encoder_config(model).hidden_size, dtype=model.dtype, device=device)
-    del inputs["input_ids"]
-    return inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids}

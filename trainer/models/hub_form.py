@@ -257,7 +257,6 @@ def _base_of(layer: Any) -> nn.Module:
 
 
 def _parents(name: str) -> Iterable[str]:
-    """The names of the modules that a tensor is in, the outermost first."""
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts)))
 

@@ -117,7 +117,6 @@ def _count_recomputing(layers: Sequence[nn.Module]) -> int:
 
 
 def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that contain none of the others."""
     known = {id(module) for module in modules}
     return [
         module for module in modules if not any(id(inner) in known for inner in module.modules() if inner is not module)
@@ -174,7 +173,6 @@ class _LastingCopy(torch.autograd.Function):
 
 
 def _copied(value: Any) -> Any:
-    """Hidden states in memory of their own, and any other argument as it is."""
     if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
         return _LastingCopy.apply(value)  # type: ignore[no-untyped-call]
     return value

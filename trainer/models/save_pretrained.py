@@ -19,6 +19,7 @@ from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorS
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import tensor_bytes
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
@@ -121,7 +122,7 @@ def write_weights(
             file, spec, at = places[name]
             if tuple(tensor.shape) != spec.shape:
                 raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
-            data = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1).view(torch.uint8)
+            data = tensor_bytes(tensor.to("cpu", spec.dtype))
             for start in range(0, data.numel(), _SYNCED_BYTES):
                 part = data[start : start + _SYNCED_BYTES]
                 file.write(part, at + start)
@@ -169,7 +170,6 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
-    """Write adapters as the model's own `save_pretrained` does."""
     # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
     own = {"save_embedding_layers": False} if wraps_another(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
@@ -243,5 +243,4 @@ def _save_part(part: Any, directory: Path) -> None:
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are stored of a whole model: parameters, tied ones once, and persistent buffers."""
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}

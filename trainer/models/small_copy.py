@@ -7,7 +7,6 @@ any memory yet.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from zeromesh.errors import PhaseError, summary
-from zeromesh.overrides import override
+from zeromesh.overrides import replaced
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
@@ -25,7 +24,8 @@ ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, Asserti
 # Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
 _SMALL = {
     "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64,
+    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64, "max_source_positions": 64, "image_size": 32,
+    "num_frames": 4,
     "hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48,
     "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
     "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
@@ -66,6 +66,16 @@ class InFloat64(TorchFunctionMode):
         return func(*widened, **named)
 
 
+def vary(model: nn.Module) -> None:
+    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it,
+    and biases and scales that begin alike show where each goes."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
+
+
 @contextmanager
 def whole_passes_in_float64() -> Iterator[None]:
     """Inside the block `InFloat64` holds for what backward computes again too: torch calls backward outside of its modes."""
@@ -75,21 +85,8 @@ def whole_passes_in_float64() -> Iterator[None]:
         with InFloat64():
             return own(*arguments, **named)
 
-    put_back = override(torch.autograd, "_engine_run_backward", run_backward)
-    try:
-        with InFloat64():
-            yield
-    finally:
-        put_back()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SmallCopy:
-    """A small model with its initial values, its configuration, and the number of its parameters."""
-
-    model: Any
-    config: Any
-    parameters: int
+    with replaced(torch.autograd, {"_engine_run_backward": run_backward}), InFloat64():
+        yield
 
 
 def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
@@ -105,7 +102,7 @@ def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
         return built
 
     found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
-    return found.model if isinstance(found, SmallCopy) else found[-1]
+    return found[-1] if isinstance(found, list) else found
 
 
 def first_copy(
@@ -116,7 +113,7 @@ def first_copy(
     *,
     most: int,
     seed: int = 0,
-) -> SmallCopy | list[str]:
+) -> Any | list[str]:
     """The first copy of at most `most` parameters that can be built and that `check` raises no error for; else why there is none.
 
     `reductions` are sizes and numbers of layers, as `smaller` takes them, that are tried in turn.
@@ -136,7 +133,7 @@ def first_copy(
         except ERRORS as error:
             reasons.append(summary(error))
             continue
-        return SmallCopy(model=model, config=small, parameters=count)
+        return model
     return reasons
 
 

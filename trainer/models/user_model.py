@@ -67,7 +67,7 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
     Data ranks gather layers and sum gradients together. One that leaves a layer out at random (LayerDrop, Fan et al., 2020) would
     have the others wait for it.
     """
-    divides, data = mesh.tensor * mesh.pipeline > 1, mesh.replicate * mesh.shard
+    divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
     if divides and is_adapted(model):
         raise ConfigError(
             "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
@@ -89,7 +89,6 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
 
 
 def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield each setting of a configuration, and of those inside it, by which layers are left out."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _layer_drops(value)

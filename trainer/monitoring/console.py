@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from zeromesh.errors import printable, printable_lines
+from zeromesh.errors import counted, printable, printable_lines
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count, human_seconds, wrapped
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
@@ -91,7 +91,7 @@ class Console(AbstractContextManager["Console"]):
 
     def evaluating(self, done: int, total: int) -> None:
         """Show how many batches of an evaluation are done: on a terminal by a bar of its own, which goes when all are."""
-        shown = partial(self._show_status, f"evaluating: {done} of {total} batches")
+        shown = partial(self._show_status, f"evaluating: {done} of {counted(total, 'batch')}")
         self._attempt(partial(self._move_part, done, total) if self._is_terminal else shown)
 
     def advance(self, step: int) -> None:

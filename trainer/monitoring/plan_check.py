@@ -1,35 +1,35 @@
-"""A run beside its plan: predicted and measured seconds by phase, and bytes by purpose, at the end of the run."""
+"""A run beside its plan: predicted and measured seconds by phase, and bytes by purpose, at the end of the run.
+
+Nothing here loads torch: reports read what a run has recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zeromesh.offload import Purpose, Tier
-from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.trainer.monitoring.plan_comparison import UNCOUNTED
+from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """The prediction of a plan for a step of one rank."""
-
-    layout: str
-    phases: Mapping[StepPhase, float]
-    """Seconds."""
-    memory: Mapping[Tier, Mapping[Purpose, int]]
-    """Bytes of states and buffers at the end of a step."""
-    peak: int
-    """Bytes of the process, or of its accelerator, at the highest moment."""
+UNCOUNTED = "uncounted"
+"""Bytes of the peak that no purpose of the ledger has."""
+_WORDS = {UNCOUNTED: "activations and libraries"}
+ComparisonRow = tuple[str, str, str, str]
+"""The name of a term, predicted, measured, and by how much the plan was off, for a person."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PlanCheck:
-    """A prediction, and what is measured meanwhile. Seconds are medians of the steps after the first."""
+    """What a plan predicts for a step of one rank, and what is measured. Seconds are medians of the steps after the first."""
 
-    prediction: Prediction
+    layout: str
+    phases: Mapping[str, float]
+    """Predicted seconds by phase."""
+    memory: Mapping[str, Mapping[str, int]]
+    """Predicted bytes of states and buffers at the end of a step, by tier and purpose."""
+    peak: int
+    """Predicted bytes of the process, or of its accelerator, at the highest moment."""
     result: dict[str, Any] = field(default_factory=dict)
     """The latest comparison."""
     _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
@@ -44,33 +44,48 @@ class PlanCheck:
         `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
         """
         steps = self._steps[1:] or self._steps or [(0.0, {})]
+        names = dict.fromkeys([*self.phases, *(name for _, phases in steps for name in phases)])
         phases = {
-            str(phase): [
-                self.prediction.phases.get(phase, 0.0),
-                median(seconds.get(phase, 0.0) for _, seconds in steps),
-            ]
-            for phase in StepPhase
+            name: [self.phases.get(name, 0.0), median(phases.get(name, 0.0) for _, phases in steps)] for name in names
         }
-        whole = [sum(self.prediction.phases.values()), median(seconds for seconds, _ in steps)]
-        highest = [self.prediction.peak, peak]
-        tiers = self._memory(memory, highest)
+        highest, tiers = [self.peak, peak], {}
+        for tier in {"device": None, **self.memory}:
+            said, seen = self.memory.get(tier, {}), memory.get(tier, {})
+            tiers[tier] = {name: [said.get(name, 0), seen.get(name, 0)] for name in {**said, **seen}}
+        here = tiers["device"]
+        here.pop("activations", None)  # They come and go, and nobody counts all of them.
+        here[UNCOUNTED] = [most - sum(pair[at] for pair in here.values()) for at, most in enumerate(highest)]
         self.result = {
-            "layout": self.prediction.layout,
-            "seconds": whole,
+            "layout": self.layout,
+            "seconds": [sum(self.phases.values()), median(seconds for seconds, _ in steps)],
             "phases": {name: pair for name, pair in phases.items() if any(pair)},
             "memory": tiers,
             "peak": highest,
         }
         return self.result
 
-    def _memory(self, memory: Mapping[str, Mapping[str, int]], peak: list[int]) -> dict[str, dict[str, list[int]]]:
-        """Bytes by tier and purpose; what of the peak no purpose of the device has is `uncounted` there."""
-        found = {}
-        for tier in {Tier.DEVICE: None, **self.prediction.memory}:
-            said = {purpose.name.lower(): nbytes for purpose, nbytes in self.prediction.memory.get(tier, {}).items()}
-            seen = memory.get(tier.value, {})
-            found[tier.value] = {name: [said.get(name, 0), seen.get(name, 0)] for name in {**said, **seen}}
-        here = found[Tier.DEVICE.value]
-        here.pop(Purpose.ACTIVATIONS.name.lower(), None)  # They come and go, and nobody counts all of them.
-        here[UNCOUNTED] = [highest - sum(pair[at] for pair in here.values()) for at, highest in enumerate(peak)]
-        return found
+
+def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
+    """The terms of a record: the step and its phases, the highest memory, and bytes by tier and purpose.
+
+    Raises:
+        ValueError, LookupError, TypeError: for what no record is.
+    """
+    yield _row("step", human_seconds, record["seconds"])
+    for name, pair in dict(record["phases"]).items():
+        yield _row(f"step: {name}", human_seconds, pair)
+    yield _row("highest memory", human_bytes, record["peak"])
+    for tier, purposes in dict(record["memory"]).items():
+        for name, pair in dict(purposes).items():
+            yield _row(f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair)
+
+
+def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """A record as a table."""
+    columns = (f"plan of {record['layout']}", "predicted", "measured", "off")
+    yield from table_lines(columns, list(comparison_rows(record)), right=columns[1:])
+
+
+def _row(name: str, shown: Callable[[float], str], pair: Sequence[float]) -> ComparisonRow:
+    predicted, measured = pair
+    return name, shown(predicted), shown(measured), f"{predicted / measured - 1:+.0%}" if measured else ""

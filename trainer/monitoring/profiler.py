@@ -20,7 +20,7 @@ import torch
 from torch.profiler import profile
 
 from zeromesh.environment import secret_values
-from zeromesh.errors import StorageError, ZeromeshError, summary
+from zeromesh.errors import StorageError, ZeromeshError, counted, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
@@ -139,7 +139,7 @@ def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, direc
         return error
     path = directory / f"memory-rank-{mesh.rank}.json"
     what = summary(error)
-    text = f"rank {mesh.rank} ran out of memory after {step} whole steps ({what})"
+    text = f"rank {mesh.rank} ran out of memory after {counted(step, 'whole step')} ({what})"
     found = snapshot(engine, mesh)
     purposes = sorted(found["purposes"].get("device", {}).items(), key=lambda item: -item[1])
     if purposes:

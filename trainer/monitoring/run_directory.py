@@ -14,7 +14,7 @@ from typing import Any
 
 from zeromesh import __version__
 from zeromesh.environment import secret_values
-from zeromesh.errors import StorageError
+from zeromesh.errors import StorageError, counted
 from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
@@ -106,12 +106,9 @@ class RunDirectory:
         `facts` about the model and the machine go into the line of this start. Inside the block a file says where every rank is,
         and at its end, however that comes, each rank writes its latest events.
         """
-        with self._traced(mesh):
-            if not self._writes:
-                yield None
-                return
-            with self._opened(config, step, facts, mesh) as writer:
-                yield writer
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._traced(mesh))
+            yield self._writer(stack, config, step, facts, mesh) if self._writes else None
 
     @contextmanager
     def _traced(self, mesh: Mesh) -> Iterator[None]:
@@ -131,11 +128,10 @@ class RunDirectory:
             mesh.watch.on_request = lambda: None
             write()
 
-    @contextmanager
-    def _opened(
-        self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
-    ) -> Iterator[MetricsWriter]:
-        """Do what `open` does on rank 0."""
+    def _writer(
+        self, stack: contextlib.ExitStack, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
+    ) -> MetricsWriter:
+        """Do what `open` does on rank 0, until `stack` ends."""
         redaction = Redaction(secret_values())
         try:
             text = config.to_yaml(redaction.values)
@@ -148,8 +144,9 @@ class RunDirectory:
             if os.path.lexists(self.path / name):
                 MetricsWriter(self.path / name, keep_through=step).close()
         monitor = StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text)
-        with MetricsWriter(self.path / METRICS, keep_through=step) as writer, monitor:
-            yield writer
+        writer = stack.enter_context(MetricsWriter(self.path / METRICS, keep_through=step))
+        stack.enter_context(monitor)
+        return writer
 
 
 def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
@@ -158,7 +155,7 @@ def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
     name = device_name(device) if is_accelerator(device) else cpu_name()
     versions = {"zeromesh": __version__, "python": platform.python_version()}
     versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-    hardware = f"{size} rank{'s' * (size > 1)} on {name}"
+    hardware = f"{counted(size, 'rank')} on {name}"
     return {"parameters": parameters, "hardware": hardware, "versions": versions}
 
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from zeromesh.environment import LaunchEnvironment, available_cores
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.offload import TierChoice, accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules, is_library
 from zeromesh.trainer.data.streaming import is_stream
+from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
@@ -79,7 +79,7 @@ def plan_config(
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
     """
     machine = machine_here(device, host or min(ranks or 1, _CARDS))
-    subject = Subject.of(config, device=machine.device.kind)
+    subject = subject_of(config, device=machine.device.kind)
     planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
     ranks = ranks or ranks_here(machine)
     plan, after = planner.plan(ranks), None
@@ -110,7 +110,8 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     if plan.best is None:
         least = plan.least
         raise ConfigError(
-            f"no layout fits on {ranks} ranks; the least is {least.estimate.layout}: {least.lacks}; leave keys that are given to "
+            f"no layout fits on {counted(ranks, 'rank')}; the least is {least.estimate.layout}: {least.lacks}; "
+            f"leave keys that are given to "
             "the plan too, or take more ranks",
             where=", ".join(config.parallel.auto),
         )
@@ -153,23 +154,24 @@ def _free(config: TrainerConfig) -> set[str]:
     return (axes if "parallel" in automatic else set()) | set(automatic)
 
 
-def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Subject:
-    """Return the subject of a plan for a trainer: its own model and data where it was given some.
+def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, device: str = "cpu") -> Subject:
+    """Return the subject of a plan for a configuration, or for a trainer: its own model and data where it was given some. The model
+    may be without values.
 
     Raises:
-        ConfigError, DataError: for a model or data that cannot be had.
+        ConfigError, DataError: for a model, a tokenizer or data that cannot be had, and a task whose data are no texts.
     """
-    if inputs.model is None and inputs.train_dataset is None:
-        return Subject.of(config, device=device)
-    built = build_whole_model(inputs.model, config, None)
-    if config.model.lora is not None:
-        built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
-    loss = make_loss(built.model, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
+    inputs = inputs or UserInputs()
+    named = config.data.tokenizer or (BYTES if config.model.source is None else None)
+    tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)
+    model = build_whole_model(inputs.model, config, tokenizer).model
+    loss = make_loss(
+        model, mode=config.model.loss_mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing
+    )
     if inputs.train_dataset is None:
-        return Subject(built.model, loss, config, tokens_of(config), device=device)
+        return Subject(model, loss, config, tokens_of(config), device=device)
     dataset: Any = inputs.train_dataset
-    forward = ForwardInputs.of(built.model, users_loss=inputs.compute_loss is not None)
+    forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     rules = BatchRules(
         collate=inputs.collate,
         fields=forward.fields,
@@ -185,4 +187,4 @@ def subject_of(config: TrainerConfig, inputs: UserInputs, *, device: str) -> Sub
         left_out = forward.left_out(batch)
         return {name: value for name, value in batch.items() if name not in left_out}
 
-    return Subject(built.model, loss, config, batches, device=device)
+    return Subject(model, loss, config, batches, device=device)

@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import torch
 
-from zeromesh.offload import STAGING_BYTES, Purpose, Tier, TierChoice
+from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Kind, PipelineSchedule
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
-from zeromesh.trainer.monitoring.plan_check import Prediction
+from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.stage_times import Chunk, StageChunks, StageTimes, schedule_of
@@ -66,12 +67,15 @@ class Estimate:
         """The seconds of a step."""
         return sum(self.phases.values())
 
-    def prediction(self) -> Prediction:
-        """Return the prediction that a run can compare itself with."""
-        here = {purpose: self.device[purpose.value] for purpose in Purpose if purpose.value in self.device}
-        beside = {purpose: self.host[purpose.value] for purpose in Purpose if purpose.value in self.host}
-        memory = {Tier.DEVICE: here, Tier.HOST: beside} if beside else {Tier.DEVICE: here}
-        return Prediction(layout=str(self.layout), phases=self.phases, memory=memory, peak=self.device_bytes)
+    def check(self) -> PlanCheck:
+        """Return what a run compares itself with."""
+        here, beside = (
+            {purpose.name.lower(): tier[purpose.value] for purpose in Purpose if purpose.value in tier}
+            for tier in (self.device, self.host)
+        )
+        memory = {"device": here, "host": beside} if beside else {"device": here}
+        phases = {str(phase): self.phases.get(phase, 0.0) for phase in StepPhase}
+        return PlanCheck(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
 
 
 _DISTINCT = 4
@@ -90,14 +94,15 @@ class Estimator:
         self._times = StageTimes(subject, machine, host)
         self._memory: dict[object, MemoryModel] = {}
         self._peaks: dict[object, int] = {}
-        self._options: dict[object, ZeroOptions] = {}
+        self._options = cache(partial(self._options_of, zero=subject.zero))
 
     def options(self, layout: Layout) -> ZeroOptions:
         """The options of the engine for a layout."""
-        key = (layout.stage, layout.accumulation, layout.prefetch, *(getattr(layout, name) for name in TIERS))
-        if key not in self._options:
-            self._options[key] = self._options_of(layout, self._subject.zero)
-        return self._options[key]
+        tiers = {name: getattr(layout, name) for name in TIERS}
+        # Layouts that differ in other things alone share them.
+        return self._options(
+            Layout(stage=layout.stage, accumulation=layout.accumulation, prefetch=layout.prefetch, **tiers)
+        )
 
     def _options_of(self, layout: Layout, zero: ZeroOptions) -> ZeroOptions:
         offload = replace(
@@ -194,7 +199,6 @@ class Estimator:
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
     def _activations(self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int) -> int:
-        """The most bytes of activations of a pipeline rank over its actions."""
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
         if key in self._peaks:
@@ -216,7 +220,6 @@ class Estimator:
         return most
 
     def _kept(self, layout: Layout, chunk: Chunk) -> int:
-        """Bytes that a microbatch leaves on the device from forward to backward."""
         stays = chunk.kept + chunk.received
         leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
@@ -239,7 +242,6 @@ class Estimator:
         *,
         exact: bool,
     ) -> tuple[dict[StepPhase, float], float]:
-        """Seconds by phase, and the part of the step that is bubble."""
         count = layout.accumulation
         own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
@@ -263,7 +265,6 @@ class Estimator:
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
     def _hosts(self, layout: Layout) -> int:
-        """Hosts over which ranks with the same states are spread."""
         return max(1, math.ceil(layout.tensor * layout.shard / self._host))
 
     def _data_seconds(

@@ -18,8 +18,8 @@ _HERE = TierChoice()
 TIERS = ("optimizer", "parameters", "activations")
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """The parts of states that are looked at away from the device."""
-MOST_MICRO = 64
-"""The largest microbatch that is looked at, in samples."""
+MICROS = (1, 2, 4, 8, 16, 32, 64)
+"""The microbatches that are looked at, in samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,7 @@ class Space:
             modes = modes[1:]
         stages = (0, 1, 2, 3) if shard > 1 else (1,)
         stages = (3,) if given.get("parameters", _HERE).away else stages
-        micros = [size for size in _powers(MOST_MICRO) if size * data <= self.samples] or [1]
+        micros = [size for size in MICROS if size * data <= self.samples] or [1]
         for stage, micro, recompute in product(
             self._given("stage", stages), self._given("micro", micros), self._given("recompute", modes)
         ):
@@ -227,12 +227,4 @@ def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = F
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, ascending."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return small + [number // each for each in reversed(small) if each * each != number]
-
-
-def _powers(most: int) -> Iterator[int]:
-    size = 1
-    while size <= most:
-        yield size
-        size *= 2
+    return [each for each in range(1, number + 1) if number % each == 0]

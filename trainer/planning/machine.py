@@ -157,8 +157,7 @@ class Machine(Section):
                 f"the machine {self.name} has no rate of {product.dtype} products, only of {known}; set precision.compute to one "
                 f"of them, add device.products.{product.dtype} to its file, or measure it (zeromesh plan --measure)"
             )
-        nbytes = product.elements * torch_dtype(product.dtype).itemsize
-        return max(product.flops / rate, nbytes / self.device.memory_bandwidth)
+        return max(product.flops / rate, product.nbytes / self.device.memory_bandwidth)
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
         """Seconds in which operations that are no products read and write `nbytes` altogether, without their launches, while

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from zeromesh.environment import setting
 from zeromesh.errors import ConfigError
-from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.config.messages import allowed, known_paths, nearest_path, shown
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml
+from zeromesh.files import write_whole
+from zeromesh.trainer.config.messages import allowed, known_paths, shown, unknown_key
+from zeromesh.trainer.config.yaml_reader import parse_yaml, read_yaml
 from zeromesh.trainer.planning.machine import Machine
 
 SHIPPED = Path(__file__).resolve().parent.parent / "machines"
@@ -119,15 +119,7 @@ def _of_size(gigabytes: float, devices: int) -> Machine:
 def read_machine(path: Path) -> Machine:
     """Read a machine file. Raises one `ConfigError` with all that is wrong in it."""
     where = str(path)
-    try:
-        text = read_whole(path, MAX_BYTES).decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError("no such machine file; zeromesh plan --measure writes one", where=where) from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", where=where) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=where) from None
-    data = parse_yaml(text, where=where)
+    data = read_yaml(path, "no such machine file; zeromesh plan --measure writes one", where=where)
     if not isinstance(data, dict):
         raise ConfigError(
             f"holds {shown('', data)}; allowed is a mapping of {', '.join(Machine.model_fields)}", where=where
@@ -150,8 +142,6 @@ def _problem(detail: Any) -> str:
     name = ".".join(map(str, detail["loc"]))
     section, known = name.rpartition(".")[0], known_paths(Machine)
     if detail["type"] == "extra_forbidden":
-        near = nearest_path(name, known)
-        beside = ", ".join(each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section)
-        return f"{name}: unknown key; " + (f"did you mean {near}?" if near else f"allowed are {beside}")
+        return unknown_key(name, {}, known)
     given = "is missing" if detail["type"] == "missing" else f"got {shown('', detail['input'])}"
     return f"{name}: {given}; allowed is {allowed(known.get(name) or known[section])}"

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError, LayoutError, counted
 from zeromesh.offload.tiers import TierName
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
@@ -132,7 +132,7 @@ class Planner:
             reasons = "; ".join(f"{layout}: {reason}" for reason, layout in self._refused.items())
             given = ", ".join(f"{name} {value}" for name, value in self._fixed.items())
             raise ConfigError(
-                f"no layout has {ranks} ranks{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
+                f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
         rows += self._shorter(space, rows, room)
         return Plan(
@@ -168,7 +168,6 @@ class Planner:
         )
 
     def _rows(self, layouts: Iterable[Layout], room: MemoryBytes) -> Iterator[PlanRow]:
-        """The layouts that a run takes, with what they need."""
         for layout in layouts:
             refused = self._subject.refusal(layout)
             try:
@@ -229,7 +228,6 @@ class Planner:
         return found
 
     def _ranked(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
-        """Rows by their seconds, of the fastest with their schedules simulated; then those that do not fit, by what they lack."""
         fitting = sorted((row for row in rows if row.fits), key=_place)
         first = [
             replace(row, estimate=self._estimator.estimate(row.estimate.layout))
@@ -249,5 +247,4 @@ def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any
 
 
 def _place(row: PlanRow) -> tuple[float, int]:
-    """By seconds to three digits, and where these are alike by memory."""
     return float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes

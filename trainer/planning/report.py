@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from zeromesh.errors import counted
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
@@ -21,7 +22,7 @@ _REFUSALS = 6
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
     """The plan as lines: a table, why others do not fit, and what more ranks would buy. `more` is the plan of more
     ranks, `width` the columns of a terminal."""
-    ranks = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+    ranks = f"{counted(plan.ranks, 'rank')}"
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
@@ -34,7 +35,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
         table += ["", *_table(plan, [[plan.least]], width, title="the least memory")]
     after = [""]
     if rest:
-        after += [f"{len(rest):,} layouts do not fit; those that need least:"]
+        after += [f"{counted(len(rest), 'layout', ',')} do not fit; those that need least:"]
         after += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
     after += [f"  {layout}: not possible: {reason}" for reason, layout in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
@@ -75,7 +76,6 @@ def _cells(plan: Plan, row: PlanRow, others: Sequence[PlanRow]) -> tuple[str, ..
 
 
 def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
-    """Say the keys of the best layout, and what more ranks would buy."""
     best = plan.best
     if best is None:
         least = plan.least
@@ -88,11 +88,10 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         gain = float("inf") if best is None else best.estimate.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
         if gain > 1.03:  # A plan is no better than that.
-            yield f"{more.ranks} ranks: {human_seconds(after.seconds)} a step{took}: {after.layout}"
+            yield f"{counted(more.ranks, 'rank')}: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 
 def _plain(value: Any) -> str:
-    """A value of a key as a command line takes it."""
     if isinstance(value, Mapping):
         return "'{" + ", ".join(f"{key}: {each}" for key, each in value.items()) + "}'"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -131,7 +130,7 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
     ]
     table = table_of(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3))
     sections = {"Layouts, the fastest first": table, "Memory and time": charts}
-    title = f"{plan.subject} on {plan.ranks} ranks of {plan.machine}"
+    title = f"{plan.subject} on {counted(plan.ranks, 'rank')} of {plan.machine}"
     return document(title, sections, charts, f"A rank has room for {human_bytes(plan.room.critical)}.")
 
 
@@ -153,7 +152,6 @@ def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
 
 
 def _bars(rows: Sequence[Mapping[str, float]], colors: Sequence[str]) -> go.Figure:
-    """A bar for each row, made of its parts."""
     from zeromesh.trainer.tools.html_report.charts import LAYOUT, go
 
     figure = go.Figure(layout=LAYOUT)

@@ -26,7 +26,7 @@ from zeromesh.trainer.planning.tracing.work import Work
 
 _AROUND = 400
 """How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
-numbers, hooks, checks. Found with `scripts/bench_plan.py`; on an accelerator the host does it ahead."""
+numbers, hooks, checks. Found with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does it ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ class StageTimes:
             forward_peak = max(forward_peak, base + segment.forward_peak)
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
-            deferred += _inputs_and_gradients(segment.forward)
+            deferred += sum(count * product.around for product, count in segment.forward.products)
         return Chunk(
             kept=base,
             forward_peak=forward_peak,
@@ -139,7 +139,7 @@ class StageTimes:
         key = (id(segment.forward), id(segment.backward), busy)
         if key not in self._seconds:
             machine, forward, backward = self._machine, segment.forward, segment.backward
-            weights = Work(products=tuple(each for each in forward.products if each[0].batch == 1))
+            weights = Work(products=tuple(each for each in forward.products if each[0].around))
             computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
@@ -163,7 +163,6 @@ class StageTimes:
         return self.timeline(layout, pipeline).duration
 
     def _transfer(self, layout: Layout, pipeline: StageChunks) -> float:
-        """Seconds in which a microbatch goes from a stage to the next one."""
         hidden = max(each.received for each in pipeline.chunks)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
@@ -190,20 +189,9 @@ class StageTimes:
         return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
 
     def _around(self, layout: Layout) -> float:
-        """Seconds of the engine and the loop around forward, or around backward, of a microbatch."""
         machine = self._machine
         launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
-
-
-def _inputs_and_gradients(work: Work) -> int:
-    """Bytes of the inputs of linear layers and of the gradients of their outputs."""
-    width = {"float64": 8, "float32": 4}
-    return sum(
-        count * product.rows * (product.inner + product.columns) * width.get(product.dtype, 2)
-        for product, count in work.products
-        if product.batch == 1
-    )
 
 
 @lru_cache(4096)

@@ -17,11 +17,10 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
-from zeromesh.trainer.losses.losses import Loss, make_loss
-from zeromesh.trainer.models.adapters import add_lora
-from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.data.tokenizer import BYTES
+from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode
+from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
@@ -83,28 +82,12 @@ class Subject:
         self._whole = model
         self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
-        self._tracer = Tracer(model, loss, self.zero.precision.compute)
-        self._exact: dict[tuple[TraceOptions, int], Trace] = {}
-        self._traces: dict[tuple[TraceOptions, int], Trace] = {}
-        self._units: dict[int, tuple[UnitPlan, ...]] = {}
-        self._cuts: dict[int, tuple[range, ...]] = {}
-        self._stage_units: dict[object, StageUnits] = {}
+        self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute)
+        self._trace_exactly = cache(lambda options, micro: tracer.trace(batches(micro), options))
+        self._traced, self.cut, self.units = cache(self._trace_of), cache(self._cut_into), cache(self._units_of)
+        self.stage_units = cache(self._alike_units)
         self._alike: dict[tuple[int, ...], StageUnits] = {}
         self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
-
-    @classmethod
-    def of(cls, config: TrainerConfig, *, device: str = "cpu") -> Subject:
-        """Build the model that a configuration names, without values, and tokens for it.
-
-        Raises:
-            ConfigError, DataError: for a model or a tokenizer that cannot be had, and a task whose data are no texts.
-        """
-        named = config.data.tokenizer or (BYTES if config.model.source is None else None)
-        built = build_model(config.model, config.run.seed, None if named is None else load_tokenizer(named))
-        if config.model.lora is not None:
-            built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
-        loss = make_loss(built.model, mode=config.model.loss_mode, smoothing=config.run.label_smoothing)
-        return cls(built.model, loss, config, tokens_of(config), device=device)
 
     def close(self) -> None:
         """Give the model back what it had."""
@@ -118,6 +101,7 @@ class Subject:
     def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
         """Why a run refuses the model on a mesh, by what the run itself asks; empty where it takes it."""
         refused = self._refused_meshes[min(2, tensor * pipeline), min(2, data)] or (pipeline > 1 and self._not_cut)
+        refused = refused or (tensor > 1 and self._unequal)
         return refused or _refused(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:
@@ -132,6 +116,11 @@ class Subject:
             self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
             or self._disagreeing[key]
         )
+
+    @cached_property
+    def _unequal(self) -> str:
+        rules = self.config.parallel.plan or {}
+        return _refused(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
 
     @cached_property
     def can_share_sequence(self) -> bool:
@@ -157,26 +146,18 @@ class Subject:
 
     def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
         """Return what a microbatch of `micro` samples needs and does on a tensor rank. Raises as `Tracer.trace` does."""
-        options = self._options(tensor, sequence=sequence, recompute=recompute)
+        found: Trace = self._traced(self._options(tensor, sequence=sequence, recompute=recompute), micro)
+        return found
+
+    def _trace_of(self, options: TraceOptions, micro: int) -> Trace:
         if micro in _TRACED:
             return self._trace_exactly(options, micro)
-        if (options, micro) not in self._traces:
-            one, other = (self._trace_exactly(options, size) for size in _TRACED)
-            self._traces[options, micro] = _on_the_line(one, other, micro)
-        return self._traces[options, micro]
+        one, other = (self._trace_exactly(options, size) for size in _TRACED)
+        return _on_the_line(one, other, micro)
 
-    def _trace_exactly(self, options: TraceOptions, micro: int) -> Trace:
-        if (options, micro) not in self._exact:
-            self._exact[options, micro] = self._tracer.trace(self._batches(micro), options)
-        return self._exact[options, micro]
-
-    def cut(self, stages: int) -> tuple[range, ...]:
+    def _cut_into(self, stages: int) -> tuple[range, ...]:
         """The blocks of each stage. Raises `LayoutError` for a model that cannot be cut so."""
-        if stages not in self._cuts:
-            self._cuts[stages] = tuple(
-                range(start, end) for start, end in pairwise(accumulate(self._counts(stages), initial=0))
-            )
-        return self._cuts[stages]
+        return tuple(range(start, end) for start, end in pairwise(accumulate(self._counts(stages), initial=0)))
 
     def _counts(self, stages: int) -> Sequence[int]:
         if stages == 1:
@@ -195,20 +176,14 @@ class Subject:
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
-    def units(self, tensor: int) -> tuple[UnitPlan, ...]:
+    def _units_of(self, tensor: int) -> tuple[UnitPlan, ...]:
         """All units of a tensor rank. Raises `LayoutError` for a model that cannot be divided so."""
-        if tensor not in self._units:
-            options = self._options(tensor, sequence=False, recompute="none")
-            self._units[tensor] = self._tracer.plan(self.zero, options).units
-        return self._units[tensor]
+        return self._tracer.plan(self.zero, self._options(tensor, sequence=False, recompute="none")).units
 
-    def stage_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
+    def _alike_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
         """The units of a rank that has these stages of a cut, for `parts` data ranks: one object where they are alike."""
-        key = (tensor, tuple(stages), len(cut), parts)
-        if key not in self._stage_units:
-            found = self._units_of_stages(tensor, stages, cut, parts)
-            self._stage_units[key] = self._alike.setdefault(tuple(map(id, found.layouts)), found)
-        return self._stage_units[key]
+        found = self._units_of_stages(tensor, stages, cut, parts)
+        return self._alike.setdefault(tuple(map(id, found.layouts)), found)
 
     def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
         units = self.units(tensor)
@@ -245,7 +220,6 @@ class Subject:
 
 
 def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
-    """Why a call refuses, and what it returns if it does not."""
     try:
         return "", call()
     except (ConfigError, DataError, LayoutError) as error:
@@ -255,7 +229,7 @@ def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
 def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
     """Return the trace of `micro` samples that lies on the straight line through those of one and two samples."""
 
-    def line(first: int, second: int) -> int:
+    def line(first: Any, second: Any) -> Any:
         return first + (micro - 1) * (second - first)
 
     def work(first: Work, second: Work) -> Work:
@@ -314,10 +288,7 @@ def tokens_of(config: TrainerConfig) -> Batches:
         batch["labels" if head != "question_answering" else "start_positions"] = places
         if head == "question_answering":
             batch["end_positions"] = places
-        separate = config.data.separate_documents
-        if separate or (
-            separate is None and config.data.packing and any(p.format != "text" for p in config.data.parts().values())
-        ):
+        if config.data.separates:
             batch["position_ids"] = torch.arange(length).expand(micro, length).contiguous()
         return batch
 

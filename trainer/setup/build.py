@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from zeromesh.environment import export, read_environment, set_default, setting
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
@@ -26,7 +26,8 @@ from zeromesh.offload.accelerator import (
 )
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, PICTURES, paths_of
+from zeromesh.trainer.config.sections.schedule import LRSchedule
+from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
@@ -40,7 +41,6 @@ from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
@@ -140,17 +140,7 @@ def build_run(
     Raises:
         ConfigError, DataError, LayoutError, StorageError: for what cannot be trained, before anything large is allocated.
     """
-    # What all ranks must have in common, and what the libraries are set to.
-    require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
-    config = pin_sources(
-        config,
-        mesh,
-        model_given=inputs.model is not None,
-        came_from=source_of(inputs.model),
-        # What a callable builds is known once it is called.
-        reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
-    )
-    set_products(config, mesh.device)
+    config = _agreed(config, mesh, inputs, events)
 
     # What the configuration alone decides.
     workers = Workers.choose(
@@ -167,46 +157,26 @@ def build_run(
     )
     require_directories(config.offload)
     options = engine_options(config, plan.accumulation)
-    precision = options.precision.table(config.optimizer.name)
-    layout = _layout_notes(config, mesh, plan)
-    console.note(*config.notes, *map(Detail, [*layout, precision]))
-    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
-    console.note(f"layout   {layout[0].partition(': ')[2]}; batch {plan.global_size} = {batch}")
+    console.note(
+        *config.notes, *_layout_notes(config, mesh, plan), Detail(options.precision.table(config.optimizer.name))
+    )
     if inputs.model is None:
         check_model(config.model)
 
     # The data, and what its length decides.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
-    console.note(*data.notes, *map(Detail, workers.notes(data.train)))
-    console.note(f"data     {data.row()}")
+    console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
     config, plan = _over_data(with_classes(config, data), plan, data.train, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
-    data_description = data.description(shuffle=config.data.shuffle)
-    mesh.meet("comparison of data")
-    decided_by_data = {
-        **{f"data.{name}": value for name, value in data_description.items()},
-        "run.max_steps": config.run.max_steps,
-        "schedule.warmup_steps": config.schedule.warmup_steps,
-        "schedule": schedule.factor(0),
-    }
-    require_same_data(mesh, data.sets(), decided_by_data)
+    data_description = _require_alike(config, mesh, data, schedule)
     times.end("data")
 
     # The model, and what is measured of it.
-    progress = RunProgress(max_nonfinite=config.run.max_nonfinite)
-    model = build_trained_model(
-        config,
-        mesh,
-        options,
-        inputs=inputs,
-        data=data,
-        plan=plan,
-        progress=progress,
-        console=console,
-        start_times=times,
-    )
+    parts: dict[str, Any] = {"inputs": inputs, "console": console, "start_times": times, "plan": plan, "data": data}
+    parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite)
+    model = build_trained_model(config, mesh, options, **parts)
     try:
         ledger = model.require_engine().ledger
         stats = StepStats(model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
@@ -218,19 +188,45 @@ def build_run(
     return RunContext(
         config=config,
         mesh=mesh,
-        inputs=inputs,
         events=events,
-        console=console,
-        start_times=times,
-        plan=plan,
-        data=data,
         data_description=data_description,
         schedule=schedule,
         model=model,
         stats=stats,
-        progress=progress,
         workers=workers,
+        **parts,
     )
+
+
+def _agreed(config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher) -> TrainerConfig:
+    """The configuration with its sources pinned, which all ranks have in common; the libraries are set to what it says."""
+    require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
+    config = pin_sources(
+        config,
+        mesh,
+        model_given=inputs.model is not None,
+        came_from=source_of(inputs.model),
+        # What a callable builds is known once it is called.
+        reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
+    )
+    set_products(config, mesh.device)
+    return config
+
+
+def _require_alike(
+    config: TrainerConfig, mesh: Mesh, data: RunData, schedule: LRSchedule | TorchSchedule
+) -> dict[str, Any]:
+    """Return the description of the data, which is that of all ranks, as is what it decides."""
+    described = data.description(shuffle=config.data.shuffle)
+    mesh.meet("comparison of data")
+    decided_by_data = {
+        **{f"data.{name}": value for name, value in described.items()},
+        "run.max_steps": config.run.max_steps,
+        "schedule.warmup_steps": config.schedule.warmup_steps,
+        "schedule": schedule.factor(0),
+    }
+    require_same_data(mesh, data.sets(), decided_by_data)
+    return described
 
 
 def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
@@ -243,15 +239,16 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
     mesh.world.require_same(values, ConfigError, advice=advice)
 
 
-def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str]:
+def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str | Detail]:
     """Describe the mesh and the batch for a person, before data and weights are read."""
     shape, device = mesh.shape, mesh.device.type.upper()
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
-    notes = [f"{config.run.name}: ZeRO stage {config.zero.stage} on {ranks}"]
-    if shape.tensor > 1 or shape.pipeline > 1:
-        notes.append(mesh.picture())
-    return [*notes, f"batch: {plan.equation()}"]
+    layout = f"ZeRO stage {config.zero.stage} on {ranks}"
+    picture = [Detail(mesh.picture())] if mesh.model_size > 1 else []
+    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
+    details = [Detail(f"{config.run.name}: {layout}"), *picture, Detail(f"batch: {plan.equation()}")]
+    return [*details, f"layout   {layout}; batch {plan.global_size} = {batch}"]
 
 
 def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
@@ -282,7 +279,9 @@ def _over_data(
     steps = run.max_steps if run.epochs is None else plan.steps_of(run.epochs)
     if run.epochs is not None and run.most_steps is not None:
         shorter = "run.max_steps ends the run" if run.most_steps < steps else "run.epochs end the run"
-        console.note(f"run.epochs {run.epochs:g} are {steps} steps, and run.max_steps is {run.most_steps}: {shorter}")
+        console.note(
+            f"run.epochs {run.epochs:g} are {counted(steps, 'step')}, and run.max_steps is {run.most_steps}: {shorter}"
+        )
         steps = min(steps, run.most_steps)
     warmup = config.schedule.warmup_of(steps)
     if warmup > steps:
@@ -305,13 +304,13 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
-        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
+        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation)
         whole = {} if train is None or streams else {"train_dataset": train}
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
-    if config.data.format == PICTURES:
+    if config.data.rows.holds == "pictures":
         made, mode = image_processor(config.model, inputs.model)
         console.status("looking at the pictures")
         return _limited(
@@ -335,11 +334,11 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
     elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
-        while_posting(mesh, lambda: find_text(names, text_field="", where="data.train"))
+        while_posting(mesh, lambda: find_text(names, where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded, classes=loaded.classes), count)
+    return _limited(loaded, count)
 
 
 def _limited(data: RunData, count: int | None) -> RunData:
@@ -351,16 +350,18 @@ def _limited(data: RunData, count: int | None) -> RunData:
         name: each if len(each) <= count else Subset(each, [index * len(each) // count for index in range(count)])
         for name, each in sets.items()
     }
-    notes = tuple(
-        f"evaluation{f' of {name}' if name else ''}: {count:,} of {len(each):,} samples (data.eval_samples)"
+    notes = [
+        Detail(
+            f"evaluation{f' of {name}' if name else ''}: {count:,} of {counted(len(each), 'sample', ',')} (data.eval_samples)"
+        )
         for name, each in sets.items()
         if len(each) > count
-    )
-    return replace(data, eval=parts if isinstance(data.eval, Mapping) else parts[""], limited=notes)
+    ]
+    chosen = parts if isinstance(data.eval, Mapping) else parts[""]
+    return replace(data, eval=chosen, notes=(*data.notes, *notes), limited=bool(notes))
 
 
 def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
-    """A stream as a dataset; its blocks are whole global batches."""
     least = config.data.shuffle_window if config.data.shuffle else 1
     size = config.batch.global_size
     if config.run.epochs is not None:

@@ -69,7 +69,6 @@ def require_directories(section: OffloadSection) -> None:
 
 
 def _offload(config: TrainerConfig) -> OffloadOptions:
-    """The tiers on which states rest, and the directories of their files."""
     section = config.offload
     named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
     directories = (named,) if isinstance(named, str) else named

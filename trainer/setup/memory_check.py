@@ -241,7 +241,6 @@ def pinned_notes(budget: PinnedBudget) -> list[str]:
 
 
 def _free_on_device(device: torch.device) -> int:
-    """Bytes of an accelerator's memory that this process may still take; those that torch keeps for later are among them."""
     if not is_accelerator(device):
         return 0
     memory = device_memory(device)

@@ -1,6 +1,6 @@
 """The model of a run, from what the user names to its partitions: built, checked, divided, filled with its initial values."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
-from zeromesh.errors import ConfigError, DataError, LayoutError, some
+from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
+from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
@@ -42,6 +43,7 @@ from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
 from zeromesh.trainer.models.generation import end_also_at
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
+from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
@@ -53,8 +55,6 @@ from zeromesh.zero.engine import ZeroEngine
 
 _REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
 """How a transport reduces gradients, in the words of the line at the start of a run."""
-
-
 _CHUNK = 64 * 2**20
 """Bytes of a weight that are sent at a time."""
 
@@ -77,86 +77,43 @@ def build_trained_model(
         ConfigError, DataError, LayoutError, StorageError: before anything large is allocated, for a model that cannot be built,
             divided or trained so, for data that it cannot be trained on, and for too little memory.
     """
-
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
-    name = source_of(built.model)
-    if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
-        raise ConfigError(
-            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
-            where="data.tokenizer",
-        )
-    if config.model.lora is not None:
-        built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
-    options = exempted(options, config, model)
-    if data.classes:
-        _require_classes(model, data)
-    if data.loaded is not None:
-        console.note(*end_also_at(model, data.loaded.endings, data.loaded.tokenizer.decode_all))
-    changes = ExitStack()
-    changes.callback(keep_attributes(model))
-    if config.model.attention is not None:
-        changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
-    put_back = changes.close
-    described = description_of(model)
-    tiers = open_tiers(mesh, options)
-    try:
+    _require_data_fit(model, config, data)
+    options, described = exempted(options, config, model), description_of(model)
+    if data.tokenizer is not None:
+        console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
+    with ExitStack() as undone:
+        changes = undone.enter_context(ExitStack())
+        changes.callback(keep_attributes(model))
+        if config.model.attention is not None:
+            changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
+        tiers = open_tiers(mesh, options)
+        undone.callback(tiers.close)
+        require_layout_fits(model, mesh.shape, trains=True)
         console.note(*begin_alike(built, mesh, config.run.seed))
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
-        forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-        flops, counted = ModelFlops.of(model), counted_parameters(model)
-        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
-        parameters, learnt = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        whole: dict[str, Any] = {
+            "flops": ModelFlops.of(model),
+            "counted": counted_parameters(model),
+            "parameters": sum(each.numel() for each in model.parameters()),
+            "hub_form": HubForm(model),
+        }
+        learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
-        console.status("trying the loss on a small copy")
-        loss = make_loss(
-            model,
-            mode=config.model.loss_mode,
-            compute_loss=inputs.compute_loss,
-            smoothing=config.run.label_smoothing,
-        )
-        if config.data.separates if data.loaded is not None else config.data.separate_documents:
-            require_separate_documents(model)
+        loss, feeds, checked = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
-        if (
-            data.loaded is not None
-            and inputs.collate is None
-            and type(pretrained_of(model)).__name__.endswith("ForMaskedLM")
-        ):
-            inputs = replace(inputs, collate=masking_collator(data.processing_class, config.data.mask_fraction))
-        hub_form = HubForm(model)
-        feeds = Feeds(
-            data=data,
-            plan=plan,
-            shuffle=config.data.shuffle,
-            seed=config.run.seed if config.data.seed is None else config.data.seed,
-            eval_micro_size=config.batch.eval_micro_size or config.batch.micro_size,
-            rules=BatchRules(
-                collate=inputs.collate,
-                vocab_size=forward.vocab_size,
-                causal=loss.causal,
-                classes=loss.classes,
-                fields=forward.fields,
-                reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
-                cut_to=_cut_to(config) if data.loaded is not None and inputs.collate is None else None,
-            ),
-        )
-        checked = _check_first_batches(feeds, config, forward, loss, inputs)
-        divided = divide(model, mesh, cuts_of(config), feeds.example() if mesh.pipeline.size > 1 else None)
+        divided = divide_model(model, mesh, config, feeds.example)
         if config.precision.linear is not None:
             console.note(use_float8_linear(model, mesh.device))
         away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
-        console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
-        console.note(*checked)
-        length = config.data.sequence_length if data.loaded is not None else 0
+        console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes, *checked)
+        length = config.data.sequence_length if data.tokenizer is not None else 0
         kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
         engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
-    except BaseException:
-        tiers.close()
-        put_back()
-        raise
+        undone.pop_all()
     trained = TrainedModel(
         config=config,
         mesh=mesh,
@@ -165,58 +122,122 @@ def build_trained_model(
         processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
         described=described,
-        hub_form=hub_form,
         loss=loss,
         divided=divided,
-        put_back=put_back,
+        put_back=changes.close,
         feeds=feeds,
-        flops=flops,
-        parameters=parameters,
-        counted=counted,
         optimizer=options.optimizer,
         engine=engine,
         stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
+        **whole,
     )
-    if options.placements.parameters is Placement.SHARDED or mesh.tensor.size * mesh.pipeline.size > 1:
+    if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
     if mesh.device.type == "cpu":
         settle_heap()
-    here = " on this rank" if divided.pipeline is not None else ""
-    units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
-    reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if mesh.shard.size > 1 else ""
-    shown = f"{human_count(parameters)} parameters"
-    if learnt < parameters:
-        shown = f"trained {human_count(learnt)} of {shown} ({learnt / parameters:.2%})"
-    console.note(f"model    {type(model).__name__}, {shown}", Detail(f"model: {units}{reduced}"))
-    parts = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
-    kept = ", ".join(parts).replace("device", mesh.device.type)
-    console.note(f"memory   states of each rank: {kept}", engine.optimizer_step.place.note, *pinned_notes(tiers.pinned))
+    console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
 
 
-def begin_alike(built: BuiltModel, mesh: Mesh, seed: int, *, trains: bool = True) -> list[str]:
+def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) -> None:
+    """Raise `ConfigError` for a model that a callable has built and whose tokens are not those of the data, or that has not its
+    classes."""
+    name = source_of(model)
+    if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
+        raise ConfigError(
+            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
+            where="data.tokenizer",
+        )
+    if data.classes:
+        _require_classes(model, data)
+
+
+def _loss_and_feeds(
+    model: nn.Module, config: TrainerConfig, inputs: UserInputs, data: RunData, plan: BatchPlan, console: Console
+) -> tuple[Loss, Feeds, list[str]]:
+    """Try the loss on a small copy of the whole model, and check what it will be fed with; returns notes too."""
+    console.status("trying the loss on a small copy")
+    forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
+    loss = make_loss(
+        model,
+        mode=config.model.loss_mode,
+        compute_loss=inputs.compute_loss,
+        smoothing=config.run.label_smoothing,
+    )
+    of_text = data.tokenizer is not None and inputs.collate is None
+    if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
+        require_separate_documents(model)
+    if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
+        inputs = replace(inputs, collate=masking_collator(data.processing_class, config.data.mask_fraction))
+    feeds = Feeds(
+        data=data,
+        plan=plan,
+        shuffle=config.data.shuffle,
+        seed=config.run.seed if config.data.seed is None else config.data.seed,
+        eval_micro_size=config.batch.eval_micro_size or config.batch.micro_size,
+        rules=BatchRules(
+            collate=inputs.collate,
+            vocab_size=forward.vocab_size,
+            causal=loss.causal,
+            classes=loss.classes,
+            fields=forward.fields,
+            reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+            cut_to=_cut_to(config) if data.tokenizer is not None and inputs.collate is None else None,
+        ),
+    )
+    return loss, feeds, _check_first_batches(feeds, config, forward, loss, inputs)
+
+
+def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
+    """What is trained, in how many units, and where states rest."""
+    here = " on this rank" if trained.divided.pipeline is not None else ""
+    units = f"{counted(len(engine.units), 'unit')}{here}"
+    reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if trained.mesh.shard.size > 1 else ""
+    shown = f"{human_count(trained.parameters)} parameters"
+    if learnt < trained.parameters:
+        shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"
+    parts = [f"{human_bytes(engine.ledger.total(tier))} on {tier.value}" for tier in Tier if engine.ledger.total(tier)]
+    kept = ", ".join(parts).replace("device", trained.mesh.device.type)
+    return [
+        f"model    {type(trained.module).__name__}, {shown}",
+        Detail(f"model: {units}{reduced}"),
+        f"memory   states of each rank: {kept}",
+        engine.optimizer_step.place.note,
+    ]
+
+
+def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
     """Give the buffers of a whole model their values, and all ranks the weights that rank 0 has in memory; all ranks call it.
 
-    `trains`: whether the model will be trained. Returns notes.
+    Returns notes.
 
     Raises:
-        ConfigError: for a model that the layout cannot run, and for buffers whose values are lost.
+        ConfigError: for buffers whose values are lost.
         LayoutError: for models with other parameters or buffers.
     """
-    require_layout_fits(built.model, mesh.shape, trains=trains)
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
         raise ConfigError(
-            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
+            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer also takes a "
+            "callable)"
         )
     return share_weights(built.model, mesh)
 
 
-def cuts_of(config: TrainerConfig) -> ParallelOptions:
-    """How a configuration has a model divided."""
+def divide_model(
+    model: nn.Module, mesh: Mesh, config: TrainerConfig, example: Callable[[], Mapping[str, Any] | None] = lambda: None
+) -> Divided:
+    """Leave on this rank its part of a whole model, as a configuration has it divided; see `divide`.
+
+    Raises:
+        ConfigError: for a model that would compute something else where tensor ranks divide it.
+        LayoutError: for a model that cannot be divided so.
+    """
     parallel = config.parallel
-    return ParallelOptions(
+    if mesh.shape.divides("layers"):
+        require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
+    options = ParallelOptions(
         rules=parallel.plan or {},
         sequence=parallel.sequence,
         transport=parallel.transport,
@@ -225,6 +246,7 @@ def cuts_of(config: TrainerConfig) -> ParallelOptions:
         stages=parallel.stages or (),
         balance=parallel.balance,
     )
+    return divide(model, mesh, options, example)
 
 
 def fill_engine(
@@ -254,31 +276,18 @@ def fill_engine(
 
 
 def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
-    """Build the whole model, and say where its weights come from: it is passed built, built by a callable on meta, or named by the
-    configuration.
+    """Build the whole model with its adapters, and say where its weights come from: it is passed built, built by a callable on
+    meta, or named by the configuration.
 
     Raises:
         ConfigError: for a model that cannot be built.
         LostValuesError: for a model on the meta device whose weights nothing computes.
     """
-    seed = config.run.seed
-    if model is None:
-        return build_model(config.model, seed, tokenizer)
-    if isinstance(model, nn.Module):
-        inside, compile_ = unwrap(model)
-        return replace(wrap_passed_model(inside, seed), compile=compile_)
-    if not callable(model):
-        shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
-        raise ConfigError(
-            f"model is {shown}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
-            "in the configuration: model.source"
-        )
-
-    compile_ = None
+    seed, compile_ = config.run.seed, None
 
     def call() -> nn.Module:
         nonlocal compile_
-        made = model()
+        made = model() if callable(model) and not isinstance(model, nn.Module) else model
         if not isinstance(made, nn.Module):
             raise ConfigError(
                 f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
@@ -286,7 +295,20 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
         inside, compile_ = unwrap(made)
         return inside
 
-    return replace(build_deferred(call, seed), compile=compile_)
+    if model is None:
+        built = build_model(config.model, seed, tokenizer)
+    elif isinstance(model, nn.Module):
+        built = wrap_passed_model(call(), seed)
+    elif callable(model):
+        built = build_deferred(call, seed)
+    else:
+        shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"model is {shown}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
+            "in the configuration: model.source"
+        )
+    built = replace(built, compile=compile_)
+    return built if config.model.lora is None else add_lora(built, config.model.lora, config.model.head, seed)
 
 
 def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
@@ -320,12 +342,13 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
-    """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
+    """Overwrite a tensor with what the first rank has, in place."""
     content = tensor_bytes(tensor).clone()
-    if world.index:
-        content.zero_()
-    for start in range(0, len(content), _CHUNK):
-        world.sum_(content[start : start + _CHUNK], "initial weights of rank 0")
+    for part in torch.split(content, _CHUNK):
+        held, everywhere = on_one_rank(len(part), world.size, 0), replicated(len(part), world.size)
+        part.copy_(
+            redistribute(part if not world.index else part[:0], held, everywhere, world, "initial weights of rank 0")
+        )
     if world.index:
         tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
 
@@ -374,11 +397,11 @@ def _check_first_batches(
     Raises:
         ConfigError, DataError: for settings and data that cannot be trained with.
     """
-    _check_settings(config, forward, loss, inputs, text=feeds.data.loaded is not None)
+    _check_settings(config, forward, loss, inputs, text=feeds.data.tokenizer is not None)
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
-        samples = f"{len(train)} samples are fewer than a global batch of {size}"
+        samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
         if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):
@@ -403,7 +426,6 @@ def _check_first_batches(
 
 
 def _goes_on(config: TrainerConfig) -> bool:
-    """Return True for a run that an earlier process began."""
     named = config.checkpoint.resume not in ("auto", "never")
     return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
 
@@ -421,7 +443,7 @@ def _check_settings(
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
-        labelled = any(part.format == "labels" for part in config.data.parts().values())
+        labelled = any(each.label for each in config.data.formats)
         if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
             raise ConfigError(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
@@ -449,7 +471,7 @@ def _require_classes(model: nn.Module, data: RunData) -> None:
 
 def _cut_to(config: TrainerConfig) -> int | None:
     """The number of tokens of which a microbatch of rows has a multiple, once its padding is cut off; None where there is none."""
-    if all(part.format == "text" for part in config.data.parts().values()):
+    if all(each.joined for each in config.data.formats):
         return None
     return config.parallel.tensor if config.parallel.sequence else 1
 

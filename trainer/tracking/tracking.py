@@ -26,23 +26,14 @@ from typing import Any, Self
 import torch
 
 from zeromesh.environment import kept_environment, secret_values
-from zeromesh.errors import summary
+from zeromesh.errors import counted, summary
 from zeromesh.files import read_whole, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
-from zeromesh.trainer.tracking.backends import (
-    KINDS,
-    OtherTracker,
-    Place,
-    TrackedRow,
-    TrackedRun,
-    Tracker,
-    evaluation_row,
-    missed_rows,
-    step_row,
-)
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics, leaves
+from zeromesh.trainer.trackers.backends import Place, TrackedRow, TrackedRun, Tracker, kind_of
+from zeromesh.trainer.tracking.rows import evaluation_row, missed_rows, step_row
 
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
@@ -101,7 +92,7 @@ class Sender(threading.Thread):
         while self._warnings:
             yield self._warnings.popleft()
         if self._lost and self._closed:
-            yield f"WARNING: {self.name} was too slow for {self._lost} rows, which it misses; {HAS_ALL}"
+            yield f"WARNING: {self.name} was too slow for {counted(self._lost, 'row')}, which it misses; {HAS_ALL}"
             self._lost = 0
 
     def run(self) -> None:
@@ -174,6 +165,7 @@ class Tracking:
         if mesh.rank:
             return cls(ident=ident)
         redaction = Redaction(secret_values())
+        values = redaction.values(config.model_dump(mode="json"))
         run = TrackedRun(
             ident=ident,
             name=redaction.text(section.name or config.run.name),
@@ -182,14 +174,19 @@ class Tracking:
             online=section.mode == "online",
             directory=directory.absolute(),
             step=step,
-            config=redaction.values(config.model_dump(mode="json")),
+            config=values,
+            settings={
+                ".".join(map(str, keys)): value if isinstance(value, str | int | float) else json.dumps(value)
+                for keys, value in leaves(values)
+                if value != {}
+            },
         )
         try:
             leave = _join_accelerate(mesh.device)
         except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
             note(f"WARNING: there is no tracking: {describe_error(error, redaction)}. Training goes on; {HAS_ALL}")
             return cls(ident=ident)
-        trackers = [KINDS.get(name, OtherTracker)(name, run) for name in dict.fromkeys(section.backends)]
+        trackers = [kind_of(name).make(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait for this one meanwhile.
         patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)

@@ -56,7 +56,7 @@ def check_resume(run: Run, config: TrainerConfig, mesh: Mesh, plain: PlainRun) -
 
 def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     """A layout of as many ranks that keeps states otherwise: data ranks alone and, where these were so already, another stage."""
-    divided = mesh.tensor.size * mesh.pipeline.size * mesh.replicate.size > 1
+    divided = mesh.shard.size < mesh.world_size
     values = config.model_dump(mode="json")
     values["parallel"] |= {"replicate": 1, "shard": "auto", "tensor": 1, "pipeline": 1, "sequence": False, "plan": None}
     values["parallel"] |= {"schedule": "1f1b", "chunks": 1, "stages": None}
@@ -107,7 +107,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             drawn.pop()
 
     def _drawing(self) -> str:
-        """The innermost module of the model whose code runs."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and id(frame.f_locals.get("self")) not in self._names:
             frame = frame.f_back
@@ -120,7 +119,7 @@ class _Streams(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self.draws = self._leaving.enter_context(_Draws(trainer.model))
-        if trainer.mesh.pipeline.size > 1:
+        if trainer.run.model.divided.pipeline is not None:
             self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
 
@@ -146,7 +145,7 @@ def check_dropout(
         for name, marks in watch.draws.again.items()
         if not {mark for mark, _ in watch.draws.forward[name]}.issuperset(marks)
     ]
-    own = [mesh.data_index, mesh.tensor.index, watch.draws.forward]
+    own = [mesh.data_index, mesh.coordinate["tensor"], watch.draws.forward]
     rows = mesh.world.gather_json(own, "masks of dropout")
     return [*found, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
 
@@ -174,7 +173,6 @@ def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
 
 
 def _generators() -> tuple[bytes, ...]:
-    """The states of the generators of the CPU and of the device."""
     states = (torch.get_rng_state(), accelerator.generator_state())
     with _disable_current_modes():
         return tuple(bytes_of(each) for each in states if each is not None)

@@ -17,6 +17,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Region
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
+from zeromesh.parallelize import Divided
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -198,7 +199,9 @@ class Observer(Recorder):
 
     def _compare_output(self, trainer: Any, name: str, microbatch: int, own: Tensor, whole: Tensor) -> None:
         share = _share(trainer, name, whole, own)
-        elsewhere = trainer.mesh.pipeline.size > 1 and bool(own.isnan().all())  # Of what another stage has.
+        elsewhere = trainer.run.model.divided.pipeline is not None and bool(
+            own.isnan().all()
+        )  # Of what another stage has.
         if share is not None and not elsewhere:
             self.compared += 1
             size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
@@ -234,7 +237,6 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def _region_of(whole: Tensor, region: Region) -> Tensor:
-    """The part of a whole parameter that a tensor rank has."""
     if region.is_whole:
         return whole
     local = whole.new_empty(region.local_shape)
@@ -256,15 +258,14 @@ def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None
     that its part of the layer computes; None where that is not known."""
     if own.shape == whole.shape:
         return whole
-    tensor = trainer.mesh.tensor
+    divided: Divided = trainer.run.model.divided
     dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
-    if own.dim() != whole.dim() or len(dims) != 1 or tensor.size == 1:
+    if own.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None
     dim = dims[0]
-    if trainer.config.parallel.sequence and dim == 1 and whole.shape[1] == tensor.size * own.shape[1]:
-        own_share: Tensor = whole.chunk(tensor.size, dim=1)[tensor.index]
-        return own_share
-    parts = trainer.run.model.divided.cuts.parts
+    shares, parts = divided.tensor.shares, divided.cuts.parts
+    if shares is not None and dim == 1 and whole.shape[1] == shares.exchange.size * own.shape[1]:
+        return whole.chunk(shares.exchange.size, dim=1)[shares.exchange.index]
     for leaf in ("weight", "bias", "base_layer.weight"):
         part = parts.get(f"{name}.{leaf}")
         if part is None or dim != whole.dim() - 1:

@@ -21,10 +21,10 @@ from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
 from zeromesh.optim.fused_optimizer import torch_optimizer
+from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
@@ -296,7 +296,6 @@ def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
 
 
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
-    """torch's own optimizer, with weight decay for the parameters that have it."""
     section = config.optimizer
     patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
     groups: dict[float, list[nn.Parameter]] = {}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.build import directory_of, pin_sources, read_configuration
-from zeromesh.trainer.models.small_copy import InFloat64, SmallCopy, first_copy
+from zeromesh.trainer.models.small_copy import InFloat64, first_copy, vary
 from zeromesh.trainer.models.user_model import integer, text_part, unwrap
 from zeromesh.trainer.verification.samples import make_samples
 from zeromesh.weight_init.weight_sources import seeded_cpu
@@ -61,7 +61,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
             to.
     """
     model, notes = _small_model(config, inputs, mesh)
-    _vary(model)
+    vary(model)
     off = () if dropout or not without_dropout(model) else ("dropout is off; --check dropout compares what is drawn",)
     small = small_config(config, mesh, folder, dropout=dropout)
     wanted = STEPS * small.batch.global_size
@@ -71,7 +71,11 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
         return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data", *off))
     length = _LENGTH + -_LENGTH % mesh.tensor.size
     samples = make_samples(model, small, wanted, length)
-    notes = (*notes, f"{len(samples)} samples of {length} random tokens, with other numbers of targets in each", *off)
+    notes = (
+        *notes,
+        f"{counted(len(samples), 'sample')} of {length} random tokens, with other numbers of targets in each",
+        *off,
+    )
     return SmallRun(model=model, config=small, samples=samples, collate=None, notes=notes)
 
 
@@ -132,15 +136,6 @@ def exact(config: TrainerConfig) -> TrainerConfig:
     optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, _EPSILON)})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
-
-
-def _vary(model: nn.Module) -> None:
-    """Let biases, scales and whatever else begins with one value differ, so that each shows where it goes."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.numel() and bool((parameter == parameter.view(-1)[0]).all()):
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
 def without_dropout(model: nn.Module) -> bool:
@@ -220,9 +215,9 @@ def _first_that_runs(
     )
     check = partial(_require_loss, config=config)
     found = first_copy(made, build, reductions, check, most=LARGEST, seed=config.run.seed)
-    if isinstance(found, SmallCopy):
-        shown = _described(made, found.config)
-        return found.model, (f"{type(found.model).__name__} of {found.parameters:,} parameters: {shown}",)
+    if not isinstance(found, list):
+        count = sum(each.numel() for each in found.parameters())
+        return found, (f"{type(found).__name__} of {count:,} parameters: {_described(made, found.config)}",)
     raise ConfigError(
         f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(found))}. Give Trainer a small model of its "
         f"class, of at most {LARGEST:,} parameters, and call verify()",

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 import zeromesh
-from zeromesh.errors import ConfigError, ZeromeshError, summary
+from zeromesh.errors import ConfigError, ZeromeshError, counted, summary
 from zeromesh.files import refusals, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
@@ -225,7 +225,6 @@ def verify(
 
 
 def _wide(config: TrainerConfig) -> TrainerConfig:
-    """The same in float64, with the optimizer as it is."""
     return exact(config).model_copy(update={"optimizer": config.optimizer})
 
 
@@ -248,11 +247,10 @@ def scratch(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
 
 
 def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
-    """The user's layout in a few words each."""
     axes = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape.sizes, strict=True) if size > 1]
     parallel, offload = config.parallel, config.offload.model_dump(mode="json")
     found: dict[str, Any] = {
-        "layout": f"{mesh.world_size} ranks: {' x '.join(axes) or 'one'}",
+        "layout": f"{counted(mesh.world_size, 'rank')}: {' x '.join(axes) or 'one'}",
         "zero.stage": config.zero.stage,
         "precision": f"{config.precision.compute}, master {config.precision.master}, reduce {config.precision.reduce}",
     }

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import xxhash
 
+from zeromesh.checkpoint.format.safetensors_layout import DTYPES
 from zeromesh.errors import ConfigError, TransferError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
@@ -49,18 +50,7 @@ _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    + (
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+    str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float8_e4m3fn, torch.float8_e5m2)
 }
 
 
@@ -177,7 +167,7 @@ def send_weights(
 
         def greet() -> None:
             for address in addresses:
-                line = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.beat))
+                line = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.board.beat))
                 receivers.append((line, _greet(line, token)))
 
         def send(name: str, tensor: torch.Tensor) -> None:

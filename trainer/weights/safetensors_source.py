@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, StoredTensor, parse_json, read_header
 from zeromesh.checkpoint.io.reader import manifest_of
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, library_errors, some
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, counted, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile
@@ -93,8 +93,10 @@ class Matched:
 def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta.
 
-    Parameters outside of the base model may be absent (a new head) and present without use (another head), and so may poolers.
-    Anything else that is missing, unexpected or of another shape is listed in one `ConfigError`.
+    Parameters outside of the base model may be absent (a new head) and present without use (another head), and so may poolers. A
+    classifier's parameters with another number of classes than the model has are those of another head.
+    A head for another number of classes is another head. Anything else that is missing, unexpected or of another shape is listed
+    in one `ConfigError`.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
@@ -107,10 +109,6 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
                 shapes[name] = tuple(value.shape)
             else:
                 unexpected.append(name)
-    # Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed.
-    canonical = canonical_names(model)
-    have = {canonical[name] for name in (*direct, *converted) if name in canonical}
-    missing = [name for name in state if canonical.get(name) == name and name not in have]
     base = model.base_model_prefix
     has_base = bool(base) and hasattr(model, base)
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
@@ -119,6 +117,13 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
         """Return True if a tensor is outside of the base model, where that is `apart`, or of a pooler that only some heads use."""
         return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
+    for name in [name for name in direct if in_head(name, apart=has_base) and _counts_classes(model, state[name])]:
+        if shapes[name][:1] != state[name].shape[:1] and shapes[name][1:] == state[name].shape[1:]:
+            del direct[name], shapes[name]
+    # Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed.
+    canonical = canonical_names(model)
+    have = {canonical[name] for name in (*direct, *converted) if name in canonical}
+    missing = [name for name in state if canonical.get(name) == name and name not in have]
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
     new = [name for name in missing if _fits(name, may_lack) or in_head(name, apart=has_base)]
     unused = [name for name in unexpected if _ignored(model, name) or in_head(name, apart=files_have_base)]
@@ -134,6 +139,11 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
         raise ConfigError(problems[:_SHOWN] + more, where="model.source: the files do not fit the model")
     shown = [name for name in unused if not _ignored(model, name)]
     return Matched(direct=direct, converted=converted, new=tuple(new), unused=tuple(shown))
+
+
+def _counts_classes(model: Any, tensor: torch.Tensor) -> bool:
+    """Return True if a tensor of the head has a row for each class of the model."""
+    return tensor.dim() > 0 and tensor.shape[0] == getattr(model.config, "num_labels", None)
 
 
 def _rename(
@@ -171,7 +181,7 @@ def _planned(conversion: Conversion, entries: Mapping[str, StoredTensor], model:
     except INITIALISER_ERRORS as error:
         names = ", ".join(name for _, name in conversion.sources[:4])
         raise ConfigError(
-            f"{conversion.target} cannot be made from {names} ({len(conversion.sources)} tensors): {error}",
+            f"{conversion.target} cannot be made from {names} ({counted(len(conversion.sources), 'tensor')}): {error}",
             where="model.source: the files do not fit the model",
         ) from error
 
@@ -344,7 +354,6 @@ def _refuse_part(directory: Path) -> None:
 
 
 def _read_indexed(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors that the index of a directory maps to files."""
     index = directory / INDEX
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
@@ -399,7 +408,7 @@ class SafetensorsSource:
         self._made: dict[str, dict[str, torch.Tensor]] = {}
         """The tensors that the latest conversion has made, by its target."""
         remarks = {
-            "not in {}, so newly initialised": self._matched.new,
+            "not in {}, or there for other classes, so newly initialised": self._matched.new,
             "in {} and not used by this model": self._matched.unused,
         }
         where = self._files.directory
@@ -478,7 +487,6 @@ class SafetensorsSource:
         self._fallback.close()
 
     def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        """The tensors that a conversion makes; those of the latest one are kept."""
         if conversion.target not in self._made:
             self._made.clear()
             self._made[conversion.target] = conversion.run(self._files.read_whole, self._skeleton.root)

@@ -9,7 +9,7 @@ from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
-from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
+from zeromesh.checkpoint.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
@@ -124,11 +124,13 @@ def places_of(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterat
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:
             raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
-        rows = shard.region.rows()
+        rows, dtype, first = shard.region.rows(), stored.spec.dtype, shard.interval.start
         if rows is not None:
-            yield PlacedValues.in_rows(stored, rows, shard)
+            yield PlacedValues(
+                path=stored.path, origin=stored.begin, dtype=dtype, rows=rows, values=shard.values, first=first
+            )
         else:
-            yield from PlacedValues.runs(stored, shard, shard.interval)
+            yield from PlacedValues.runs(stored, shard)
 
 
 def _stored(reader: OpenedCheckpoint, kind: str, name: str) -> StoredTensor | None:

@@ -24,9 +24,10 @@ import torch
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
+from zeromesh.checkpoint.io.row_exchange import columns_to_rows
+from zeromesh.checkpoint.io.write_plan import WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
-from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing
+from zeromesh.checkpoint.shared_storage import SharedStorage, find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, write_whole
@@ -106,38 +107,26 @@ class Saver:
         """
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
-        files = plan_files(content.tensors, self._mesh.world_size)
-        plan = self._plan(files, content.shards)
-        pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
-        part_nbytes = None
-        if len(self.sharing.places) > 1:
-            written = self._mesh.world.gather_integers([sum(piece.nbytes for piece in pieces)])
-            part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
+        files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()
         try:
+            self._together(lambda: shards.extend(columns_to_rows(content.shards, mesh.tensor, mesh.device)))
+            plan = WritePlan.of(files, shards, mesh.rank)
+            pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
+            part_nbytes = None
+            if len(self.sharing.places) > 1:
+                written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
+                part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
             self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
         except CheckpointError as error:
             if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank, self._mesh.device)
-        stages = self._stages(step, plan, writer, content, self._layout(content))
+        writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
+        stages = self._stages(step, files, writer, content, self._layout(content))
         next(stages)
         self.in_flight, self._writer, self._coming = step, writer, stages
 
-    def _plan(self, files: Sequence[FileLayout], shards: Sequence[TensorShard]) -> WritePlan:
-        """Return the plan of this rank's writes. Ranks may write a block together where they see one directory from one host."""
-        mesh, places = self._mesh, self.sharing.places
-        planner = WritePlanner(files, shards, mesh.rank)
-        descriptions = mesh.world.gather_json(planner.describe(), "who has what of divided tensors")
-        names = [place.host for place in mesh.places]
-        # Where all hosts have one name but no memory in common, a name does not tell which ranks share a page cache.
-        unknown = len(set(names)) == 1 and not mesh.one_host
-        place_of = {rank: number for number, ranks in enumerate(places) for rank in ranks}
-        hosts = [(place_of[rank], str(rank) if unknown else name) for rank, name in enumerate(names)]
-        return planner.plan(descriptions, hosts)
-
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
-        """Make the directory with its small files."""
         with disk_call("creation", self.store.temporary(step)):
             directory = self.store.create(step, files, part_nbytes)
             if self._mesh.rank == 0:
@@ -163,38 +152,32 @@ class Saver:
         return {**content.layout, "save": self._mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]}
 
     def _stages(
-        self, step: int, plan: WritePlan, writer: ShardWriter, content: SaveContent, layout: Mapping[str, Any]
+        self,
+        step: int,
+        files: Sequence[FileLayout],
+        writer: ShardWriter,
+        content: SaveContent,
+        layout: Mapping[str, Any],
     ) -> _Stages:
         """All stages of a save. Each `yield` ends when every rank has done its work of the stage, and all ranks go on together."""
         store, sharing, directory = self.store, self.sharing, self.store.temporary(step)
-        saved = Saved(step=step, nbytes=sum(file.nbytes for file in plan.files))
+        saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
         committing = False
         try:
             self._task = writer.start()
             yield
-            pieces: list[ChecksumPiece] = []
 
-            def written() -> list[tuple[str, int, int, str]]:
-                pieces.extend(writer.join(self._post_progress))
-                return writer.digests
+            def written() -> list[list[Any]]:
+                return [[piece.path, *piece.row()] for piece in writer.join(self._post_progress)]
 
-            rows = self._together(written, "checksums of interleaved blocks")
-            read_back: Callable[[], list[ChecksumPiece]] = list
-            if plan.any_interleaved:
-                read_back = self._start(
-                    "checking", directory, partial(check_interleaved, directory, plan.blocks, rows, self._mesh.rank)
-                )
-                yield
-            rows = self._together(
-                lambda: [[piece.path, *piece.row()] for piece in (*pieces, *read_back())], "checksums of the checkpoint"
-            )
+            rows = self._together(written, "checksums of the checkpoint")
             committing = True
             away = content.frozen  # Of parts, the first one has the pieces of its files.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
-                files={**_records(plan.files, [row for rank in sharing.ranks for row in rows[rank]]), **others},
-                tensors=(*(tensor for file in plan.files for tensor in file.tensors), *away.tensors),
+                files={**_records(files, [row for rank in sharing.ranks for row in rows[rank]]), **others},
+                tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=layout,
                 part=(sharing.place, len(sharing.places)),
@@ -284,9 +267,9 @@ class Saver:
             self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
         except CheckpointError as error:
             return replace(saved, failure=str(error))
-        stages, found = self._retire(saved, keep), None
-        while found is None:
-            found = _next(stages)
+        stages = self._retire(saved, keep)
+        while (found := _next(stages)) is None:
+            continue
         return found
 
     def remove_old(self, seconds: float) -> str:
@@ -317,7 +300,6 @@ def _next(stages: _Stages) -> Saved | None:
 
 
 def _records(files: Sequence[FileLayout], rows: Sequence[list[Any]]) -> dict[str, FileRecord]:
-    """The records of files, from rows of a path and a piece of it."""
     pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
     for path, begin, end, digest, rank in sorted(rows):
         pieces[path].append(ChecksumPiece(path=path, begin=begin, end=end, checksum=digest, rank=rank))

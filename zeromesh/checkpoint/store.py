@@ -17,18 +17,18 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, checksum
+from zeromesh.checkpoint.format.manifest import FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
-from zeromesh.checkpoint.io.file_slices import cut_at_grid
+from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError, StorageError, counted
 from zeromesh.files import read_whole, refusals, write_whole
-from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -152,7 +152,9 @@ class CheckpointStore:
             if name in manifest.files:
                 self._put_manifest(directory, replace(manifest, files=others))
             write_whole(directory / name, data)
-            self._put_manifest(directory, replace(manifest, files={**others, name: _record(name, data)}))
+            self._put_manifest(
+                directory, replace(manifest, files={**others, name: record_of(name, BytesIO(data), len(data))})
+            )
 
     @staticmethod
     def _put_manifest(directory: Path, manifest: Manifest) -> None:
@@ -200,29 +202,15 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
 
 
 def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRecord]:
-    """Bring the files that are not known to the disk; returns their records.
-
-    They are written anew: some libraries make files that only their owner may read, whatever the umask says.
-    """
+    """Bring the files that are not known to the disk, anew: some libraries make files that only their owner may read."""
     found = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         name = path.relative_to(directory).as_posix()
         if name not in known and name != manifests.NAME:
             data = read_whole(path)
             write_whole(path, data)
-            found[name] = _record(name, data)
+            found[name] = record_of(name, BytesIO(data), len(data))
     return found
-
-
-def _record(name: str, data: bytes) -> FileRecord:
-    """The record of a small file, with rank 0 as the writer."""
-    return FileRecord(
-        nbytes=len(data),
-        pieces=tuple(
-            ChecksumPiece(path=name, begin=cut.start, end=cut.end, checksum=checksum(data[cut.start : cut.end]), rank=0)
-            for cut in cut_at_grid(Interval(start=0, end=len(data)))
-        ),
-    )
 
 
 @contextmanager
@@ -285,10 +273,9 @@ class Remover:
         new = {path: why for path, why in self._refused().items() if path not in self._reported}
         self._reported.update(new)
         first = next(iter(new.values()), "")
-        return first + (f" (and {len(new) - 1} more directories)" if len(new) > 1 else "")
+        return first + (f" (and {counted(len(new) - 1, 'more directory')})" if len(new) > 1 else "")
 
     def _refused(self) -> dict[Path, str]:
-        """Directories that could not be removed, and why."""
         return {path: task.result() for path, task in self._tasks.items() if task.done() and task.result()}
 
 

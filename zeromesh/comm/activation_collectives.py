@@ -1,6 +1,6 @@
 """Collectives on activations: `Exchange`, the one over process groups, and the one over memory that CPU ranks of a host share.
 
-    exchange = open_exchange(mesh.tensor, mesh.device, "auto")
+    exchange = open_exchange(group, device, "auto")
     pending = exchange.sum(partial)                                # starts; compute meanwhile
     whole = pending.wait()                                         # a new tensor
 
@@ -8,21 +8,11 @@ gloo's all-reduce adds in the tensors' dtype and in an order of its own. Here th
 rank order, 16-bit ones in fp32, so that all ranks and every kind of exchange give the same bits. NCCL's collectives are used as
 they are.
 
-In `SharedExchange` each rank writes its tensor once, into memory that all of them read:
-
-    slots   of each rank, one segment each:   | a tensor |        filled by their rank, read by all
-    words   one segment, per rank:            published | consumed | entries, a ring of them
-
-Exchange number n of a rank is described by an entry: in which slot the tensor lies, and what it is. `published` counts the
-exchanges that a rank has written, `consumed` those that it will read no more. A slot is free once all have consumed what it held.
-A rank that finds none that is free and large enough makes one, and the others map it when they meet it in an entry: so starting
-an exchange never waits for a peer's results, and results can be had in any order.
-
+In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all of them read.
 The sum happens in each rank's own thread, when it asks for its result.
 """
 
 import math
-import os
 import weakref
 import zlib
 from array import array
@@ -31,16 +21,12 @@ from enum import IntEnum
 from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 
-from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
+from zeromesh.comm.shared_ring import SharedRing
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
-from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
-from zeromesh.offload.memory.allocation import PAGE, SharedSegment
+from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import AsyncWork
 
 _CHUNK = 1 << 15
 """Elements that are summed at a time over more than two ranks, so that the sum stays in a core's cache."""
@@ -185,62 +171,51 @@ class GroupExchange(Exchange):
         self._group = group
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        group, traffic = self._group, self._group.traffic
-        group.require_member()
-        with traffic.timed(kind.collective):
-            launched = self._launch(kind, tensor, dim, lengths)
-        moved, finish = launched[1:]
-        traffic.count(
-            kind.collective, sum(each.nbytes for each in moved) if kind is ExchangeKind.GATHER else tensor.nbytes
-        )
-
-        def read() -> torch.Tensor:
-            with traffic.timed(kind.collective):
-                for work in launched[0]:  # What goes round is kept with it.
-                    group.order(work, f"{kind.phrase} of activations over axis {group.name}")
-                return finish()
-
-        return Pending(read)
-
-    def _launch(
-        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
-    ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
-        """The collectives, the tensors that go round, and what makes the result of them. What a device's collectives write is never
-        the caller's tensor, which autograd may keep."""
-        group, tensor, size = self._group.data_group, tensor.detach(), self.size
-        on_device, even = self._group.on_stream, len(set(lengths)) == 1
+        """Begin the collective. What a device's collectives write is never the caller's tensor, which autograd may keep."""
+        group, tensor, size = self._group, tensor.detach(), self.size
+        what = f"{kind.phrase} of activations over axis {group.name}"
+        on_device, even = group.on_stream, len(set(lengths)) == 1
+        start = partial(group.start, what=what, counts_as=kind.collective)
         if kind is ExchangeKind.SCATTERED_SUM and on_device and even:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
-            work = reduce_scatter_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
-            return [work], [pieces], lambda: out
+            return _arriving(start(Collective.REDUCE_SCATTER, out.view(-1), pieces.view(-1)), lambda: out)
         if kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
             received = sent.new_empty(size, own.numel())
-            sizes = [own.numel()] * size, [part.numel() for part in parts]
-            work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
-            return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
+            flight = start(Collective.ALL_TO_ALL, received.view(-1), sent, sent=[part.numel() for part in parts])
+            return _arriving(flight, lambda: sum_in_ranks([part.view(own.shape) for part in received]))
         if kind is not ExchangeKind.GATHER and on_device:
             whole = tensor.clone(memory_format=torch.contiguous_format)
-            work = dist.all_reduce(whole, group=group, async_op=True)
-            start = sum(lengths[: self.index])
+            begin = sum(lengths[: self.index])
             cut = kind is ExchangeKind.SCATTERED_SUM
-            return [work], [whole], lambda: whole.narrow(dim, start, lengths[self.index]).contiguous() if cut else whole
-        if on_device and even:
-            own = tensor.contiguous()
-            whole = own.new_empty(size, *own.shape)
-            work = all_gather_single(whole.view(-1), own.view(-1), group=group, async_op=True)
-            return [work], [whole], lambda: torch.cat(whole.unbind(), dim) if dim else whole.flatten(0, 1)
-        parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
-        parts[self.index] = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
-        # gloo's all-gather copies.
-        return self._broadcasts(parts), parts, lambda: self._combine(kind, parts, dim, lengths)
+            flight = start(Collective.ALL_REDUCE, whole.view(-1))
+            return _arriving(
+                flight, lambda: whole.narrow(dim, begin, lengths[self.index]).contiguous() if cut else whole
+            )
+        shapes = self._shapes(kind, tensor, dim, lengths)
+        sizes = list(map(math.prod, shapes))
+        flat = tensor.new_empty(sum(sizes))
+        own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
+        times = 1.0 if kind is ExchangeKind.GATHER else 1 / size
+        if kind is ExchangeKind.GATHER and not dim:
+            flight = start(Collective.ALL_GATHER, flat, own.view(-1), received=sizes)
+            return _arriving(flight, lambda: flat.view(-1, *tensor.shape[1:]))
+        # The own part need not be copied: nothing writes to it.
+        row = Collective.ALL_GATHER if on_device else Collective.BROADCAST
+        flight = start(row, flat, own.view(-1), received=sizes, times=times)
+        parts = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        parts[self.index] = own
+        return _arriving(flight, lambda: self._combine(kind, parts, dim, lengths))
 
-    def _broadcasts(self, parts: Sequence[torch.Tensor]) -> list[AsyncWork]:
-        """One collective for each part that is not empty, from its rank to all."""
-        group, pairs = self._group.data_group, zip(self._group.ranks, parts, strict=True)
-        return [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
+
+def _arriving(flight: InFlight, result: Callable[[], torch.Tensor]) -> Pending:
+    def read() -> torch.Tensor:
+        flight.wait()
+        return result()
+
+    return Pending(read)
 
 
 def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -267,41 +242,13 @@ def _dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
-IN_FLIGHT = 64
-"""Exchanges that may be under way at once. With more, starting one waits for the result of the oldest."""
-_ENTRY = 16
-"""Words of an entry: number of the slot, its serial number, descriptor and bytes; from word `_ABOUT` on what the tensor is."""
-_ABOUT = 4
 _DIMS = 8
-_SMALLEST = 16 * PAGE
-_VIEWS = 32
-
 _DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-class _Slot:
-    """A mapped segment that holds the tensor of exchange `sequence`, seen as tensors.
-
-    What was seen lately is kept: making a view costs as much as summing a small tensor.
-    """
-
-    def __init__(self, segment: SharedSegment, serial: int) -> None:
-        self.segment = segment
-        self.serial = serial
-        self.sequence = -1
-        self.seen = lru_cache(_VIEWS)(partial(_seen_as, segment.tensor(0, segment.nbytes, torch.uint8)))
-
-
-def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of `raw` as a contiguous tensor."""
-    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
 class SharedExchange(Exchange):
     """Collectives over memory that all ranks of a host see. Every rank of `group` makes one, in the same order.
-
-    Its memory goes once nobody refers to it on any rank.
 
     Raises:
         StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
@@ -311,41 +258,28 @@ class SharedExchange(Exchange):
         self.size = group.size
         self.index = group.index
         self._group = group
-        nbytes = group.size * (2 * LINE + IN_FLIGHT * _ENTRY) * 8
-        (segment,) = shared_segments(group, "exchanges", nbytes, of_first=True)
-        self._pids = [row[0] for row in group.gather_integers([os.getpid()])]
-        self._words = segment.words()
-        counters = [Counters(self._words, row * group.size * LINE, group) for row in range(2)]
-        self._published, self._consumed = counters
-        self._entries = 2 * group.size * LINE
-        self._next = 0
-        self._finished: set[int] = set()
-        self._behind = 0
-        """The number of the first of this rank's exchanges that is not consumed."""
+        self._ring = SharedRing(group, "activations")
         self._flying: dict[int, weakref.ref[Pending]] = {}
-        self._slots: list[_Slot] = []
-        self._serial = 0
-        self._attached: dict[tuple[int, int], _Slot] = {}
-        """The slots of other ranks that this one has met, by rank and number."""
-        _sweep()
-        weakref.finalize(self, _sweep, (segment, self._slots, self._published, self._consumed))
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Write `tensor` and publish it."""
-        sequence, dtype, traffic = self._next, tensor.dtype, self._group.traffic
+        ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{kind.phrase} of activations over axis {self._group.name}"
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
-            self._await_entry(sequence, what)
-            self._publish(tensor, shapes[self.index], about[self.index])
+            if (oldest := ring.oldest()) >= 0:
+                self._await_entry(oldest, what)
+            sequence, number = ring.next, ring.free_slot(tensor.nbytes)
+            ring.own[number].seen(shapes[self.index], dtype).copy_(tensor.detach())
+            ring.publish(number, about[self.index])
         whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is ExchangeKind.GATHER else tensor.nbytes
         traffic.count(kind.collective, whole)
 
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
-                self._published.wait(sequence + 1, what)
+                ring.published.wait(sequence + 1, what)
                 try:
                     parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
                 except StorageError:  # The memory of a rank that is gone cannot be mapped any more.
@@ -357,73 +291,26 @@ class SharedExchange(Exchange):
         self._flying[sequence] = weakref.ref(pending)
         return pending
 
-    def _publish(self, tensor: torch.Tensor, shape: tuple[int, ...], about: list[int]) -> None:
-        """Write the next exchange's tensor into a slot, and say so."""
-        slot, number = self._free_slot(tensor.nbytes)
-        slot.seen(shape, tensor.dtype).copy_(tensor.detach())
-        slot.sequence = self._next
-        where = [number, slot.serial, slot.segment.descriptor, slot.segment.nbytes]
-        place = self._entry(self.index, self._next)
-        self._words[place : place + _ENTRY] = memoryview(array("q", where + about))
-        self._next += 1
-        self._published.set(self._next)
-
     def _consume(self, sequence: int) -> None:
         """This rank will not read exchange `sequence` any more."""
         self._flying.pop(sequence, None)
-        self._finished.add(sequence)
-        while self._behind in self._finished:
-            self._finished.discard(self._behind)
-            self._behind += 1
-        self._consumed.set(self._behind)
+        self._ring.consume(sequence)
 
-    def _await_entry(self, sequence: int, what: str) -> None:
+    def _await_entry(self, oldest: int, what: str) -> None:
         """Wait until no rank needs the entry that is about to be written again."""
-        oldest = sequence - IN_FLIGHT
-        if oldest < 0:
-            return
         found = self._flying.get(oldest)
         arriving = found() if found is not None else None
         if arriving is not None:
             arriving.settle()
-        self._consumed.wait(oldest + 1, f"room for one more {what}")
-
-    def _free_slot(self, nbytes: int) -> tuple[_Slot, int]:
-        """The smallest slot that is free and large enough, made if there is none; in place of a free one that is too small."""
-        low = self._consumed.lowest()
-        free = [(slot.segment.nbytes, number) for number, slot in enumerate(self._slots) if slot.sequence < low]
-        fitting = [each for each in free if each[0] >= nbytes]
-        if fitting:
-            number = min(fitting)[1]
-            return self._slots[number], number
-        self._serial += 1
-        capacity = max(_SMALLEST, -(-nbytes // PAGE) * PAGE)
-        slot = _Slot(SharedSegment.create("activations", capacity), self._serial)
-        if free:
-            number = max(free)[1]
-            self._slots[number].segment.close()
-            self._slots[number] = slot
-        else:
-            number = len(self._slots)
-            self._slots.append(slot)
-        return slot, number
+        self._ring.consumed.wait(oldest + 1, f"room for one more {what}")
 
     def _part(
         self, rank: int, sequence: int, about: list[int], shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """The tensor that the rank at position `rank` has published as exchange `sequence`."""
-        place = self._entry(rank, sequence)
-        number, serial, descriptor, capacity, *other = self._words[place : place + _ENTRY].tolist()
+        slot, other = self._ring.read(rank, sequence)
         if other != about:
-            wanted = self._words[(own := self._entry(self.index, sequence)) : own + _ENTRY].tolist()[_ABOUT:]
-            raise self._parted(rank, other, wanted)
-        if rank == self.index:
-            return self._slots[number].seen(shape, dtype)
-        slot = self._attached.get((rank, number))
-        if slot is None or slot.serial != serial:
-            segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, "activations")
-            slot = self._attached[rank, number] = _Slot(segment, serial)
-            segment.close()  # The mapping stays for as long as the tensor.
+            raise self._parted(rank, other, self._ring.read(self.index, sequence)[1])
         return slot.seen(shape, dtype)
 
     def _parted(self, rank: int, other: list[int], wanted: list[int]) -> CollectiveError:
@@ -432,26 +319,6 @@ class SharedExchange(Exchange):
             f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_phrase(other)}, "
             f"rank {ranks[self.index]} for a {_phrase(wanted)}. Every rank must run the same modules on tensors of the same shape"
         )
-
-    def _entry(self, rank: int, sequence: int) -> int:
-        """The first word of an entry."""
-        return self._entries + (rank * IN_FLIGHT + sequence % IN_FLIGHT) * _ENTRY
-
-
-_Left = tuple[SharedSegment, list[_Slot], Counters, Counters]
-_LEFT: list[_Left] = []
-"""The segments that forgotten exchanges have left: their last tensors stay until the peers, too, have read them."""
-
-
-def _sweep(*more: _Left) -> None:
-    """Close what nobody needs. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
-    _LEFT.extend(more)
-    for left in list(_LEFT):
-        words, slots, published, consumed = left
-        if consumed.lowest() >= published.own() and left in _LEFT:
-            _LEFT.remove(left)
-            for segment in (words, *(slot.segment for slot in slots)):
-                segment.close()
 
 
 @lru_cache(maxsize=256)

@@ -15,18 +15,16 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.mesh.process_groups import groups_in_turn, leave_group, make_group
-from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_groups import SetGroups, groups_in_turn, leave_group, make_group
+from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import AsyncWork
 
 HEADER_BYTES = 2048
 _LONG = timedelta(
@@ -58,65 +56,63 @@ class Incoming:
     def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._line = line
         self._kind = kind
-        self._header: tuple[torch.Tensor, AsyncWork] | None = None
+        self._header: tuple[torch.Tensor, InFlight] | None = None
         self._tensors: list[torch.Tensor] = []
-        self._works: list[AsyncWork] | None = None
+        self._flights: list[InFlight] | None = None
         self._specs = specs
         self.what = what
 
     def advance(self, *, block: bool) -> bool:
         """Begin to receive as soon as shapes are known; whether that is so, and the next message may begin."""
         line = self._line
-        if self._works is not None:
+        if self._flights is not None:
             return True
         if self._specs is None:
             self._specs = line.known.get(self._kind)
         if self._specs is None:
             if self._header is None:
                 data = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=line.device)
-                self._header = data, line.receive(data)
-            data, work = self._header
-            if not block and not work.is_completed():
+                self._header = data, line.start(data, f"the shapes of {self.what}")
+            data, flight = self._header
+            if not block and not flight.done():
                 return False
-            line.order(work, f"the shapes of {self.what}")
+            flight.wait()
             self._specs = line.known[self._kind] = read_header(data)
         self._tensors = [spec.empty(line.device) for spec in self._specs]
-        self._works = [line.receive(tensor) for tensor in self._tensors]
+        self._flights = [line.start(tensor, self.what) for tensor in self._tensors]
         return True
 
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
         """The tensors, and what they are; once."""
         self._line.advance(self)
-        for work in self._works or ():
-            self._line.order(work, self.what)
-        tensors, self._tensors, self._works = self._tensors, [], []
+        for flight in self._flights or ():
+            flight.wait()
+        tensors, self._tensors, self._flights = self._tensors, [], []
         return tensors, self._specs or ()
 
 
 class _Line:
-    """One direction between this rank and another."""
+    """One direction between this rank and another: `pair` is the set of the two, the sender first."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, source: int, peer: int, ranks: ProcessSet, device: torch.device
-    ) -> None:
-        self._group = group
-        self._source = source
-        self._peer = peer
-        self._ranks = ranks
-        self._traffic = ranks.traffic
+    def __init__(self, pair: ProcessSet, device: torch.device) -> None:
+        self._pair = pair
         self.device = device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
         """Shapes of kinds of messages. Both ends have the same ones."""
         self.queue: deque[Incoming] = deque()
         """Messages that are wanted, in the order in which they come."""
-        self._flying: deque[tuple[torch.Tensor, AsyncWork, str]] = deque()
+        self._flying: deque[tuple[torch.Tensor, InFlight]] = deque()
 
-    def receive(self, tensor: torch.Tensor) -> AsyncWork:
-        return _broadcast(tensor, self._source, self._group)
+    def start(self, tensor: torch.Tensor, what: str) -> InFlight:
+        """Begin to send a tensor, or to receive one like it."""
+        # Bytes: not every backend takes every dtype. One of them at least: an empty message could not be waited for.
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
+        pair, received = self._pair, (len(flat), 0)
+        return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)
 
     def advance(self, wanted: Incoming | None = None) -> None:
         """Begin with messages whose shapes are known by now, in order; wait for those of `wanted` and the ones before it."""
-        while self.queue and self.queue[0].advance(block=self._ranks.on_stream or wanted in self.queue):
+        while self.queue and self.queue[0].advance(block=self._pair.on_stream or wanted in self.queue):
             self.queue.popleft()
 
     def send(
@@ -137,28 +133,20 @@ class _Line:
             self._launch(tensor.detach().contiguous(), what)
 
     def _launch(self, tensor: torch.Tensor, what: str) -> None:
-        while self._flying and self._flying[0][1].is_completed():
-            _tensor, work, earlier = self._flying.popleft()
-            self.order(work, earlier)  # It may have failed.
-        with self._traffic.timed(Collective.POINT_TO_POINT, tensor.nbytes):
-            work = _broadcast(tensor, self._source, self._group)
-        self._flying.append((tensor, work, what))
+        while self._flying and self._flying[0][1].done():
+            self._flying.popleft()[1].wait()  # It may have failed.
+        self._flying.append((tensor, self.start(tensor, what)))
 
     def settle(self) -> None:
         """Wait until all that was sent is gone. Shapes are not remembered without end."""
         while self._flying:
-            _tensor, work, what = self._flying.popleft()
-            self.order(work, what)
+            self._flying.popleft()[1].wait()
         if len(self.known) > _KINDS:
             self.known.clear()
 
-    def order(self, work: AsyncWork, what: str) -> None:
-        """Have what follows come after a message: on a CPU the caller waits."""
-        with self._traffic.timed(Collective.POINT_TO_POINT):
-            self._ranks.order(work, what, [self._peer])
-
     def close(self) -> None:
-        leave_group(self._group, self._ranks.works)
+        if self._pair.link is not None:
+            leave_group(self._pair.link.data, self._pair.works)
 
 
 class Channels:
@@ -184,14 +172,16 @@ class Channels:
         if shape is not None and pairs:
             sets = groups_in_turn(shape, rank, ["pipeline"], 2 * len(pairs))
         for ranks in sets:
-            for pair in pairs:
-                ends = [ranks[index] for index in pair]
+            for both in pairs:
+                ends = [ranks[index] for index in both]
                 for source, target in (ends, ends[::-1]):
                     made = make_group(ends, group.works, _LONG)
                     if rank not in ends:
                         continue
                     peer, lines = (target, self._out) if rank == source else (source, self._in)
-                    lines[group.ranks.index(peer)] = _Line(made, source, peer, group, device)
+                    link = SetGroups(control=made, data=made, reduce=made)
+                    pair = replace(group, ranks=(source, target), index=int(rank == target), link=link)
+                    lines[group.ranks.index(peer)] = _Line(pair, device)
 
     def send(
         self,
@@ -245,13 +235,6 @@ def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
     """Pairs of positions, each once, in order."""
     pairs = [(index, index + 1) for index in range(size - 1)]
     return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> AsyncWork:
-    # Bytes: not every backend takes every dtype. One of them at least: an empty message could not be waited for.
-    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
-    work: AsyncWork = dist.broadcast(flat, src=source, group=group, async_op=True)
-    return work
 
 
 def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:

@@ -13,29 +13,13 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.mesh.process_set import all_gather_single, reduce_scatter_single
+from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.offload import DONE, SparePages, TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import AsyncWork
-
-
-def _start_gather(
-    full: torch.Tensor, own: torch.Tensor, group: ProcessSet, process_group: dist.ProcessGroup | None
-) -> list[AsyncWork]:
-    """Begin to complete `full`, of which each rank has its `own` shard; returns what is to be waited for.
-
-    gloo's all-gather has memory of its own, as large as the whole buffer, and copies from there. So each rank broadcasts its shard.
-    """
-    if group.on_stream:
-        return [all_gather_single(full, own, group=process_group, async_op=True)]
-    parts = zip(group.ranks, full.chunk(group.size), strict=True)
-    return [dist.broadcast(part, src=rank, group=process_group, async_op=True) for rank, part in parts]
 
 
 class CollectiveBuffer(GatherBuffer):
@@ -59,7 +43,7 @@ class CollectiveBuffer(GatherBuffer):
         super().__init__(request, device, spare)
         self._group = group
         self._what = f"all-gather of {request.name}"
-        self._works: list[AsyncWork] = []
+        self._flight: InFlight | None = None
         self._queue = queue
         shard = request.padded // group.size
         self._own = slice(group.index * shard, (group.index + 1) * shard)
@@ -71,7 +55,7 @@ class CollectiveBuffer(GatherBuffer):
         self._live = False
 
     def gather(self, shard: TieredTensor) -> None:
-        if self._live or self._works or self._reading is not None:
+        if self._live or self._flight is not None or self._reading is not None:
             return
         if self._memory is not None:
             self._memory.take()
@@ -96,24 +80,20 @@ class CollectiveBuffer(GatherBuffer):
         """Gather, once this rank's shard is in place."""
         reading, self._reading = self._reading, None
         if reading is not None:
-            self._group.traffic.count(Collective.ALL_GATHER, self.full.nbytes)
             with reading.ordering():
-                self._works = _start_gather(self.full, self.own(), self._group, self._group.data_group)
+                self._flight = self._group.start(Collective.ALL_GATHER, self.full, self.own(), self._what)
 
     def wait(self) -> None:
-        if self._reading is None and not self._works:
-            return
-        with self._group.traffic.timed(Collective.ALL_GATHER):
-            while self._reading is not None:
-                self._queue.popleft().start()
-            for work in self._works:
-                self._group.order(work, self._what)
-            self._works, self._live = [], True
+        while self._reading is not None:
+            self._queue.popleft().start()
+        if self._flight is not None:
+            self._flight.wait()
+            self._flight, self._live = None, True
 
     def settle(self) -> None:
         """On a device have what is launched from now on, in whose order memory is freed, come after a gather in flight."""
-        for work in self._works if self._group.on_stream else ():
-            self._group.order(work, self._what)
+        if self._flight is not None and self._group.on_stream:
+            self._flight.wait()
 
     def release(self) -> None:
         if self._memory is not None:
@@ -143,33 +123,31 @@ class CollectiveReducer(Reducer):
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         group, kind, sums = self.group, Collective.REDUCE_SCATTER, out
         whole = out.numel() == filled.numel()
-        work: AsyncWork
+        row, received = kind, filled
         if group.on_stream and filled.dtype == out.dtype:
             if whole:
-                kind, received = Collective.ALL_REDUCE, filled
-                work = dist.all_reduce(received, group=group.reduce_group, async_op=True)
+                row = kind = Collective.ALL_REDUCE
             else:
                 received = torch.empty_like(out) if add else out
-                work = reduce_scatter_single(received, filled, group=group.reduce_group, async_op=True)
             parts: Sequence[torch.Tensor] = [received]
         else:
+            row = Collective.ALL_TO_ALL
             if group.on_stream:
                 received = torch.empty_like(filled)
             else:
                 received = self._receive[sequence % len(self._receive)][: filled.nbytes].view(filled.dtype)
-            work = dist.all_to_all_single(received, filled, group=group.reduce_group, async_op=True)
             parts = received.chunk(group.size)
             length = filled.numel() // group.size
             sums = out[group.index * length : (group.index + 1) * length] if whole else out
-        group.traffic.count(kind, filled.nbytes)
+        flight = group.start(row, received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
         return Reduction(
             traffic=group.traffic,
             kind=kind,
-            parts=parts,
+            parts=lambda: parts,
             sums=sums,
             add=add,
-            arrived=work.is_completed,
-            wait=lambda: group.order(work, "reduction of gradients"),
+            arrived=flight.done,
+            wait=flight.wait,
             free=self._free,
             complete=partial(self._gather_sums, out, sums) if sums.numel() != out.numel() else None,
         )
@@ -178,10 +156,8 @@ class CollectiveReducer(Reducer):
         self.finished += 1
 
     def _gather_sums(self, out: torch.Tensor, sums: torch.Tensor) -> None:
-        group = self.group
-        with group.traffic.timed(Collective.ALL_GATHER, out.nbytes):
-            for work in _start_gather(out, sums, group, group.reduce_group):
-                group.order(work, "all-gather of summed gradients")
+        what = "all-gather of summed gradients"
+        self.group.start(Collective.ALL_GATHER, out, sums, what, purpose="reduce").wait()
 
 
 class CollectiveTransport(Transport):

@@ -122,8 +122,8 @@ class Reduction:
 
     traffic: CommAccount
     kind: Collective
-    parts: Sequence[torch.Tensor]
-    """The tensors that arrive, one from each rank."""
+    parts: Callable[[], Sequence[torch.Tensor]]
+    """Returns the tensors that have arrived, one from each rank."""
     sums: torch.Tensor
     """The elements that this rank sums, of one length with each part."""
     add: bool
@@ -146,7 +146,7 @@ class Reduction:
         if not self.done:
             with self.traffic.timed(self.kind):
                 self.wait()
-                sum_in_order(self.sums, self.parts, add=self.add)
+                sum_in_order(self.sums, self.parts(), add=self.add)
                 self.free()
             self.done = True
 

@@ -44,6 +44,10 @@ import torch
 
 from zeromesh.errors import LayoutError
 from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, shard_interval
+from zeromesh.mesh.mesh_shape import Axis
+
+Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
+"""Indices along some axes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,10 +367,17 @@ class ParameterSpec:
         return () if self.part is None else self.part.holders
 
     @property
-    def shared_by(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Positions along the tensor and along the pipeline axis whose gradients of it are summands of the whole one."""
+    def shared_by(self) -> Positions:
+        """Positions along axes, other than those of the batch, whose gradients of it are summands of the whole one."""
         holders = self.holders if self.part is not None and self.part.partial else ()
-        return holders, () if self.copies is None else self.copies.ranks
+        found = (("tensor", holders), ("pipeline", () if self.copies is None else self.copies.ranks))
+        return tuple(each for each in found if each[1])
+
+    @property
+    def counted_at(self) -> dict[Axis, int]:
+        """The index, along the axes that divide the model, of the ranks that count and write it; on other axes it is elsewhere."""
+        first = {"tensor": self.holders[0] if self.holders else 0}
+        return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, object, object]:

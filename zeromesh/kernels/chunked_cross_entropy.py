@@ -104,14 +104,7 @@ def chunked_cross_entropy(
     Without gradients to compute nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit,
     a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
     """
-    run: Callable[..., HeadPass] = HeadPass
-    vocab = weight.shape[0]
-    if exchange is not None:
-        if len(sizes) != exchange.size or sizes[exchange.index] != vocab:
-            raise LayoutError(
-                f"rank {exchange.index} of {exchange.size} has {vocab} tokens of the vocabulary, where sizes are {list(sizes)}"
-            )
-        run, vocab = partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
+    run, vocab = _pass_over(weight.shape[0], sizes, exchange)
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
     wanted = targets != ignore_index
@@ -129,6 +122,17 @@ def chunked_cross_entropy(
         return head(hidden.detach(), weight.detach(), bias).run()
     total: torch.Tensor = _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call]
     return total
+
+
+def _pass_over(held: int, sizes: Sequence[int], exchange: Exchange | None) -> tuple[Callable[..., HeadPass], int]:
+    """Return the class of evaluations of a head of which this rank holds so many tokens, and the size of the vocabulary."""
+    if exchange is None:
+        return HeadPass, held
+    if len(sizes) != exchange.size or sizes[exchange.index] != held:
+        raise LayoutError(
+            f"rank {exchange.index} of {exchange.size} has {held} tokens of the vocabulary, where sizes are {list(sizes)}"
+        )
+    return partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
 
 
 def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -100) -> None:

@@ -4,8 +4,8 @@ A message that makes no sense raises `MessageError`, which says what is wrong wi
 send messages over a `LauncherConnection`, as lines.
 
 The launcher that follows sends a *beat* a few times within the time after which it counts as silent, the one that leads an *echo*
-of each. A beat's number stands for the time at which it was sent: the follower ends its own processes when that time lies back too
-far, so it has always ended before the leader, which received the beat later, counts it as lost. Two runs never write into one
+of each. A beat is the time at which it was sent, by the follower's clock: the follower ends its own processes when that lies back
+too far, so it has always ended before the leader, which received the beat later, counts it as lost. Two runs never write into one
 directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
 """
 
@@ -17,13 +17,12 @@ import reprlib
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from zeromesh.environment import RankRange
 from zeromesh.errors import ZeromeshError
-from zeromesh.launch.rank_processes import RankRange
 
 MAX_MESSAGE = 1 << 20
 MAX_EXIT_CODE = 255
@@ -142,7 +141,7 @@ class LauncherConnection:
         self._numbers = {True: 0, False: 0}
         self._partial = b""
         self._unsent = b""
-        self._beats: deque[tuple[int, float]] = deque([(0, self.alive_at)], maxlen=2 * BEATS)
+        self._beat_at = self.alive_at
         if serves:
             self.send({"zeromesh": 1, "drawn": self.drawn})
 
@@ -171,10 +170,9 @@ class LauncherConnection:
             ConnectionError: when the connection has ended, or nothing was received for some seconds.
         """
         now = time.monotonic()
-        beat, sent_at = self._beats[-1]
-        if self._agreed and not self._serves and now > sent_at + self._silence / BEATS:
-            self._beats.append((beat + 1, now))
-            self.send({"beat": beat + 1})
+        if self._agreed and not self._serves and now > self._beat_at + self._silence / BEATS:
+            self._beat_at = now
+            self.send({"beat": int(now * 1e6)})
         self.flush()
         lines = self.read()
         found = [self.opened(line) for line in lines or ()]
@@ -189,8 +187,7 @@ class LauncherConnection:
         if "beat" in message and self._serves:
             self.send({"echo": number(message, "beat")})
         elif "echo" in message and not self._serves:
-            echo = number(message, "echo")
-            self.alive_at = max(self.alive_at, *(sent_at for beat, sent_at in self._beats if beat == echo), 0.0)
+            self.alive_at = max(self.alive_at, min(number(message, "echo") / 1e6, self._beat_at))
         return "beat" in message or "echo" in message
 
     def read(self) -> Sequence[bytes] | None:

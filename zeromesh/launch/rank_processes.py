@@ -18,10 +18,9 @@ from typing import Any
 
 from zeromesh.environment import (
     ERRORS,
-    LaunchEnvironment,
+    RankRange,
     die_with_launcher,
     kept_environment,
-    rank_variables,
     setting,
     worker_environment,
 )
@@ -56,32 +55,6 @@ class WorkersFailed:
             return self.message
         process = f" (pid {self.pid})" if self.pid else ""
         return f"{ranks_text(self.ranks)}{process}: {self.message}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRange:
-    """The ranks of this host in a start, `processes` from `first` on of `world_size`, and the address of rank 0."""
-
-    first: int
-    processes: int
-    world_size: int
-    master_address: str
-    master_port: int
-    run_id: str
-    restart: int = 0
-
-    def variables(self, local_rank: int) -> dict[str, str]:
-        """The variables of one process."""
-        place = LaunchEnvironment(
-            rank=self.first + local_rank,
-            world_size=self.world_size,
-            local_rank=local_rank,
-            local_world_size=self.processes,
-            master_address=self.master_address,
-            master_port=self.master_port,
-            launcher="torchrun",
-        )
-        return rank_variables(place, run_id=self.run_id, restart=self.restart)
 
 
 class RankProcesses:
@@ -276,8 +249,21 @@ class StopSignals:
         return self.first and 128 + self.first
 
 
+_REPLACED: dict[int, Any] = {}
+"""The handlers for which others stand in, by signal."""
+
+
+def _restore() -> None:
+    """Begin a forked process, such as a worker of a dataset, with the handlers that were there: a signal ends it."""
+    while _REPLACED:
+        signal.signal(*_REPLACED.popitem())
+
+
+os.register_at_fork(after_in_child=_restore)
+
+
 @contextmanager
-def handled_signals(numbers: Sequence[int], handler: Callable[[int, object], object]) -> Iterator[None]:
+def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
     """Inside the block these signals call `handler`; then the handlers are put back. Nothing but the main thread can do so.
 
     A process that `nohup` has started goes on to ignore the end of its terminal.
@@ -285,12 +271,16 @@ def handled_signals(numbers: Sequence[int], handler: Callable[[int, object], obj
     changes = threading.current_thread() is threading.main_thread()
     handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
     kept = {number: signal.signal(number, handler) for number in handled} if changes else {}
+    outermost = {number: before for number, before in kept.items() if before is not None and number not in _REPLACED}
+    _REPLACED.update(outermost)
     try:
         yield
     finally:
         for number, before in kept.items():
             if before is not None:
                 signal.signal(number, before)
+        for number in outermost:
+            _REPLACED.pop(number, None)
 
 
 @contextmanager

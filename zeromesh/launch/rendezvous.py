@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from zeromesh.environment import LOOPBACK, SECRET, setting
+from zeromesh.environment import LOOPBACK, SECRET, RankRange, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.messages import (
     HELLO_SECONDS,
@@ -32,14 +32,7 @@ from zeromesh.launch.messages import (
     optional,
     rank_range,
 )
-from zeromesh.launch.rank_processes import (
-    USERS_MISTAKE,
-    RankProcesses,
-    RankRange,
-    StopSignals,
-    WorkersFailed,
-    noted_signals,
-)
+from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
 from zeromesh.mesh.network_interfaces import is_here, listen
 
 _REACH_SECONDS = 120.0

@@ -28,11 +28,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from zeromesh.environment import export
-from zeromesh.errors import ConfigError
+from zeromesh.environment import RankRange, export
+from zeromesh.errors import ConfigError, counted
 from zeromesh.launch import messages
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, Message, MessageError
-from zeromesh.launch.rank_processes import RankRange, StopSignals, WorkersFailed, noted_signals
+from zeromesh.launch.rank_processes import StopSignals, WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
 BEGIN = b"\x1ezeromesh:"
@@ -226,7 +226,7 @@ class _SshLeader(Leader):
         names, processes = [host.name for host in self._left], sum(host.slots for host in self._left)
         self._notify(str(cause))
         self._notify(
-            f"going on from the newest checkpoint with {len(names)} host{'s' * (len(names) != 1)} "
+            f"going on from the newest checkpoint with {counted(len(names), 'host')} "
             f"({', '.join(names)}) and {processes} process{'es' * (processes != 1)}"
         )
 

@@ -171,12 +171,12 @@ class DeviceWorks:
             self._flying.clear()
             self._computing.clear()
         if moved:
-            self._watch.beat()
+            self._watch.board.beat()
         first = self._standing or (self._flying[0] if self._flying else None)
         if first is None or self._watch.broken is not None:
             return
         if moved or self._patience is None or self._patience[0] is not first:
-            self._patience = first, self._watch.patience_with(first.peers, first.what)
+            self._patience = first, Patience(self._watch, first.peers, first.what)
             return
         try:
             self._patience[1].look()

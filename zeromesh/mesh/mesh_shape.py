@@ -14,53 +14,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, counted
 
-Axis = Literal["pipeline", "replicate", "shard", "tensor"]
+Axis = str
+Divided = Literal["blocks", "layers", "sequence", "batch", "states"]
+"""What ranks along an axis have parts of: blocks of the model, each of its layers, samples, the states of parameters."""
 
-AXES: tuple[Axis, ...] = get_args(Axis)
-"""The mesh axes from outer to inner."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Coordinate:
-    """A rank's index along each axis, from 0."""
-
-    pipeline: int = 0
-    replicate: int = 0
-    shard: int = 0
-    tensor: int = 0
-
-    def __str__(self) -> str:
-        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+def axis(*divides: Divided) -> Any:
+    """A row of the table of axes, which are the fields of `MeshShape`."""
+    return field(default=1, metadata={"divides": divides})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """How many ranks lie along each axis. Raises `LayoutError` when one is not a positive integer."""
+    """How many ranks lie along each axis. Raises `LayoutError` when one is not a positive integer.
 
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
+    The fields are the axes from outer to inner, each with what it divides. All else follows from that: ranks along axes of the
+    `batch` see other samples, so gradients and counts are summed over these; shards of states lie along axes of the `states`; along
+    the others ranks compute one batch together.
+    """
+
+    pipeline: int = axis("blocks")
+    replicate: int = axis("batch")
+    shard: int = axis("batch", "states")
+    tensor: int = axis("layers", "sequence")
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            _check_size(axis, getattr(self, axis))
+        for name in AXES:
+            _check_size(name, getattr(self, name))
 
     @classmethod
-    def resolve(
-        cls,
-        world_size: int,
-        *,
-        pipeline: int = 1,
-        replicate: int = 1,
-        shard: int | Literal["auto"] = "auto",
-        tensor: int = 1,
-    ) -> MeshShape:
+    def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> MeshShape:
         """The shape that fills a world of `world_size` ranks; `shard="auto"` takes what the other axes leave.
 
         Raises:
@@ -68,24 +56,25 @@ class MeshShape:
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")
-        fixed: dict[Axis, int] = {"pipeline": pipeline, "replicate": replicate, "tensor": tensor}
-        for axis, size in fixed.items():
-            _check_size(axis, size)
-        others = math.prod(fixed.values())
-        fits, rest = divmod(world_size, others)
+        fixed = {name: others.get(name, 1) for name in AXES if name != "shard"}
+        for name, size in fixed.items():
+            _check_size(name, size)
+        product = math.prod(fixed.values())
+        fits, rest = divmod(world_size, product)
         if shard == "auto" and rest:
-            product = f"{_product(fixed)} = {others}, which does not divide the world of {_ranks(world_size)}"
-            more = _ranks(world_size + others - rest)
-            raise LayoutError(f"{product}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
-        shard = fits if shard == "auto" else shard
-        shape = cls(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
+            misfit = f"{_product(fixed)} = {product}, which does not divide the world of {counted(world_size, 'rank')}"
+            more = counted(world_size + product - rest, "rank")
+            raise LayoutError(f"{misfit}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
+        shape = cls(**fixed, shard=fits if shard == "auto" else shard)
         if shape.world_size != world_size:
             sizes = dict(zip(AXES, shape.sizes, strict=True))
-            start = f"start {_ranks(shape.world_size)}"
+            start = f"start {counted(shape.world_size, 'rank')}"
             advice = f"{start}, or change parallel.{max(sizes, key=sizes.__getitem__)}"
             if not rest:
                 advice = f"set parallel.shard to {fits} or auto, or {start}"
-            raise LayoutError(f"{shape} = {shape.world_size}, but the world has {_ranks(world_size)}; {advice}")
+            raise LayoutError(
+                f"{shape} = {shape.world_size}, but the world has {counted(world_size, 'rank')}; {advice}"
+            )
         return shape
 
     @property
@@ -98,34 +87,35 @@ class MeshShape:
         """The number of ranks in the mesh."""
         return math.prod(self.sizes)
 
-    def coordinate(self, rank: int) -> Coordinate:
-        """Return the coordinate of `rank`. Raises `LayoutError` when the mesh has no such rank."""
+    @property
+    def model_size(self) -> int:
+        """The number of ranks that compute one batch together: those along the axes that divide the model."""
+        sizes = zip(AXES, self.sizes, strict=True)
+        return math.prod(size for name, size in sizes if name not in axes_of("batch"))
+
+    def divides(self, what: Divided) -> bool:
+        """Return True if there are several ranks along an axis that divides this."""
+        return any(getattr(self, name) > 1 for name in axes_of(what))
+
+    def coordinate(self, rank: int) -> dict[Axis, int]:
+        """Return the index of `rank` along each axis, from 0. Raises `LayoutError` when the mesh has no such rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank!r} is not in the mesh {self}: ranks are 0 to {self.world_size - 1}")
-        indices: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, indices[axis] = divmod(rank, getattr(self, axis))
-        return Coordinate(**indices)
+        return {name: rank // stride % size for name, size, stride in self._strides()}
 
-    def rank(self, coordinate: Coordinate) -> int:
-        """The rank at a coordinate of the mesh."""
-        rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + getattr(coordinate, axis)
-        return rank
+    def rank(self, coordinate: Mapping[Axis, int]) -> int:
+        """The rank at a coordinate of the mesh; an axis that is left out counts as 0."""
+        return sum(coordinate.get(name, 0) * stride for name, _, stride in self._strides())
 
     def neighbour(self, rank: int, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """The rank `step` places from `rank` along `axis`; None past an end, unless the axis goes round (`wrap`)."""
         at, size = self.coordinate(rank), getattr(self, axis)
-        index = getattr(at, axis) + step
-        if wrap:
-            index %= size
-        return self.rank(replace(at, **{axis: index})) if 0 <= index < size else None
+        index = (at[axis] + step) % size if wrap else at[axis] + step
+        return self.rank(at | {axis: index}) if 0 <= index < size else None
 
     def data_index(self, rank: int) -> int:
-        """Which data-parallel rank this is, counted from 0. Equal along pipeline and tensor."""
-        at = self.coordinate(rank)
-        return at.replicate * self.shard + at.shard
+        """Which data-parallel rank this is, counted from 0. Equal along the axes that divide the model."""
+        return self.group_index(rank, *(name for name in AXES if name not in axes_of("batch")))
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ along `axes` only; every rank is in exactly one.
@@ -139,30 +129,42 @@ class MeshShape:
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The group over `axes` that holds `rank`, ranks ascending; the others are not looked at."""
-        at: dict[str, int] = dict.fromkeys(axes, 0)
-        first = self.rank(replace(self.coordinate(rank), **at))
+        first = self.rank(self.coordinate(rank) | dict.fromkeys(axes, 0))
         return tuple(first + more for more in self._from_first(axes))
 
     def group_index(self, rank: int, *axes: Axis) -> int:
         """The position of `group_of` among all `groups` over `axes`."""
         at, index = self.coordinate(rank), 0
-        for axis in AXES:
-            if axis not in axes:
-                index = index * getattr(self, axis) + getattr(at, axis)
+        for name, size, _ in self._strides():
+            if name not in axes:
+                index = index * size + at[name]
         return index
+
+    def _strides(self) -> list[tuple[Axis, int, int]]:
+        """Each axis with its size, and how far ranks that are neighbours along it lie apart."""
+        sizes = self.sizes
+        return [(name, sizes[number], math.prod(sizes[number + 1 :])) for number, name in enumerate(AXES)]
 
     def _from_first(self, axes: Sequence[Axis]) -> list[int]:
         """The ranks that differ from rank 0 along `axes` only, ascending."""
-        found, stride = [0], self.world_size
-        for axis in AXES:
-            size = getattr(self, axis)
-            stride //= size
-            if axis in axes:
+        found = [0]
+        for name, size, stride in self._strides():
+            if name in axes:
                 found = [first + more for first in found for more in range(0, size * stride, stride)]
         return found
 
     def __str__(self) -> str:
         return _product(dict(zip(AXES, self.sizes, strict=True)))
+
+
+_ROWS = {each.name: each.metadata["divides"] for each in fields(MeshShape)}
+AXES: tuple[Axis, ...] = tuple(_ROWS)
+"""The mesh axes from outer to inner."""
+
+
+def axes_of(*divided: Divided, but: Sequence[Divided] = ()) -> tuple[Axis, ...]:
+    """The axes that divide one of these, and nothing of `but`, from outer to inner."""
+    return tuple(name for name, row in _ROWS.items() if {*divided} & {*row} and not {*but} & {*row})
 
 
 def _check_size(axis: str, size: object) -> None:
@@ -173,7 +175,3 @@ def _check_size(axis: str, size: object) -> None:
 
 def _product(sizes: Mapping[Axis, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
@@ -82,7 +82,7 @@ class MeshGroups:
             return dist.distributed_c10d.PrefixStore(prefix, run_store(environment, seconds))
         if dist.get_world_size() != environment.world_size:
             raise ConfigError(
-                f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"
+                f"the process group has {counted(dist.get_world_size(), 'rank')}, the launch environment {environment.world_size}"
             )
         return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 

@@ -16,16 +16,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.environment import LaunchEnvironment
-from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
+from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
-from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
+from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
@@ -42,19 +42,15 @@ _STARTS_AS_LONG = 5
 """Times the timeout of a step that a start may take: processes import and read models at different speeds."""
 _NODES = Path("/sys/devices/system/node")
 
-_PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {
-    ("shard",): ("data", "reduce"),
-    ("replicate",): ("data",),
-    ("tensor",): ("data",),
-    ("pipeline",): ("data",),
-}
+_PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {(name,): ("data",) for name in AXES}
+_PURPOSES |= {axes_of("batch", but=["states"]): ("data",), axes_of("states"): ("data", "reduce")}
 """The process groups that a set over these axes has besides the one for agreements."""
 
 
 class ProcessMesh:
-    """Process sets of the axes `pipeline, replicate, shard, tensor`, and what all ranks share: board, watch, device.
+    """Process sets of the axes, which are rows of `MeshShape`, and what all ranks share: board, watch, device.
 
-        mesh.tensor, mesh.group("tensor")           the ranks that differ from this one along tensor only
+        mesh.group("tensor")                        the ranks that differ from this one along tensor only
         mesh.data, mesh["replicate", "shard"]       those that see different samples
         mesh.coordinate, mesh.neighbour("pipeline", 1), mesh.picture()
         mesh.process_sets.add([0, 3], name="edges")
@@ -79,7 +75,7 @@ class ProcessMesh:
     ) -> None:
         """`traces`: the folder for the latest collectives of a rank, which it writes when others do not come to one on a device."""
         if shape.world_size != environment.world_size:
-            raise ConfigError(f"the mesh has {shape.world_size} ranks, the launch {environment.world_size}")
+            raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
         self.shape = shape
         self.device = device
         self.rank = environment.rank
@@ -107,10 +103,7 @@ class ProcessMesh:
             else:
                 self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
                 self._links.watch = self.watch
-            self.world = self._axes_set("world", AXES)
-            self.data = self._axes_set("data", ("replicate", "shard"))
-            self.shard, self.replicate = self.group("shard"), self.group("replicate")
-            self.tensor, self.pipeline = self.group("tensor"), self.group("pipeline")
+            self._make_sets()
         except ZeromeshError:
             self._links.leave()
             raise
@@ -123,11 +116,24 @@ class ProcessMesh:
         self.watch.ring = self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
-        self.coordinate: Coordinate = shape.coordinate(self.rank)
+
+    def _make_sets(self) -> None:
+        """Make the sets that a run always has: of all ranks, of those with other samples, and along each axis."""
+        self.world = self._axes_set("world", AXES)
+        self.data = self._axes_set("data", axes_of("batch"))
+        self.shard = self.group(*axes_of("states"))
+        """The ranks over which states are sharded."""
+        self.replicate = self.group(*axes_of("batch", but=["states"]))
+        """The ranks that have the same shards, and other samples."""
+        self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
+        together = self.shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
+        self.model_size, self.model_index = len(together), together.index(self.rank)
+        """How many ranks compute one batch together, and which of them this one is."""
+        self.data_index = self.data.index
+        self.coordinate = self.shape.coordinate(self.rank)
         """The coordinate of this rank; `shape.coordinate` gives that of any rank."""
         self.watch.alike = frozenset(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
-        self.data_index = shape.data_index(self.rank)
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
         process, joined_before = self.environment.rank, dist.is_initialized()
@@ -209,8 +215,7 @@ class ProcessMesh:
         if names in (("world",), ("data",)):
             return self.world if names == ("world",) else self.data
         if set(names) <= set(AXES) and names:
-            axes = cast(tuple[Axis, ...], names)
-            return self._axes_set(" x ".join(axis for axis in AXES if axis in axes), axes)
+            return self._axes_set(" x ".join(axis for axis in AXES if axis in names), names)
         if len(names) == 1 and names[0] in self.process_sets:
             return self.process_sets[names[0]]
         raise LayoutError(

@@ -9,31 +9,64 @@ different orders by different ranks and threads, as far as the program itself wo
 by all its ranks. Declarations have a group of their own as well, and go on beside collectives of other threads.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, ranks_text
+from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, counted, ranks_text
+from zeromesh.mesh.collectives import COLLECTIVES, CollectiveCall, Launched
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES
-from zeromesh.mesh.process_groups import MeshGroups, SetGroups
+from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
-from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
+from zeromesh.telemetry.watchdog import Watchdog
 
 _ABSENT = "(absent)"
 _SHOWN = 8
 _LENGTH = 100
 
-# torch 2.13 deprecates the names that torch 2.11 has alone.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+class InFlight:
+    """A collective of a process set that has begun. Only the first call of `wait` waits."""
+
+    def __init__(self, ranks: ProcessSet, kind: Collective, what: str, launched: Launched, *, on_stream: bool) -> None:
+        self._ranks = ranks
+        self._kind = kind
+        self._what = what
+        self._launched: Launched | None = launched
+        self._on_stream = on_stream
+
+    def done(self) -> bool:
+        """Return True if `wait` would return at once. On a device nobody asks that: it is a question of time."""
+        return self._launched is None or all(work.is_completed() for work in self._launched.works)
+
+    def wait(self) -> None:
+        """Have what is launched from now on come after it: on a device the stream waits, not the host.
+
+        Raises:
+            CollectiveError: when a peer is gone, late, or the collective fails.
+        """
+        launched, ranks = self._launched, self._ranks
+        if launched is None:
+            return
+        with ranks.traffic.timed(self._kind):
+            for work in launched.works:
+                if self._on_stream and ranks.works is not None:
+                    ranks.works.order(work, ranks.ranks, self._what)
+                else:
+                    ranks.watch.wait_work(work, ranks.ranks, self._what)
+            launched.finish()
+        self._launched = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +103,60 @@ class ProcessSet:
         """True if parameters and gradients move on streams of a device."""
         return self.works is not None
 
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """Group that gathers parameters."""
-        return self.link.data if self.link else None
+    def start(
+        self,
+        kind: Collective,
+        out: torch.Tensor,
+        given: torch.Tensor | None = None,
+        what: str = "",
+        *,
+        received: Sequence[int] = (),
+        sent: Sequence[int] = (),
+        purpose: GroupPurpose = "data",
+        counts_as: Collective | None = None,
+        times: float = 1.0,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> InFlight:
+        """Begin a collective, by its row in `COLLECTIVES`. Neither tensor may change until it has been waited for.
 
-    @property
-    def reduce_group(self) -> dist.ProcessGroup | None:
-        """Group that reduces gradients."""
-        return self.link.reduce if self.link else None
+        Args:
+            out: 1-D, contiguous: what arrives, the parts of all ranks one after the other, or their sum.
+            given: 1-D, contiguous: what this rank sends; None: it is its place in `out`.
+            received: elements of `out` from each rank; equal parts without.
+            sent: elements of `given` for each rank, in an all-to-all; equal parts without.
+            purpose: which group carries it; `control` is one of processors.
+            counts_as: the collective of whose traffic it is a part, with its bytes `times` as many; 0: it counts nothing.
+
+        Raises:
+            CollectiveError: when this rank may not act in the set.
+        """
+        groups, size = self.require_member(), self.size
+        counted, on_stream = counts_as or kind, self.on_stream and purpose != "control"
+        received = received or (out.numel() // size,) * size
+        begin = sum(received[: self.index])
+        place = out if kind is Collective.ALL_REDUCE else out[begin : begin + received[self.index]]
+        if given is None:
+            given = place
+        elif groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1)):
+            given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)
+        if groups is None:
+            return InFlight(self, counted, what, Launched(call=None, works=(), nbytes=0), on_stream=on_stream)
+        sent = sent or (given.numel() // size,) * size
+        call = CollectiveCall(
+            out=out,
+            given=given,
+            received=received,
+            sent=sent,
+            ranks=self.ranks,
+            index=self.index,
+            group=getattr(groups, purpose),
+            op=op,
+        )
+        with self.traffic.timed(counted):
+            launched = COLLECTIVES[kind, on_stream](call)
+        if times:
+            self.traffic.count(counted, round(times * launched.nbytes))
+        return InFlight(self, counted, what, launched, on_stream=on_stream)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's `values`, in the order of the set; all give equally many."""
@@ -157,7 +235,7 @@ class ProcessSet:
             return [text[1:] for text in answers]
         rank = next((each for each in failed if answers[each][:1] == b"?"), min(failed))
         raised = kept if kept is not None and answers[rank][:1] == b"?" else error
-        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        more = f" (and {counted(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
         same = len(failed) == len(answers) and len(set(failed.values())) == 1
         raise raised(failed[rank] if same or first else f"rank {rank}: {failed[rank]}{more}") from failure
 
@@ -175,81 +253,21 @@ class ProcessSet:
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to sum a large tensor over the set, in place, on whatever device; the returned call waits for it."""
-        groups = self.require_member()
-        if groups is None:
-            return lambda: None
-        with self.traffic.timed(Collective.ALL_REDUCE, tensor.nbytes):
-            work = dist.all_reduce(tensor, group=groups.data, async_op=True)
-
-        def finish() -> None:
-            with self.traffic.timed(Collective.ALL_REDUCE):
-                self.order(work, what)
-
-        return finish
+        return self.start(Collective.ALL_REDUCE, tensor, what=what).wait
 
     def start_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
         """Begin to make a small CPU tensor what the rank at position `source` has, in place; the returned call waits for it."""
-        groups = self.require_member()
-        if groups is None:
-            return lambda: None
-        with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
-            work = dist.broadcast(tensor, src=self.ranks[source], group=groups.control, async_op=True)
-        return lambda: self.watch.wait_work(work, self.ranks, what)
-
-    def order(self, work: AsyncWork, what: str, peers: Sequence[int] = ()) -> None:
-        """Have what is launched from now on come after a collective that moves data: on a device the stream waits, not the host.
-
-        `peers`: whom it waits for, by default the whole set.
-        """
-        if self.works is not None:
-            self.works.order(work, peers or self.ranks, what)
-        else:
-            self.watch.wait_work(work, peers or self.ranks, what)
-
-    def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
-        """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""
-        groups = self.require_member()
-        if groups is None:
-            full.copy_(shard)
-            return
-        with self.traffic.timed(Collective.ALL_GATHER, full.nbytes):
-            if self.on_stream:
-                work = all_gather_single(full, shard, group=groups.data, async_op=True)
-            else:
-                work = dist.all_gather(list(full.chunk(self.size)), shard, group=groups.data, async_op=True)
-            self.order(work, what)
-
-    def exchange(
-        self,
-        sent: Sequence[Sequence[torch.Tensor]],
-        received: Sequence[Sequence[torch.Tensor]],
-        like: torch.Tensor,
-        what: str,
-    ) -> None:
-        """Send the tensors `sent[i]`, 1-D, to the rank at position i, and fill `received[i]` with what it sends here, in its order.
-
-        All are of the dtype and on the device of `like`.
-        """
-        groups = self.require_member()
-        out, into = ([torch.cat([like[:0], *each]) for each in side] for side in (sent, received))
-        moved = filled = torch.cat(out)
-        if groups is not None:
-            filled, lengths = torch.cat(into), [[each.numel() for each in side] for side in (into, out)]
-            with self.traffic.timed(Collective.ALL_TO_ALL, filled.nbytes):
-                work = dist.all_to_all_single(filled, moved, lengths[0], lengths[1], groups.data, async_op=True)
-                self.order(work, what)
-        targets = [each for side in received for each in side]
-        for target, values in zip(targets, torch.split(filled, [each.numel() for each in targets]), strict=True):
-            target.copy_(values)
+        return self._broadcast(tensor, source, what, "control").wait
 
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
-        groups = self.require_member()
-        if groups is not None:
-            with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
-                work = dist.broadcast(tensor, src=self.ranks[source], group=groups.data, async_op=True)
-                self.order(work, what)
+        self._broadcast(tensor, source, what, "data").wait()
         return tensor
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, what: str, purpose: GroupPurpose) -> InFlight:
+        flat = tensor.view(-1)
+        received = [flat.numel() if index == source else 0 for index in range(self.size)]
+        return self.start(Collective.BROADCAST, flat, what=what, received=received, purpose=purpose)
 
     def require_member(self) -> SetGroups | None:
         """The process groups; None for a set of one rank.
@@ -266,20 +284,13 @@ class ProcessSet:
         return self.link
 
     def _gather(self, own: torch.Tensor, what: str) -> list[torch.Tensor]:
-        groups = self.require_member()
-        if groups is None:
-            return [own]
-        everyone = [torch.empty_like(own) for _ in self.ranks]
-        with self.traffic.timed(Collective.AGREEMENT, own.nbytes * len(self.ranks)):
-            self.watch.wait_work(dist.all_gather(everyone, own, group=groups.control, async_op=True), self.ranks, what)
-        return everyone
+        everyone = own.new_empty(own.numel() * self.size)
+        self.start(Collective.AGREEMENT, everyone, own, what, purpose="control").wait()
+        return list(everyone.view(self.size, own.numel()).unbind())
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
-        groups = self.require_member()
-        if groups is not None:
-            with self.traffic.timed(Collective.AGREEMENT, tensor.nbytes * len(self.ranks)):
-                work = dist.all_reduce(tensor, op=op, group=groups.control, async_op=True)
-                self.watch.wait_work(work, self.ranks, what)
+        agreed = partial(self.start, purpose="control", counts_as=Collective.AGREEMENT, times=self.size)
+        agreed(Collective.ALL_REDUCE, tensor, what=what, op=op).wait()
         return tensor
 
 

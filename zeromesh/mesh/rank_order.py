@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted, plural
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 
 Order = Literal["topology", "launch"] | Sequence[int]
@@ -109,53 +109,40 @@ def mesh_picture(
     names = _names(places, list(hosts))
     axes: list[Axis] = [axis for axis in AXES if getattr(shape, axis) > 1]
 
+    digits = len(str(shape.world_size - 1))
+
+    def of_rank(rank: int) -> list[str]:
+        at, words = shape.coordinate(rank), [f"rank {rank:<{digits}} "]
+        words += [f"{axis} {at[axis]:<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
+        if len({places[each].island for each in hosts[places[rank].host]}) > 1:
+            words.append(f"island {places[rank].island}")
+        words += ["<- here"] * (rank == here)
+        if processes and processes[rank] != rank:
+            words.append(f"(launched as {processes[rank]})")
+        return ["  ".join(words).rstrip()]
+
     def of_host(host: str) -> list[str]:
-        islands = len({places[rank].island for rank in hosts[host]}) > 1
-
-        def of_rank(rank: int) -> list[str]:
-            return [_line(shape, axes, rank, places[rank] if islands else None, here, processes)]
-
         ranks = _lines(hosts[host], _RANKS_SHOWN, [] if here is None else [here], "rank", of_rank)
         return [names[host], *(f"  {line}" for line in ranks)]
 
-    count = f"{shape.world_size} rank{'s' * (shape.world_size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    count = f"{counted(shape.world_size, 'rank')} on {counted(len(hosts), 'host')}"
     lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host], "host", of_host)
     warning = far_warning(shape, places)
     wrapped = textwrap.wrap(f"warning: {warning}", WIDTH - 2) if warning else []
     return "\n".join([f"{shape}: {count}"[:WIDTH], *(f"  {line}"[:WIDTH] for line in [*lines, *wrapped])])
 
 
-def _line(
-    shape: MeshShape,
-    axes: Sequence[Axis],
-    rank: int,
-    place: ProcessLocation | None,
-    here: int | None,
-    processes: Sequence[int],
-) -> str:
-    at = shape.coordinate(rank)
-    digits = len(str(shape.world_size - 1))
-    words = [f"rank {rank:<{digits}} "]
-    words += [f"{axis} {getattr(at, axis):<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
-    if place is not None:
-        words.append(f"island {place.island}")
-    if rank == here:
-        words.append("<- here")
-    if processes and processes[rank] != rank:
-        words.append(f"(launched as {processes[rank]})")
-    return "  ".join(words).rstrip()
-
-
 def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
     """Return a name for each of the hosts; hosts of one name are numbered."""
     named = {place.host: place.name or place.host for place in reversed(places)}
-    twice = {name for name, count in Counter(named.values()).items() if count > 1}
-    found, numbers = {}, Counter[str]()
+    alike: dict[str, list[str]] = {}
     for host in hosts:
-        name = named[host]
-        numbers[name] += 1
-        found[host] = f"{name} ({numbers[name]})" if name in twice else name
-    return found
+        alike.setdefault(named[host], []).append(host)
+    return {
+        host: f"{name} ({number})" if len(found) > 1 else name
+        for name, found in alike.items()
+        for number, host in enumerate(found, 1)
+    }
 
 
 def _lines(
@@ -166,7 +153,7 @@ def _lines(
     gap = 0
     for number, item in enumerate(items):
         if len(items) <= most or number < most - 2 or number >= len(items) - 2 or item in needed:
-            found += [f"... {gap} more {noun}{'s' * (gap > 1)}"] * (gap > 0) + show(item)
+            found += [f"... {gap} more {plural(gap, noun)}"] * (gap > 0) + show(item)
             gap = 0
         else:
             gap += 1

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.flat.layout import ParameterSpec
+from zeromesh.flat.redistribute import of_bucket, redistribute
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, KeptState
@@ -201,47 +202,35 @@ class WholeOptimizer(PieceOptimizer):
 
     def update(self, master: torch.Tensor, grad: torch.Tensor, groups: Sequence[Hyperparameters]) -> None:
         """Update `master`, the weights that this rank has of the bucket, in place with their gradients `grad`, `[length]` both."""
-        layout, updated, here = self._bucket.layout, self._updated(), self._group.index
-        numbers = {layout.slots[n].spec.fqn: n for n in self._owners if updated[n]}
-        everywhere = self._bucket.length == layout.padded
-        intervals = [self._bucket.interval if everywhere else layout.shard(rank) for rank in range(self._group.size)]
-        held = [
-            [(numbers[each.spec.fqn], each) for each in layout.pieces(interval) if each.spec.fqn in numbers]
-            for interval in intervals
-        ]
-        own = [n for n in numbers.values() if self._owners[n] == here]
-        values, gradients = ({n: grad.new_empty(layout.slots[n].where.length) for n in own} for _ in range(2))
-        nbytes = 2 * sum(each.nbytes for each in values.values())
+        layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
+        numbers = [n for n in sorted(self._owners) if updated[n]]
+        where = {n: layout.slots[n].where for n in numbers}
+        owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]
+        own, own_lengths = owned[self._group.index], [where[n].length for n in owned[self._group.index]]
+        nbytes = 2 * sum(own_lengths) * grad.element_size()
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, nbytes)
-
-        def of_owners(whole: Mapping[int, torch.Tensor]) -> list[list[torch.Tensor]]:
-            """By rank, what it holds of the tensors that this rank owns."""
-            return [
-                [whole[n][p.in_parameter.start : p.in_parameter.end] for n, p in each if n in whole] for each in held
-            ]
-
-        def of_holders(flat: torch.Tensor) -> list[list[torch.Tensor]]:
-            """By rank, what this rank holds of the tensors that it owns."""
-            pieces = [(self._owners[n], flat[p.in_shard.start : p.in_shard.end]) for n, p in held[here]]
-            return [[part for owner, part in pieces if owner == rank] for rank in range(self._group.size)]
-
-        for flat, whole in ((master, values), (grad, gradients)):
-            if everywhere:
-                for part, there in zip(of_owners(whole)[here], of_holders(flat)[here], strict=True):
-                    part.copy_(there)
-            else:
-                self._group.exchange(of_holders(flat), of_owners(whole), flat, _WHAT)
-        for number in own:
+        held = of_bucket(layout, ranks, whole=self._bucket.length == layout.padded)
+        with_owners = tuple(tuple(where[n] for n in each) for each in owned)
+        values, gradients = (redistribute(flat, held, with_owners, self._group, _WHAT) for flat in (master, grad))
+        parts = zip(own, torch.split(values, own_lengths), torch.split(gradients, own_lengths), strict=True)
+        for number, value, gradient in parts:
             spec, examples = layout.slots[number].spec, self._examples[number]
             shape = spec.shape or (1,)
             states = {
                 name: self._states[number, name].load(master.device).view(each.shape) for name, each in examples.items()
             }
-            parts = values[number].view(shape), gradients[number].view(shape)
-            self._update_part(number, groups[spec.group], *parts, states)
+            self._update_part(number, groups[spec.group], value.view(shape), gradient.view(shape), states)
             for name, each in states.items():
                 self._states[number, name].write(0, each.view(-1)).wait()
-        self._group.exchange(of_owners(values), of_holders(master), master, _WHAT)
+        # In the order of owners, so that ranks that want all of it gather it at once.
+        back = tuple(
+            tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
+            for (interval,) in held
+        )
+        flat, wanted = redistribute(values, with_owners, back, self._group, _WHAT), back[self._group.index]
+        for at, part in zip(wanted, torch.split(flat, [at.length for at in wanted]), strict=True):
+            place = at.after(self._bucket.interval.start)
+            master[place.start : place.end] = part
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, -nbytes)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zeromesh.errors import PhaseError
+from zeromesh.flat.layout import Positions
+from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ScalerSettings, ZeroOptions
@@ -196,11 +198,6 @@ def gradient_of(bucket: Bucket) -> torch.Tensor:
     return bucket.grad
 
 
-_Positions = tuple[tuple[int, ...], tuple[int, ...]]
-"""Positions along the tensor axis, and along the pipeline axis."""
-_ALONE: _Positions = ((), ())
-
-
 class ReplicaGroups:
     """Ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them counts these.
 
@@ -212,37 +209,28 @@ class ReplicaGroups:
     """
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
-        self._mesh = mesh
-        self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
-        if mesh.tensor.size == mesh.pipeline.size == 1:
+        self._coordinate = mesh.coordinate
+        self._sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        if mesh.model_size == 1:
             return
-        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {_ALONE})
-        sharers: dict[_Positions, list[int]] = {}
+        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {()})
+        sharers: dict[Positions, list[int]] = {}
         for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
-            for tensor, pipeline in rows:
-                sharers.setdefault((tuple(tensor), tuple(pipeline)), []).append(rank)
+            for row in rows:
+                sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
             # A mesh keeps such sets for the next engine.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
-            colour = self._colour(positions) if mesh.rank in ranks else None
+            axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
+            colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
             if not any(each.startswith(name) for each in mesh.process_sets):
                 mesh.process_sets.split(colour, name=name)
             if colour is not None:
                 self._sets[positions] = mesh.process_sets[f"{name} {colour}"]
 
-    def _colour(self, positions: _Positions) -> int:
-        """Equal on the ranks that share: those that differ along replicate, and along what `positions` names."""
-        here, shape = self._mesh.coordinate, self._mesh.shape
-        tensor = 0 if positions[0] else here.tensor
-        pipeline = 0 if positions[1] else here.pipeline
-        return (pipeline * shape.shard + here.shard) * shape.tensor + tensor
-
     def counts(self, bucket: Bucket) -> bool:
-        """Return True if this rank counts and writes a bucket's shard, among the tensor and pipeline ranks that hold it."""
-        spec, here = bucket.spec, self._mesh.coordinate
-        first = spec.holders[0] if spec.holders else 0
-        stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
-        return (here.tensor, here.pipeline) == (first, stage)
+        """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it and see the same samples."""
+        return all(self._coordinate[axis] == first for axis, first in bucket.spec.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
         """The ranks that share a bucket's elements, this one among them."""

@@ -27,7 +27,7 @@ from itertools import chain
 
 import torch
 
-from zeromesh.errors import NonFiniteError, some
+from zeromesh.errors import NonFiniteError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import (
     Access,
@@ -477,7 +477,7 @@ class OptimizerStep:
             text += f": gradients of unit {some(names, 1)} are not finite"
         ranks = [str(rank) for rank, (bad, _) in enumerate(rows) if bad]
         if ranks:
-            text += f"; the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            text += f"; the loss is not finite on {plural(len(ranks), 'rank')} {', '.join(ranks)}"
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:

@@ -23,7 +23,7 @@ from itertools import chain
 from operator import attrgetter, itemgetter, sub
 from typing import Literal, get_args
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, counted
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -294,7 +294,7 @@ def validate(schedule: PipelineSchedule) -> None:
     """
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(
-            f"{_title(schedule)} has actions for {len(schedule.actions)} ranks instead of {schedule.ranks}"
+            f"{_title(schedule)} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
         )
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     kinds = {Kind.FORWARD, *map(attrgetter("kind"), chain(*schedule.actions))}
@@ -314,8 +314,8 @@ def validate(schedule: PipelineSchedule) -> None:
         objects, proven = proven, sorted(map(id, actions))
         if objects == proven:
             continue
-        counted = Counter(actions)
-        for offenders, what in ((counted - wanted, "occurs once too often"), (wanted - counted, "is missing")):
+        given = Counter(actions)
+        for offenders, what in ((given - wanted, "occurs once too often"), (wanted - given, "is missing")):
             if offenders:
                 raise ScheduleError(f"{_title(schedule)}: on rank {rank} {min(offenders, key=str)} {what}")
     simulate(schedule)
@@ -445,4 +445,6 @@ def _before(action: Action) -> Action | None:
 
 
 def _title(schedule: PipelineSchedule) -> str:
-    return f"pipeline schedule {schedule.name} of {schedule.ranks} ranks x {schedule.chunks} chunks"
+    return (
+        f"pipeline schedule {schedule.name} of {counted(schedule.ranks, 'rank')} x {counted(schedule.chunks, 'chunk')}"
+    )

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.telemetry.event_ring import ACTIVITY_BITS, UNIT_BITS
@@ -59,23 +58,18 @@ _NOTE_STARTS = tuple(_NOTES_AT * 8 + sum(_NOTE_BYTES[:note]) for note in RankNot
 ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStatus:
-    """The last status that one rank has published."""
+class RankStatus(NamedTuple):
+    """The last status that one rank has published: its process id, a counter that moves while it works, the step and the microbatch
+    (from 1; 0 before the first), what it does to which unit, for how many seconds, and why it failed (empty while it has not)."""
 
     pid: int
     progress: int
-    """Moves while the rank works."""
     step: int
-    """Counted from 1; 0 before the first."""
     activity: int
     unit: int
     microbatch: int
-    """Counted from 1; 0 before the first of a step."""
     seconds: float
-    """For how long it has been doing that."""
     failure: str
-    """Why it failed; empty while it has not."""
 
 
 def new_row() -> memoryview:

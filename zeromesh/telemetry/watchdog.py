@@ -138,7 +138,7 @@ class Watchdog:
             limit = f", longer than checkpoint.timeout_seconds ({self.disk_patience:g})" if late else ""
             self.board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
             if not late:
-                self.beat()
+                self.board.beat()
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -179,10 +179,6 @@ class Watchdog:
         self._step_ended = now
         if seconds:
             self.board.count_step([int(1e9 * value) for value in found])
-
-    def beat(self) -> None:
-        """Say that this rank makes progress."""
-        self.board.beat()
 
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
@@ -378,7 +374,7 @@ class Watchdog:
         since = time.monotonic_ns()
         self.ring.add(event_ring.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
-        patience = self.patience_with(peers, what, late)
+        patience = Patience(self, peers, what, late)
         missing = behind() if behind is not None else []
         try:
             while not done():
@@ -407,17 +403,6 @@ class Watchdog:
             self.ring.add(event_ring.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
-
-    def patience_with(
-        self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
-    ) -> Patience:
-        """Return the limit of a wait for `peers` that begins now; `late` makes the error for those that are late."""
-        others = self._others(peers)
-        return Patience(self, others, what, late or (lambda: self._late(others, what)))
-
-    def progress(self, ranks: Iterable[int]) -> int:
-        """A number that grows whenever one of these ranks makes progress."""
-        return sum(map(self.board.progress, ranks))
 
     def break_with(self, error: CollectiveError) -> None:
         """Have whatever waits for others, now or next, raise `error`, and tell the other ranks."""
@@ -546,14 +531,14 @@ class Watchdog:
 
 
 class Patience:
-    """Bounds one wait. The deadline moves on whenever a peer makes progress."""
+    """Bounds one wait that begins now. The deadline moves on whenever a peer makes progress."""
 
-    def __init__(self, watch: Watchdog, others: Sequence[int], what: str, late: Callable[[], CollectiveError]) -> None:
-        """`others` are the peers without this rank, `late` makes the error for those that are late."""
-        self._watch = watch
-        self._others = others
-        self._what = what
-        self._late = late
+    def __init__(
+        self, watch: Watchdog, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
+    ) -> None:
+        """`late` makes the error for those that are late."""
+        self._watch, self._others, self._what = watch, watch._others(peers), what
+        self._late = late or (lambda: watch._late(peers, what))
         self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")
 
     def look(self) -> None:
@@ -568,7 +553,7 @@ class Patience:
             self._left_at = min(self._left_at, now)
             if now - self._left_at >= watch.LEFT_SECONDS:
                 raise CollectiveError(f"{self._what} cannot end: {leaver}")
-        progress = watch.progress(self._others)
+        progress = sum(map(watch.board.progress, self._others))
         if progress != self._seen:
             self._seen, self._deadline = progress, now + watch.timeout_seconds
         elif now > self._deadline:

@@ -9,6 +9,7 @@ shares of the sequence:
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -189,8 +190,13 @@ class Parallelized:
         for attention, division in self.plan.attentions.items():
             module = self._model.get_submodule(attention)
             own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
+            if _takes_width_of_input(module):
+                width = own.length * getattr(module, "head_dim", 0)
+                run = partial(_with_narrow_input, module.forward, self._sources[attention], width)
+                self._set(module, "forward", run)
             for name in {"alibi", "position_bias"} & taken.keys():
-                self._set(module, "forward", partial(_with_biases, module.forward, name, own, division.queries))
+                run = partial(_with_biases, module.forward, list(taken), name, own, division.queries)
+                self._set(module, "forward", run)
 
     def _share_sequence(self, shares: SequenceShares) -> None:
         """Set the forwards of blocks, of attentions and of blocks of experts.
@@ -222,19 +228,39 @@ class Parallelized:
                 self._set(module, "forward", partial(_route, module.forward, shares))
 
 
-def _with_biases(forward: Callable[..., Any], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
+def _takes_width_of_input(attention: nn.Module) -> bool:
+    """Return True for an attention whose code puts its heads together to as many features as its input has."""
+    try:
+        source = inspect.getsource(type(attention).forward)
+    except (OSError, TypeError):  # It has none.
+        return False
+    return re.search(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)", source) is not None
+
+
+def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: int, *args: Any, **kwargs: Any) -> Any:
+    """Run an attention that takes the width of this rank's heads from its input; its layers read all of that."""
+    args, kwargs = _with_hidden(args, kwargs, lambda x: source.narrowed(x, width))
+    return forward(*args, **kwargs)
+
+
+def _with_biases(
+    forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any
+) -> Any:
     """Run an attention whose argument `name` has position biases of all heads, and maybe a mask with them, on this rank's heads.
+
+    `names` are those of its arguments in their order.
 
     Biases are [batch x heads, 1, sequence], [heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them
     [batch, heads, sequence, sequence]. Those that an attention of this rank has made are of its heads alone already.
     """
+    kwargs |= dict(zip(names, args, strict=False))
     biases, mask = kwargs.get(name), kwargs.get("attention_mask")
     if biases is not None and biases.shape[-3] % heads == 0:
         apart = biases.view(-1, heads, *biases.shape[-2:])[:, own.start : own.end]
         kwargs[name] = apart if biases.dim() == 4 else apart.flatten(0, 1)
         if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
             kwargs["attention_mask"] = mask[:, own.start : own.end]
-    return forward(*args, **kwargs)
+    return forward(**kwargs)
 
 
 def _draws(model: nn.Module) -> bool:

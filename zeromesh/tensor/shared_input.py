@@ -103,6 +103,7 @@ class SharedInput:
     """The tensor that members get for the input, and its reading."""
     _left: int = 0
     _joined: tuple[torch.Tensor, torch.Tensor] | None = None
+    _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def join(self, member: nn.Module) -> int:
         """Add a layer that will read the input, whose `weight` is `[in, out]` if it is `transposed`; returns its number."""
@@ -113,9 +114,16 @@ class SharedInput:
         """Note that `whole` is the ranks' `share`s put together, for whoever reads `whole` until `forget`."""
         self._joined = (whole, share)
 
+    def narrowed(self, x: torch.Tensor, features: int) -> torch.Tensor:
+        """Some of the features of `x`, for code that looks at its shape alone; members that read it read `x`, until `forget`."""
+        self._narrow = (x.detach()[..., :features], x)
+        return self._narrow[0]
+
     @uncompiled
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         """Return `x` as a member reads it. Members that read the same tensor get the same result."""
+        if self._narrow is not None and self._narrow[0] is x:
+            x = self._narrow[1]
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
         if self._handed_out is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
             self._seen, self._handed_out, self._left = now, self._read(x), len(self._members)
@@ -127,7 +135,7 @@ class SharedInput:
 
     def forget(self) -> None:
         """Let go of what was read last: it will not be asked for again, though not all members have."""
-        self._seen = self._handed_out = self._joined = None
+        self._seen = self._handed_out = self._joined = self._narrow = None
 
     def _read(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         mode, share = "sum", x

@@ -526,11 +526,14 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
         raise LostValuesError(lost, "nothing sets them again")
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
-    notes = (
+    note = (
         f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
-        "`__init__` may have set otherwise is lost; a callable that builds the model keeps it",
+        "`__init__` may have set otherwise is lost; a callable that builds the model keeps it"
+        if drawn
+        else "the model was passed on the meta device, where it has no values: its weights are drawn anew, and a model that was "
+        "loaded before it was moved there has lost its own; pass that as it was loaded"
     )
-    return BuiltModel(model=model, source=source, notes=notes if drawn else ())
+    return BuiltModel(model=model, source=source, notes=(note,) if owners else ())
 
 
 def hooked_parameters(model: nn.Module) -> tuple[str, ...]:

@@ -163,13 +163,13 @@ class AutogradPasses(Passes):
     # Forward
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if not torch.is_grad_enabled() or self._mesh.pipeline.size > 1:
+        if not torch.is_grad_enabled() or self._mesh.shape.divides("blocks"):
             super()._begin_users_pass(module)
             return
         if not self.step.backwards or self.step.used:
             self.before_step()
         # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
-        shared = self._mesh.tensor.size > 1
+        shared = self._mesh.shape.divides("layers")
         where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))

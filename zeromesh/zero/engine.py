@@ -95,7 +95,7 @@ class ZeroEngine:
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Stages of a pipeline have units of their own.
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
-        mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks}
+        mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self.optimizer_step, self._passes.gradients, self._hooks)
         self._states: dict[bool, FullState] = {}

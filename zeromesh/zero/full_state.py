@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
+from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import TieredTensor
@@ -87,9 +89,9 @@ class CheckpointState:
             if self._updater.sharing.counts(bucket):
                 found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
-        buffers, here = saved_buffers(self._model), self._mesh.coordinate
-        specs = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
-        first = here.tensor == self._mesh.data_index == 0
+        buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
+        specs = buffers_of_stages(self._model, pipeline)[pipeline.index]
+        first = self._mesh.tensor.index == self._mesh.data_index == 0
         return [*found, *(_of_buffer(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
     def wanted(self) -> list[TensorShard]:
@@ -259,31 +261,32 @@ class FullState:
         self._units = units
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
-        slots = [
-            (bucket, *each)
-            for bucket in all_buckets(units)
-            for each in zip(bucket.layout.slots, bucket.training, strict=True)
-        ]
-        specs = [
-            TensorSpec(kind=MODEL, name=slot.spec.name, dtype=bucket.master.dtype, shape=slot.spec.region.shape)
-            for bucket, slot, _ in slots
-        ]
-        self._stages = of_stages(specs, mesh.pipeline, "parameters of all stages")
+        self._stages: list[list[TensorSpec]] = []
         """By stage its parameters in the dtype of their master weights; what several stages have counts for the first one alone."""
-        details = {slot.spec.name: (slot.spec.other_names, trained) for _, slot, trained in slots}
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its own first."""
         self._trained: dict[str, bool] = {}
-        for row in mesh.pipeline.gather_json(details, "names of tied parameters"):
-            for name, (others, trained) in row.items():
-                self._names.setdefault(name, (name, *others))
-                self._trained.setdefault(name, trained)
         self._specs: dict[str, TensorSpec] = {}
-        for spec in chain.from_iterable(self._stages):
-            self._specs |= {name: spec for name in self._names[spec.name] if name not in self._specs}
+        own, slots = [], []
+        for bucket in all_buckets(units):
+            dtype = str(bucket.master.dtype).removeprefix("torch.")
+            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True):
+                spec = slot.spec
+                slots.append(slot)
+                own.append([spec.name, spec.other_names, trained, dtype, spec.region.shape])
+        for stage in mesh.pipeline.gather_json(own, "parameters of all stages"):
+            new = [row for row in stage if row[0] not in self._names]
+            self._names |= {name: (name, *others) for name, others, *_ in new}
+            self._trained |= {name: trained for name, _, trained, *_ in new}
+            specs = [
+                TensorSpec(kind=MODEL, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+                for name, _, _, dtype, shape in new
+            ]
+            self._stages.append(specs)
+            self._specs = {name: spec for spec in specs for name in self._names[spec.name]} | self._specs
         divided = {
             slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
-            for _, slot, _ in slots
+            for slot in slots
             if slot.spec.part is not None and not slot.spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
@@ -436,7 +439,9 @@ class FullState:
         `restore` gives the model back the modules that it had, whatever has replaced them.
         """
         values = {name: tensor.clone() for name, tensor in self.parameters()}
-        buffers = {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.pipeline.size > 1 else {}
+        buffers = (
+            {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.shape.divides("blocks") else {}
+        )
         restore()
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)
@@ -470,9 +475,12 @@ class FullState:
         self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """The tensor that the ranks of a stage give as `value`, on all ranks of the pipeline."""
+        pipeline, numel = self._mesh.pipeline, prod(spec.shape)
         if value is None:
-            value = torch.empty(spec.shape, dtype=dtype or spec.dtype, device=self._mesh.device)
-        return self._mesh.pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
+            value = torch.empty(0, dtype=dtype or spec.dtype, device=self._mesh.device)
+        held, everywhere = on_one_rank(numel, pipeline.size, stage), replicated(numel, pipeline.size)
+        flat = value.contiguous().view(-1)
+        return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
 
     def _of_this_stage(
         self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
@@ -489,18 +497,7 @@ class FullState:
         regions = self._regions.get(slot.spec.name)
         if regions is None:
             return local.view(slot.spec.shape)
-        tensor = self._mesh.tensor
-        longest = max(region.numel for region in regions)
-        own = torch.zeros(longest, dtype=local.dtype, device=local.device)
-        own[: local.numel()] = local
-        everyone = torch.empty(tensor.size * longest, dtype=local.dtype, device=local.device)
-        tensor.all_gather_flat(everyone, own, f"reading of {slot.spec.name}")
-        made = torch.empty(slot.spec.region.shape, dtype=local.dtype, device=local.device)
-        for region, flat in zip(regions, everyone.chunk(tensor.size), strict=True):
-            part = flat[: region.numel].view(region.local_shape)
-            for here, there in region.boxes():
-                made[there] = part[here]
-        return made
+        return join_regions(local, regions, self._mesh.tensor, f"reading of {slot.spec.name}")
 
     def _weights(self, bucket: Bucket) -> torch.Tensor:
         return self._whole(bucket, self._weights_of(bucket).load(self._mesh.device))
@@ -512,11 +509,10 @@ class FullState:
         return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
-        if shard.numel() == bucket.layout.padded:
-            return shard.detach()
-        full = torch.empty(bucket.layout.padded, dtype=shard.dtype, device=shard.device)
-        self._mesh.shard.all_gather_flat(full, shard.detach(), f"reading of {bucket.name}")
-        return full
+        layout, ranks = bucket.layout, self._mesh.shard
+        held = of_bucket(layout, ranks.size, whole=shard.numel() == layout.padded)
+        whole = replicated(layout.padded, ranks.size)
+        return redistribute(shard.detach(), held, whole, ranks, f"reading of {bucket.name}")
 
     def _find(self, fqn: str) -> TensorSpec:
         if fqn not in self._specs:

@@ -243,7 +243,7 @@ class Passes:
             self._begin_users_pass(unit.module)
         self._progress.visit(unit.index)
         # Backward enters a stage of a pipeline at what its last block returns, not at what the root does.
-        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.pipeline.size > 1):
+        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.shape.divides("blocks")):
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
         self.writes.look_at(unit, len(self.units))
@@ -300,7 +300,7 @@ class Passes:
             self._need_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if self._mesh.pipeline.size > 1:
+        if self._mesh.shape.divides("blocks"):
             raise PhaseError(
                 "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
                 "when fit has made it whole"

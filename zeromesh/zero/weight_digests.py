@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -16,7 +15,6 @@ import xxhash
 from zeromesh.errors import WeightsDifferError, ranks_text
 from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 from zeromesh.units.unit import Bucket, all_buckets
 from zeromesh.zero.engine import ZeroEngine
@@ -24,50 +22,35 @@ from zeromesh.zero.engine import ZeroEngine
 _SHOWN = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightDifference:
-    """Elements of a tensor that ranks hold with other values."""
-
-    what: str
-    """The tensor's name, and which part of it."""
-    digests: Mapping[int, str]
-    """The digest of each rank that holds these elements, by rank."""
-
-    def __str__(self) -> str:
-        most, count = Counter(self.digests.values()).most_common(1)[0]
-        others = [rank for rank, digest in self.digests.items() if digest != most]
-        if 2 * count > len(self.digests):
-            rest = [rank for rank in self.digests if rank not in others]
-            return f"{self.what}: {ranks_text(others)} has other values than {ranks_text(rest, 8)}"
-        return f"{self.what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in self.digests.items())}"
-
-
-def compare_weights(engine: ZeroEngine) -> list[WeightDifference]:
-    """Compare the weights of all ranks, between passes over the model; every rank calls it and gets the same answer.
+def require_same_weights(engine: ZeroEngine) -> None:
+    """Compare the weights of all ranks, between passes over the model; every rank calls it.
 
     A rank reads all that it holds once, one tensor at a time, and gives the others digests of 64 bits (XXH3).
+
+    Raises:
+        WeightsDifferError: on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
     """
     engine.settle()
-    mesh: Mesh = engine.mesh
-    own = dict(_digests(engine))
+    world = engine.mesh.world
     holders: dict[str, dict[int, str]] = {}
-    for rank, row in zip(mesh.world.ranks, mesh.world.gather_json(own, "digests of weights"), strict=True):
+    for rank, row in zip(world.ranks, world.gather_json(dict(_digests(engine)), "digests of weights"), strict=True):
         for what, found in row.items():
             holders.setdefault(what, {})[rank] = found
-    return [
-        WeightDifference(what=what, digests=digests)
-        for what, digests in holders.items()
-        if len(set(digests.values())) > 1
-    ]
+    lines = [_difference(what, digests) for what, digests in holders.items() if len(set(digests.values())) > 1]
+    if lines:
+        rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        listed = "\n".join([*lines[:_SHOWN], *rest])
+        raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
 
 
-def require_same_weights(engine: ZeroEngine) -> None:
-    """Raise `WeightsDifferError` on all ranks, with tensors and ranks, where `compare_weights` finds a difference."""
-    found = compare_weights(engine)
-    if found:
-        rest = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        lines = "\n".join([*(str(each) for each in found[:_SHOWN]), *rest])
-        raise WeightsDifferError(f"ranks hold other values of the same weights:\n{lines}")
+def _difference(what: str, digests: Mapping[int, str]) -> str:
+    """The line on a tensor whose digest differs between the ranks that hold it: most of them are taken as right."""
+    most, count = Counter(digests.values()).most_common(1)[0]
+    others = [rank for rank, digest in digests.items() if digest != most]
+    if 2 * count > len(digests):
+        rest = [rank for rank in digests if rank not in others]
+        return f"{what}: {ranks_text(others)} has other values than {ranks_text(rest, 8)}"
+    return f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}"
 
 
 def _digests(engine: ZeroEngine) -> Iterator[tuple[str, str]]:

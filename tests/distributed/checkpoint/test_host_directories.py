@@ -11,7 +11,7 @@ from test_resume import step, unequal
 from workers import CaseError, Pool, PoolOptions, Workers
 
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.multi_host.parts import merge, open_parts
+from zeromesh.checkpoint.parts import merge, open_parts
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.manager import _metric_of
 from zeromesh.trainer.tools.checkpoint.reading import list_checkpoints

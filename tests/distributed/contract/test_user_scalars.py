@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from workers import Workers
 
-from zeromesh.trainer.tracking.backends import step_row
+from zeromesh.trainer.tracking.rows import step_row
 
 
 def test_scalars_are_means_since_the_last_line(workers: Workers, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, RingRequest
+from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Transfer
 
@@ -24,21 +25,23 @@ def waits_for_a_late_rank(mesh: Mesh, seconds: float) -> dict[str, bool]:
     """Rank 1 comes `seconds` late to each kind of collective that others wait for, more than a slice of a wait on a CPU."""
     world, device = mesh.shard, mesh.device
     parts = [_values(rank, (8,), device) for rank in range(world.size)]
-    full, found = torch.empty(8 * world.size, dtype=torch.float64, device=device), {}
+    placement, everywhere = one_after_another([8] * world.size), replicated(8 * world.size, world.size)
+    halves, found = one_after_another([4] * 2 * world.size), {}
+    crosswise = tuple(
+        tuple(span for half in halves[index :: world.size] for span in half) for index in range(world.size)
+    )
 
     def late() -> None:
         time.sleep(seconds * mesh.rank)
 
     late()
-    world.all_gather_flat(full, parts[mesh.rank], "a gather")
+    full = redistribute(parts[mesh.rank], placement, everywhere, world, "a gather")
     found["gather"] = torch.equal(full, torch.cat(parts))
     late()
     found["broadcast"] = torch.equal(world.broadcast_(parts[mesh.rank].clone(), 1, "a broadcast"), parts[1])
     late()
-    taken = [torch.empty(4, dtype=torch.float64, device=device) for _ in parts]
-    halves = [[half] for half in parts[mesh.rank].chunk(2)]
-    world.exchange(halves, [[each] for each in taken], parts[0], "an exchange")
-    found["exchange"] = all(torch.equal(got, part.chunk(2)[mesh.rank]) for got, part in zip(taken, parts, strict=True))
+    taken = redistribute(parts[mesh.rank], placement, crosswise, world, "an exchange")
+    found["exchange"] = torch.equal(taken, torch.cat([part.chunk(2)[mesh.rank] for part in parts]))
     late()
     total = parts[mesh.rank].clone()
     world.start_sum(total, "a sum")()
@@ -136,13 +139,15 @@ def gathers_from_files(mesh: Mesh, seconds: float) -> list[bool]:
 def hangs(mesh: Mesh) -> dict[str, Any]:
     """Rank 1 does not come to a gather; rank 0 reads what is computed after it."""
     began, found = time.monotonic(), ""
-    full, own = torch.zeros(8, device=mesh.device), torch.ones(4, device=mesh.device)
+    own = torch.ones(4, device=mesh.device)
     try:
         with mesh.call("a step"):
             if mesh.rank == 1:
                 time.sleep(5)
                 return {}
-            mesh.shard.all_gather_flat(full, own, "all-gather of unit layers.3")
+            full = redistribute(
+                own, one_after_another([4, 4]), replicated(8, 2), mesh.shard, "all-gather of unit layers.3"
+            )
             float(full.sum())
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"

@@ -160,9 +160,9 @@ def test_what_a_device_computes_is_progress_that_peers_see(watch: Watchdog) -> N
     """The host is far ahead, and stands still; what the device is through with shows that it is not stuck."""
     works, done = DeviceWorks(torch.device("cpu"), watch, traces=None), threading.Event()
     works._computing += [lambda: True, done.is_set]
-    before = watch.progress([0])
+    before = watch.board.progress(0)
     works._look()
-    assert watch.progress([0]) > before
+    assert watch.board.progress(0) > before
     works._flying.append(device_works._Flight(done=lambda: False, peers=[0, 1], what="a gather"))
     for number in range(6):
         done.set()

@@ -464,7 +464,7 @@ def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, 
     mesh.world.barrier("the model's directory")
     said: dict[str, Any] = {"flipped": {}}
     with Generator(directory, run={"output_dir": folder}, **sections) as generator:
-        generator.check()
+        generator.check_weights()
         places = {}
         for bucket in all_buckets(generator.engine.units):
             for slot in bucket.layout.slots:
@@ -480,12 +480,12 @@ def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, 
             if flips:
                 places[name] ^= 1
             try:
-                generator.check()
+                generator.check_weights()
             except WeightsDifferError as error:
                 said["flipped"][name] = str(error)
             if flips:
                 places[name] ^= 1
-        generator.check()
+        generator.check_weights()
     return said
 
 

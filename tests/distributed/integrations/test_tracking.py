@@ -25,9 +25,10 @@ from zeromesh.trainer.config import load as loading
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, read_metrics
-from zeromesh.trainer.tracking import backends as kinds
+from zeromesh.trainer.trackers import backends as kinds
+from zeromesh.trainer.trackers.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker
 from zeromesh.trainer.tracking import tracking as tracking_module
-from zeromesh.trainer.tracking.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker, last_row, missed_rows
+from zeromesh.trainer.tracking.rows import missed_rows
 from zeromesh.trainer.tracking.tracking import Tracking
 
 CASE = "tracking_cases:tracked"
@@ -93,27 +94,6 @@ def test_a_tracker_that_was_registered_with_accelerate_gets_the_same(run: Path) 
 
 def test_the_phases_of_a_step_add_up_to_it(run: Path) -> None:
     check_phases(read_metrics(run / "metrics.jsonl"))
-
-
-def test_the_last_row_is_found_in_the_newest_file_that_has_one(run: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run / "wandb", tmp_path / "wandb", symlinks=True))
-    ident = json.loads((run / "tracking.json").read_text())["id"]
-    (path,) = wandb_log.files(tmp_path)
-    found = last_row(folder, ident)
-    assert found is not None
-    assert found == (Place(7, evaluation=True), 9)
-    begun = tmp_path / "wandb" / f"offline-run-29990101_000000-{ident}" / path.name
-    begun.parent.mkdir()
-    begun.write_bytes(path.read_bytes()[:200])
-    assert last_row(folder, ident) == found
-    cut = path.stat().st_size
-    while found is not None and found[0].step == 7:  # as after a kill, wherever that has cut it off
-        cut -= 20
-        os.truncate(path, cut)
-        found = last_row(folder, ident)
-    assert found is not None
-    assert (found[0].step, found[1]) == (6, 7)
-    assert last_row(folder, "another") is None
 
 
 # Kills, resumes and breakdowns
@@ -205,8 +185,9 @@ def cut(run: Path, step: int) -> None:
     (path,) = wandb_log.files(run)
     while max(steps_of(wandb_log.rows(path), "train/loss")) > step:
         os.truncate(path, path.stat().st_size - 20)
-    for name in ("noted", "tensorboard"):
-        (run / f"tracking-{name}.json").write_text(json.dumps([ident, step, False]))
+    for name in ("noted", "tensorboard", "wandb"):
+        number = [wandb_log.rows(path)[-1]["_step"]] if name == "wandb" else []
+        (run / f"tracking-{name}.json").write_text(json.dumps([ident, step, False, *number]))
     noted = run / "noted" / "zeromesh.jsonl"
     lines = noted.read_text().splitlines(keepends=True)
     noted.write_text("".join(line for line in lines if json.loads(line).get("step", 0) <= step))
@@ -228,7 +209,7 @@ def test_what_a_kill_has_kept_from_trackers_is_sent_when_the_run_goes_on(
         (path,) = wandb_log.files(run)
         os.truncate(path, 200)
         shutil.rmtree(run / "noted")
-        for name in ("noted", "tensorboard"):
+        for name in ("noted", "tensorboard", "wandb"):
             ident = json.loads((run / f"tracking-{name}.json").read_text())[0]
             (run / f"tracking-{name}.json").write_text(json.dumps([ident, 0, False]))
     said = workers.run(1, CASE, steps=14, **arguments)[0]["said"]

@@ -116,7 +116,7 @@ def memory_of_slots(mesh: Mesh) -> dict[str, Any]:
     for number in range(40):
         exchange.sum(torch.ones(20_000 * (1 + number % 7))).wait()
     mesh.world.barrier("all have summed")
-    slots = [slot.segment.nbytes for slot in exchange._slots]  # type: ignore[attr-defined]
+    slots = [slot.segment.nbytes for slot in exchange._ring.own]  # type: ignore[attr-defined]
     found = {"slots": slots, "descriptors": len(os.listdir("/proc/self/fd")) - before}
     mesh.world.barrier("all have looked")
     del exchange

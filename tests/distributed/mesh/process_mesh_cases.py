@@ -27,7 +27,7 @@ def axes(mesh: Mesh) -> dict[str, Any]:
             mesh["replicate", "shard"] is mesh.data,
             mesh["pipeline"] is mesh.pipeline,
         ],
-        "at": str(mesh.coordinate),
+        "at": mesh.coordinate,
         "next": [mesh.neighbour("pipeline", 1), mesh.neighbour("pipeline", 1, wrap=True), mesh.neighbour("tensor", -1)],
         "lines": str(mesh).splitlines(),
     }

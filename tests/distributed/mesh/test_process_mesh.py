@@ -15,7 +15,7 @@ def test_sets_of_all_axes(workers: Workers) -> None:
         assert found["linked"] == ["world", "pipeline", "tensor"]
         assert found["sums"] == {name: sum(ranks) for name, ranks in found["ranks"].items()}
         assert all(found["same"])
-        assert found["at"] == f"pipeline {rank // 2}, replicate 0, shard 0, tensor {rank % 2}"
+        assert found["at"] == {"pipeline": rank // 2, "replicate": 0, "shard": 0, "tensor": rank % 2}
         further = rank + 2 if rank < 2 else None
         assert found["next"] == [further, (rank + 2) % 4, rank - 1 if rank % 2 else None]
         assert found["both"] == [True, [0, 1, 2, 3], "pipeline x tensor", [[0], [1], [2], [3]]]

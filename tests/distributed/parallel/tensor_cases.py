@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import transformers as tf
-from bench.without_zero import load_parts
 
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
@@ -14,6 +13,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.tensor.trial import load_parts
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
 from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.units.plan import block_modules

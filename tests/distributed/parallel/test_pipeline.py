@@ -11,7 +11,6 @@ from workers import PoolOptions, Workers
 
 from zeromesh.comm import point_to_point
 from zeromesh.errors import CollectiveError
-from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 
 EXACT = 1e-9
 
@@ -88,22 +87,21 @@ def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
 
 
 class Failed:
-    """A collective that the other end's death has ended."""
+    """A message that the other end's death has ended."""
 
-    def is_completed(self) -> bool:
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def done(self) -> bool:
         return True
 
-    def wait(self, timeout: object = None) -> bool:
-        raise RuntimeError("Connection closed by peer")
+    def wait(self) -> None:
+        raise CollectiveError(f"rank 1 is gone; {self._what}")
 
 
-def test_a_message_that_has_failed_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def named(work: Failed, what: str, peers: list[int]) -> None:
-        raise CollectiveError(f"rank {peers[0]} is gone; {what}")
-
-    monkeypatch.setattr(point_to_point, "_broadcast", lambda tensor, source, group: Failed())
-    group = SimpleNamespace(order=named, on_stream=False, traffic=CommAccount(StepRecorder(), "", 2))
-    line = point_to_point._Line(None, 0, 1, group, torch.device("cpu"))  # type: ignore[arg-type]
+def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
+    pair = SimpleNamespace(start=lambda kind, flat, what, **_: Failed(what), on_stream=False, index=0)
+    line = point_to_point._Line(pair, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")
     with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):

@@ -14,6 +14,7 @@ from torch import nn
 from trainer_cases import LLAMA, llama, sentences, settings
 from workers import Workers
 
+import zeromesh
 from zeromesh import Trainer
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.cli.main import main
@@ -182,6 +183,28 @@ def test_frozen_weights_that_are_not_those_of_the_source_are_written(workers: Wo
     found = workers.run(2, "lora_cases:edited", folder=str(tmp_path))[0]
     norm, head = "base_model.model.model.norm.weight", "base_model.model.lm_head.weight"
     assert found["written"] == [[norm], [head, norm]]
+
+
+@pytest.mark.parametrize("frozen", ["auto", "whole"])
+def test_the_checkpoints_of_a_loop_name_frozen_weights_as_those_of_a_run_do(tmp_path: Path, frozen: str) -> None:
+    llama().save_pretrained(tmp_path / "base")
+
+    def sharded(seed: int) -> Any:
+        torch.manual_seed(seed)
+        inside = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model = peft.get_peft_model(inside, peft.LoraConfig(r=2, target_modules=TARGETS))
+        return zeromesh.shard(model, torch.optim.AdamW(model.parameters()), checkpoint={"frozen": frozen})
+
+    model, optimizer = sharded(1)
+    wanted = {name: each.clone() for name, each in zeromesh.state_dict(model)}
+    path = zeromesh.save(tmp_path / "saved", model, optimizer)
+    manifest = json.loads((path / "manifest.json").read_text())
+    named = {name for name, row in manifest["tensors"]["model"].items() if row[0].startswith("source/")}
+    trained = {name for name in manifest["tensors"]["model"] if "lora_" in name}
+    assert named == (set(manifest["tensors"]["model"]) - trained if frozen == "auto" else set())
+    other, optimizer = sharded(2)
+    assert zeromesh.load(tmp_path / "saved", other, optimizer) == {}
+    assert all(torch.equal(each, wanted[name]) for name, each in zeromesh.state_dict(other))
 
 
 @pytest.mark.parametrize(("frozen", "away"), [("auto", False), ("reference", True)])

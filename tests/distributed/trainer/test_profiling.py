@@ -325,7 +325,7 @@ def test_memory_that_runs_out_leaves_a_file_that_says_what_held_it(
     path = tmp_path / "run" / f"memory-rank-{rank}.json"
     assert outcomes[rank].error == "StorageError"
     said = outcomes[rank].message
-    assert f"rank {rank} ran out of memory after 1 whole steps (" in said
+    assert f"rank {rank} ran out of memory after 1 whole step (" in said
     assert f"{path} says what holds the rest; lower batch.micro_size" in said
     assert "KiB optimizer moments" in said
     found = json.loads(path.read_text())

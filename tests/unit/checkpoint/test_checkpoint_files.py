@@ -29,9 +29,9 @@ from stored_cases import (
 
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
-from zeromesh.checkpoint.io.file_slices import FileSlice, PlacedValues
+from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter
@@ -48,14 +48,14 @@ F32, BF16 = torch.float32, torch.bfloat16
 # Writing and reading
 
 
-@given(wanted=specs(), hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4), rng=randoms, seed=st.integers(0, 99))
+@given(wanted=specs(), ranks=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
 @FEW
 def test_safetensors_reads_what_the_ranks_wrote(
-    wanted: list[TensorSpec], hosts: list[int], rng: random.Random, seed: int
+    wanted: list[TensorSpec], ranks: int, rng: random.Random, seed: int
 ) -> None:
     values = values_of(wanted, seed)
     with tempfile.TemporaryDirectory() as root, small_units():
-        reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
+        reader = write(Path(root), 7, split(values, ranks, rng), tensor=ranks)
         found: dict[tuple[str, str], torch.Tensor] = {}
         for path in reader.manifest.files:
             if path.endswith(".safetensors"):
@@ -68,20 +68,14 @@ def test_safetensors_reads_what_the_ranks_wrote(
     }
 
 
-@given(
-    wanted=specs(),
-    hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4),
-    readers=st.integers(1, 4),
-    rng=randoms,
-    seed=st.integers(0, 99),
-)
+@given(wanted=specs(), ranks=st.integers(1, 4), readers=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
 @FEW
 def test_any_other_ranks_read_the_same_elements(
-    wanted: list[TensorSpec], hosts: list[int], readers: int, rng: random.Random, seed: int
+    wanted: list[TensorSpec], ranks: int, readers: int, rng: random.Random, seed: int
 ) -> None:
     values = values_of(wanted, seed)
     with tempfile.TemporaryDirectory() as root, small_units():
-        reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
+        reader = write(Path(root), 7, split(values, ranks, rng), tensor=ranks)
         reader.verify()
         for holdings in split(values, readers, rng):
             expected = [bits(holding.values.memory) for holding in holdings]
@@ -303,8 +297,8 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 
 
 def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> PlacedValues:
-    where = FileSlice.contiguous(path, begin, memory.dtype, memory.numel())
-    return PlacedValues(where=where, values=TieredTensor.of(memory), owner=owner)
+    stored = StoredTensor(spec=spec("w", tuple(memory.shape), memory.dtype), path=path, begin=begin)
+    return PlacedValues.stored(stored, 0, TieredTensor.of(memory), owner)
 
 
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:

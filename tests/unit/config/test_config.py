@@ -20,9 +20,9 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config, suggestion
 from zeromesh.trainer.config.messages import allowed, choices, known_paths
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
+from zeromesh.trainer.config.sections.schedule import SCHEDULES
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar
-from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -550,6 +550,8 @@ def test_arguments_and_methods_of_other_trainers_are_known() -> None:
         Trainer(None, tokenizer=object())
     with pytest.raises(ConfigError, match=r"no argument peft_config; it is model.lora here"):
         Trainer(None, peft_config=object())
+    with pytest.raises(ConfigError, match=r"no argument max_steps; config has the key run\.max_steps"):
+        Trainer(None, max_steps=2)
     with pytest.raises(AttributeError, match=r"has no train; it is trainer.fit\(\) here"):
         Trainer(None).train()
 
@@ -575,14 +577,14 @@ def test_every_key_says_what_it_allows() -> None:
 
 
 def test_every_schedule_can_be_chosen() -> None:
-    assert choices(known_paths()["schedule.name"]) == list(SCHEDULE_NAMES)
+    assert choices(known_paths()["schedule.name"]) == list(SCHEDULES)
     assert schedule_of(load_config(None, ["schedule.name=linear"])).factor(20) == 1.0
 
 
 def test_the_reference_page_is_current() -> None:
-    reference = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))
+    reference = runpy.run_path(str(ROOT / "scripts/pages/config_reference.py"))
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference["page"](), "run: python scripts/config_reference.py"
+    assert page == reference["page"](), "run: python scripts/pages/config_reference.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.*")), ids=lambda path: path.name)

@@ -129,6 +129,15 @@ def test_labels_past_the_classes_are_named(labels: list[Any], words: str) -> Non
         check_batch({"labels": torch.tensor(labels)}, vocab_size=None, causal=False, indices=[7, 8], classes=3)
 
 
+@pytest.mark.parametrize("collate", [None, default_data_collator])
+def test_labels_that_are_text_are_named(collate: Any) -> None:
+    samples = [{"input_ids": [1, 2], "label": name, "text": "words"} for name in ("good", "bad")]
+    with pytest.raises(DataError, match=r"sample 1: label is text \('bad'\), .*class_encode_column\('label'\)"):
+        BatchRules(collate=collate).make_batch(samples, [1, 0])
+    numbered = [sample | {"labels": 1} for sample in samples]
+    assert BatchRules().make_batch(numbered, [1, 0])["labels"].tolist() == [1, 1]
+
+
 def test_class_labels_are_not_token_ids() -> None:
     batch = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([50])}
     check_batch(batch, vocab_size=10, causal=False, indices=[0])

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.datasets import LoadedData, load_datasets
+from zeromesh.trainer.data.datasets import load_datasets
+from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.packing import ConversationDataset, best_fit
 from zeromesh.trainer.data.sampler import MixedOrder, SampleOrder, whole_weights
 from zeromesh.trainer.data.token_cache import TokenCache
@@ -75,7 +76,7 @@ def own(raw: PreTrainedTokenizerFast) -> PretrainedTokenizer:
     return PretrainedTokenizer(tokenizer=raw)
 
 
-def load(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, /, **keys: Any) -> LoadedData:
+def load(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, /, **keys: Any) -> RunData:
     """The data of these rows, each in a sequence of its own and in their order."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -275,7 +276,7 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
         (
             [{"messages": messages(CHATS[1][:1])}],
             {},
-            "1 rows, and none has a target of the loss in its first 96 tokens",
+            "1 row, and none has a target of the loss in its first 96 tokens",
         ),
         ([{"messages": messages(CHATS[1])}], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
     ],

@@ -3,6 +3,10 @@
 import csv
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +180,52 @@ def test_rows_that_are_not_of_their_format_are_refused(
     section = DataSection(train=str(tmp_path / "rows.jsonl"), format=form, chat_template=TEMPLATE)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=rf"row 0 is no row of data\.format {form}: .*{message}|{message}"):
         load_datasets(section)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAIN = """
+import json, sys, zeromesh
+with zeromesh.Trainer(None, json.loads(sys.argv[1])) as trainer:
+    trainer.fit()
+    print(zeromesh.__file__, trainer.run.data.train[0]["labels"].tolist())
+"""
+
+
+def test_a_new_format_of_rows_or_files_is_a_row_of_a_table_and_a_function(tmp_path: Path) -> None:
+    """Both are added in a copy, each in one place, and a step is trained."""
+    for name in ("zeromesh", "trainer", "offload"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, table, row, function in (
+        (
+            "trainer/config/sections/formats.py",
+            "FORMATS = {\n",
+            '    "quiz": RowFormat(("question", "reply"), parts=_quiz),\n',
+            'def _quiz(row):\n    return {"messages": _said("user", row["question"]) + _said("assistant", row["reply"])}\n\n\n',
+        ),
+        (
+            "trainer/data/text_sources.py",
+            "_READERS: dict[str, Callable[[SourceFile], Iterator[dict[str, Any]]]] = {\n",
+            '    "quiz": _quiz_rows,\n',
+            "def _quiz_rows(file):\n    with _text(file.path, file.encoding) as lines:\n"
+            '        yield from (dict(zip(("question", "reply"), line.strip().split(" = "))) for line in lines)\n\n\n',
+        ),
+    ):
+        source = (tmp_path / path).read_text()
+        assert source.count(table) == 1
+        (tmp_path / path).write_text(source.replace(table, f"{function}{table}{row}"))
+    (tmp_path / "rows.quiz").write_text("1 + 2 = 3\n" * 16)
+    data = {"train": str(tmp_path / "rows.quiz"), "format": "quiz", "chat_template": TEMPLATE, "sequence_length": 32}
+    keys = settings(str(tmp_path), model={"config": LLAMA}, data={**data, "eval_fraction": 0.0, "packing": False})
+    keys["run"] |= {"max_steps": 1}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, json.dumps(keys)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    place, _, labels = done.stdout.splitlines()[-1].partition(" ")
+    assert place == str(tmp_path / "zeromesh" / "__init__.py")
+    assert bytes(each for each in json.loads(labels) if each >= 0) == b"3\n"

@@ -135,9 +135,9 @@ def test_a_directory_is_read_in_order_of_names_without_hidden_and_binary_files(t
     (tmp_path / ".git" / "x").write_text("hidden")
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "c.bin").write_bytes(b"\0\1\2")
-    source = find_text(tmp_path, text_field="text", where="data.train")
+    source = find_text(tmp_path, where="data.train")
     skipped: list[str] = []
-    assert [document.key for document in source.documents(skipped)] == ["b.txt", "sub/a.md"]
+    assert [row.key for row in source.rows(["text"], [], skipped, whole=True)] == ["b.txt", "sub/a.md"]
     assert skipped == ["c.bin"]
     assert any("c.bin" in note for note in load_datasets(text_section(train=tmp_path, sequence_length=4)).notes)
     with pytest.raises(DataError, match="is not text"):
@@ -159,6 +159,10 @@ def test_text_in_another_encoding_is_refused_until_it_is_named(tmp_path: Path) -
     (tmp_path / "e.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"e\.txt' is not utf-8: byte 3 of its text is e9 \(unexpected end"):
         read_text(tmp_path / "e.txt")
+    with pytest.raises(
+        DataError, match=r"e\.txt' is not utf-16: UTF-16 stream does not start with BOM; set data\.encoding"
+    ):
+        load_datasets(text_section(train=tmp_path / "e.txt", encoding="utf-16"))
     with pytest.raises(DataError, match=r"data\.encoding: unknown encoding: koi9"):
         load_datasets(text_section(train=tmp_path / "a.txt", encoding="koi9"))
     with pytest.raises(DataError, match=r"data\.encoding: 'hex' is not a text encoding"):
@@ -203,7 +207,8 @@ def test_compressed_files_and_patterns_are_read(tmp_path: Path, name: str) -> No
 def test_rows_of_json_are_lines_or_one_list(tmp_path: Path) -> None:
     """Half a character becomes '?', as bytes have none; what is no row is named by its line."""
     (tmp_path / "a.json").write_text('[\n {"text": "one"},\n {"text": "\\ud83d\\ude00\\ud83d"}\n]\n')
-    found = [document.text for document in find_text(tmp_path, text_field="text", where="data.train").documents()]
+    source = find_text(tmp_path, where="data.train")
+    found = [row.values["text"] for row in source.rows(["text"], [], [])]
     assert found == ["one", "\U0001f600?"]
     for content, message in (
         ('{"text": "a"}\n{"text"', "cannot be read as json: line 2: "),
@@ -257,8 +262,8 @@ def test_row_files_may_be_empty_and_have_names_that_look_like_patterns(tmp_path:
     (tmp_path / "a[1].jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b*.jsonl").write_text('{"text": "two"}\n')
     (tmp_path / "bc.jsonl").write_text("")
-    source = find_text(tmp_path, text_field="text", where="data.train")
-    assert [document.key for document in source.documents()] == ["a[1].jsonl:0", "b*.jsonl:0"]
+    source = find_text(tmp_path, where="data.train")
+    assert [row.key for row in source.rows(["text"], [], [])] == ["a[1].jsonl:0", "b*.jsonl:0"]
 
 
 @pytest.mark.usefixtures("offline")

@@ -14,7 +14,8 @@ from workers import Workers
 
 from zeromesh.errors import DataError, StorageError
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.datasets import LoadedData, load_datasets
+from zeromesh.trainer.data.datasets import load_datasets
+from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
 
@@ -45,7 +46,7 @@ class Home:
         self.notes: list[str] = []
         self.told: list[str] = []
 
-    def load(self, name: str | None = "counting", **changes: Any) -> tuple[int, LoadedData]:
+    def load(self, name: str | None = "counting", **changes: Any) -> tuple[int, RunData]:
         tokenizer = Counting(texts=[], name=name)
         keys = {"train": str(self.text), "sequence_length": 16, "eval_fraction": 0.2, **changes}
         cache = TokenCache(self.cache, self.notes.append)
@@ -62,7 +63,7 @@ def home(tmp_path: Path) -> Home:
     return Home(tmp_path)
 
 
-def values(data: LoadedData) -> Any:
+def values(data: RunData) -> Any:
     return (data.train.fingerprint(), data.notes, data.byte_pair_entropy, data.train.tokens.tolist())
 
 

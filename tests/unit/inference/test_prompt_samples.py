@@ -11,7 +11,7 @@ import pytest
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
-from zeromesh.trainer.tracking.backends import Place, TrackedRow, WandbTracker
+from zeromesh.trainer.trackers.backends import Place, TrackedRow, WandbTracker
 
 SIZES = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 48, "vocab_size": 256}
 
@@ -64,9 +64,12 @@ def test_without_evaluations_somebody_has_to_say_when(tmp_path: Path) -> None:
         Trainer(config=config).fit()
 
 
-def test_wandb_gets_a_table() -> None:
+def test_wandb_gets_a_table(tmp_path: Path) -> None:
     seen: list[Any] = []
-    tracker = WandbTracker("wandb", SimpleNamespace(), tracker=SimpleNamespace(log=lambda row, **_: seen.append(row)))  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(directory=tmp_path, ident="x")
+    library = SimpleNamespace(log=lambda row, **_: seen.append(row), tracker=SimpleNamespace(step=3))
+    tracker = WandbTracker("wandb", run, tracker=library)
     tracker.log(TrackedRow(Place(4, evaluation=True), {}, (("2 times", " 2"),)))
     assert seen[0]["samples"].columns == ["step", "prompt", "completion"]
     assert seen[0]["samples"].data == [[4, "2 times", " 2"]]
+    assert json.loads((tmp_path / "tracking-wandb.json").read_text()) == ["x", 4, True, 3]

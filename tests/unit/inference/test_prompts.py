@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.inference.prompts import deal, parse_prompts, read_prompts, split_prompt
+from zeromesh.trainer.inference.prompts import parse_prompts, read_prompts, split_prompt
+from zeromesh.trainer.inference.rounds import partition_prompts
 
 
 def test_lines_of_all_kinds() -> None:
@@ -79,7 +80,7 @@ def test_a_link_to_a_file_of_prompts(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 7))
 def test_prompts_are_dealt_out_once_and_evenly(lengths: list[int], ranks: int, batch: int) -> None:
-    rounds = deal(lengths, ranks=ranks, batch=batch)
+    rounds = partition_prompts(lengths, ranks=ranks, batch=batch)
     assert sorted(number for dealt in rounds for own in dealt for number in own) == list(range(len(lengths)))
     assert len(rounds) == -(-len(lengths) // (ranks * batch))
     assert all(len(dealt) == ranks and max(map(len, dealt)) <= batch for dealt in rounds)
@@ -93,13 +94,13 @@ def test_prompts_are_dealt_out_once_and_evenly(lengths: list[int], ranks: int, b
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 7))
 def test_prompts_of_one_length_are_dealt_out_together(lengths: list[int], ranks: int, batch: int) -> None:
-    rounds = deal(lengths, ranks=ranks, batch=batch, one_length=True)
+    rounds = partition_prompts(lengths, ranks=ranks, batch=batch, one_length=True)
     assert sorted(number for dealt in rounds for own in dealt for number in own) == list(range(len(lengths)))
     assert all(len(dealt) == ranks and max(map(len, dealt)) <= batch for dealt in rounds)
     assert all(len({lengths[number] for number in own}) <= 1 for dealt in rounds for own in dealt)
     assert all(any(dealt) for dealt in rounds)
-    whole = deal(lengths, ranks=ranks, batch=batch, one_length=True, whole_rounds=True)
+    whole = partition_prompts(lengths, ranks=ranks, batch=batch, one_length=True, whole_rounds=True)
     assert sorted(number for dealt in whole for own in dealt for number in own) == list(range(len(lengths)))
     assert all(len({lengths[number] for own in dealt for number in own}) == 1 for dealt in whole)
     alike = [10] * (ranks * batch)
-    assert len(deal(alike, ranks=ranks, batch=batch, one_length=True)) == 1
+    assert len(partition_prompts(alike, ranks=ranks, batch=batch, one_length=True)) == 1

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.inference.generator import Generator
 
@@ -76,13 +77,30 @@ def test_wrong_settings_are_refused_where_they_enter(generator: Generator, field
             check(fields)
     with pytest.raises(ConfigError):
         generator.generate([[1, 2]], **fields)
-    assert not generator._failure
+    assert not generator.placed.failure
 
 
 @pytest.mark.parametrize("fields", RIGHT, ids=map(repr, RIGHT))
 def test_right_settings_generate(generator: Generator, fields: dict[str, Any]) -> None:
     generator.check_request([1], fields)
     assert generator.generate([[1, 2]], **{"max_new_tokens": 2, **fields})[0].new_tokens == 2
+
+
+def test_a_generator_gives_its_weights_as_a_trainer_does(generator: Generator, folder: Path, tmp_path: Path) -> None:
+    wanted = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    generator.save(tmp_path / "again")
+    with generator.gathered(["model.norm.weight"]):
+        assert generator.placed.module.model.norm.weight.shape == (16,)
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    for found in (dict(generator.state_dict()), dict(generator.stream_weights()), again):
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+        assert len(found) > 5
+    with pytest.raises(ConfigError, match="no averaged weights"):
+        generator.save(tmp_path / "again", ema=True)
+    with Generator(folder) as closed:
+        pass
+    with pytest.raises(PhaseError, match=r"ended with close\(\)"):
+        closed.check_weights()
 
 
 def test_a_row_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,40 @@ def test_an_answer_ends_before_a_text(scene: Scene) -> None:
     assert made.choices[0].text == SAID
 
 
+class _Thinking:
+    """A parser of answers that begin with what the model thinks, up to a comma; it keeps a letter until the next one comes."""
+
+    initial_events: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self._held, self._field = "", "thinking"
+
+    def feed(self, text: str) -> list[Any]:
+        events = []
+        for letter in text:
+            events.append({"type": "region_chunk", "field": self._field, "text": self._held})
+            self._held = letter
+            self._field = "content" if letter == "," else self._field
+        return events
+
+    def finalize(self) -> tuple[None, list[Any]]:
+        return None, [{"type": "region_chunk", "field": self._field, "text": self._held}]
+
+
+def test_a_parser_of_answers_loses_nothing_at_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "response_parser", lambda served, tokens, tools: _Thinking())
+    begin = SAID.encode().index(b"STOP")
+    for stop, more in ((None, 2), ("STOP", 9)):
+        options: Any = {**CHAT, "model": "repeater", "max_tokens": begin + more, "stop": stop}
+        said = scene.client.chat.completions.create(**options).choices[0].message
+        parts = scene.client.chat.completions.create(stream=True, **options)
+        text = SAID[: SAID.index("STOP") + (0 if stop else 2)]
+        found = "".join(part.choices[0].delta.content or "" for part in parts)
+        assert said.content == found == text[text.index(",") :]
+        assert said.model_extra is not None
+        assert said.model_extra["reasoning_content"] == text[: text.index(",")]
+
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 

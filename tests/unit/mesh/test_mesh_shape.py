@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
-from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
+from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
 
 sizes = st.integers(min_value=1, max_value=3)
 shapes = st.builds(MeshShape, pipeline=sizes, replicate=sizes, shard=sizes, tensor=sizes)
@@ -20,7 +20,7 @@ some_axes = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 @given(shapes)
 def test_rank_and_coordinate_are_inverse(shape: MeshShape) -> None:
     coordinates = [shape.coordinate(rank) for rank in range(shape.world_size)]
-    assert len(set(coordinates)) == shape.world_size
+    assert len({str(at) for at in coordinates}) == shape.world_size
     assert [shape.rank(at) for at in coordinates] == list(range(shape.world_size))
 
 
@@ -36,16 +36,18 @@ def test_groups_hold_every_rank_once(shape: MeshShape, axes: tuple[Axis, ...]) -
         for rank in group:
             assert shape.group_of(rank, *axes) == group
         for axis in set(AXES) - set(axes):
-            assert len({getattr(shape.coordinate(rank), axis) for rank in group}) == 1
+            assert len({shape.coordinate(rank)[axis] for rank in group}) == 1
     assert shape.groups(*reversed(axes)) == groups
 
 
-@given(shapes)
-def test_data_index_counts_the_ranks_that_see_different_samples(shape: MeshShape) -> None:
-    for group in shape.groups("replicate", "shard"):
-        assert [shape.data_index(rank) for rank in group] == list(range(shape.replicate * shape.shard))
-    for group in shape.groups("pipeline", "tensor"):
-        assert len({shape.data_index(rank) for rank in group}) == 1
+def test_what_axes_divide_says_who_sums_what() -> None:
+    assert axes_of("batch") == ("replicate", "shard")
+    assert axes_of("states") == ("shard",)
+    assert axes_of("batch", but=["states"]) == ("replicate",)
+    assert axes_of("blocks", "layers") == ("pipeline", "tensor")
+    shape = MeshShape(pipeline=2, shard=2)
+    assert [shape.divides(what) for what in ("blocks", "layers", "states")] == [True, False, True]
+    assert shape.model_size == 2
 
 
 @given(shapes)
@@ -75,7 +77,7 @@ def test_the_tensor_axis_is_innermost() -> None:
     assert shape.groups("shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert shape.groups("pipeline") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert shape.groups() == tuple((rank,) for rank in range(8))
-    assert shape.coordinate(5) == Coordinate(pipeline=1, shard=0, tensor=1)
+    assert shape.coordinate(5) == {"pipeline": 1, "replicate": 0, "shard": 0, "tensor": 1}
 
 
 def test_a_misfit_names_the_product_and_what_to_change() -> None:

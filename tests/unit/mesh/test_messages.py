@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_hostfile import Printed
 
-from zeromesh.environment import SECRET
+from zeromesh.environment import SECRET, RankRange
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection, MessageError
-from zeromesh.launch.rank_processes import RankRange
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, WorkersFailed, launch_workers
 from zeromesh.launch.ssh import BEGIN, AttachedFollower, Host, HostStream, LaunchPlan, supervise
 

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from bench_scale import layouts_of, part_of, shape_of, world_of
 
-from zeromesh.checkpoint.io.file_slices import FileSlice
-from zeromesh.checkpoint.io.write_plan import WritePlanner
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.process_groups import groups_in_turn
@@ -98,19 +96,6 @@ def test_a_shard_looks_at_its_own_parameters() -> None:
         found.append(calls_of(lambda layout=layout: layout.pieces(layout.shard(7))))  # type: ignore[misc]
         assert [piece.spec.fqn for piece in layout.pieces(layout.shard(7))] == ["14", "15"]
     assert found[1] < 2 * found[0]
-
-
-def test_a_rank_plans_writes_of_tensors_that_its_host_has() -> None:
-    """Those of other hosts are passed over: all ranks are told of all, and each would make objects of them."""
-
-    def plan(ranks: int) -> int:
-        whole = FileSlice.contiguous("file", 0, torch.float32, 64).to_row()
-        rows = [[whole[0], rank // 8 * 4096, *whole[2:]] for rank in range(ranks)]
-        hosts = [rank // 8 for rank in range(ranks)]
-        return calls_of(lambda: WritePlanner([], [], 0).plan([[[row], []] for row in rows], hosts))
-
-    few, many = plan(64), plan(4096)
-    assert many - few < 3 * (4096 - 64)
 
 
 class CountingStore(dict[str, str]):

@@ -248,6 +248,21 @@ def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:
     assert built.source.read("bert.pooler.dense.bias", 0, 4).eq(0).all()
 
 
+@pytest.mark.parametrize("classes", [2, 5])
+def test_a_head_for_other_classes_is_initialised_and_said(classes: int, tmp_path: Path) -> None:
+    stored = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3))
+    stored.save_pretrained(tmp_path)
+    same, other = (load(tmp_path, "sequence_classification", num_labels=number) for number in (3, classes))
+    assert not same.notes
+    assert "there for other classes, so newly initialised: classifier.weight, classifier.bias" in other.notes[0]
+    size = classes * 32
+    assert not torch.equal(
+        other.source.read("classifier.weight", 0, size)[:64], same.source.read("classifier.weight", 0, 64)
+    )
+    pooler = stored.bert.pooler.dense.weight.detach().reshape(-1)
+    assert torch.equal(other.source.read("bert.pooler.dense.weight", 0, 1024), pooler)
+
+
 def test_a_bare_base_model_loads_under_a_head(tmp_path: Path) -> None:
     original = saved("llama", tmp_path)
     original.model.save_pretrained(tmp_path / "base")

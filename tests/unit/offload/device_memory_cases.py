@@ -10,7 +10,7 @@ import torch
 from simulated import device as sim
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
-from zeromesh.checkpoint.io.file_slices import FileSlice, PlacedValues
+from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.write_plan import WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
@@ -114,9 +114,7 @@ def a_save_waits_for_the_last_update_alone(mesh: Mesh, *, folder: str) -> list[s
     memory = shard.parts[0].memory
     assert memory is not None
     memory.fill_(7.0)  # The last update.
-    path, begin = files[0].path, files[0].tensors[0].begin
-    where = FileSlice.contiguous(path, begin, torch.float32, 1 << 20)
-    plan = WritePlan(files=files, runs={path: [PlacedValues(where=where, values=shard, owner=0)]})
+    plan = WritePlan(files=files, runs={files[0].path: [PlacedValues.stored(files[0].tensors[0], 0, shard, 0)]})
     directory = CheckpointStore(Path(folder)).create(1, files)
     writer = ShardWriter(directory, plan.pieces([], {0: 0}), 0, mesh.device)
     # The next step begins: its computation waits for something that is long in coming.
@@ -145,7 +143,7 @@ def a_save_waits_for_the_last_update_alone(mesh: Mesh, *, folder: str) -> list[s
     writer.join(lambda: None)
     waited = [text.split(" ", 1)[1] for text in torch.ops.sim.waits()]
     assert bytes_of(far)[0] != 1.0, "the save has waited for what was launched after it had begun"
-    stored = (directory / path).read_bytes()[begin:]
+    stored = (directory / files[0].path).read_bytes()[files[0].tensors[0].begin :]
     assert torch.frombuffer(bytearray(stored), dtype=torch.float32).eq(7.0).all()
     torch.accelerator.synchronize()
     return waited

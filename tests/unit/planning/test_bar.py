@@ -8,7 +8,7 @@ from zeromesh.offload import TierChoice
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.planning import auto
-from zeromesh.trainer.planning.auto import settle
+from zeromesh.trainer.planning.auto import settle, subject_of
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.machine_files import find_machine
@@ -25,7 +25,7 @@ _KEYS = (_MODEL, "data.sequence_length=32", "batch.global_size=8")
 
 
 def _subject(*keys: str) -> Subject:
-    return Subject.of(load_config(None, [*_KEYS, *keys]), device="cuda")
+    return subject_of(load_config(None, [*_KEYS, *keys]), device="cuda")
 
 
 def _card(memory: float, *, disk: bool = True) -> Machine:

@@ -8,6 +8,7 @@ import pytest
 
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning import estimate, stage_times
+from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.machine_files import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.stage_times import StageTimes
@@ -28,7 +29,7 @@ _LLAMA_70B = {
 
 def _subject(**changes: Any) -> Subject:
     keys = ["data.sequence_length=4096", "batch.global_size=2048", "precision.compute=bfloat16"]
-    return Subject.of(load_config(None, [f"model.config={ {**_LLAMA_70B, **changes} }", *keys]), device="cuda")
+    return subject_of(load_config(None, [f"model.config={ {**_LLAMA_70B, **changes} }", *keys]), device="cuda")
 
 
 def _counting(found: Counter[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.planning import machine_files
 from zeromesh.trainer.planning.machine import LinkSet, Machine
 from zeromesh.trainer.planning.machine_files import find_machine, named_in, read_machine, shipped, write_machine
 from zeromesh.trainer.planning.tracing.work import Product, Work
@@ -39,8 +40,11 @@ EVERY = [MACHINE, *map(find_machine, ("a100", "b200", "h100", "h200", "l4", "lap
 
 
 def test_a_product_takes_as_long_as_its_operations_or_its_bytes() -> None:
-    assert MACHINE.product_seconds(Product("float32", 2, 512, 512, 512)) == pytest.approx(2 * 2 * 512**3 / 8e10)
-    assert MACHINE.product_seconds(Product("float32", 1, 1, 4096, 4096)) == pytest.approx(4 * (4096**2 + 8192) / 1e10)
+    assert MACHINE.product_seconds(Product("float32", 4 * 512**3, 6 * 4 * 512**2)) == pytest.approx(
+        2 * 2 * 512**3 / 8e10
+    )
+    nbytes = 4 * (4096**2 + 8192)
+    assert MACHINE.product_seconds(Product("float32", 2 * 4096**2, nbytes)) == pytest.approx(nbytes / 1e10)
 
 
 @pytest.mark.parametrize("machine", EVERY, ids=lambda machine: machine.name)
@@ -53,7 +57,12 @@ def test_more_takes_longer(machine: Machine, data: st.DataObject) -> None:
     ]
     place = data.draw(st.integers(0, 3))
     larger = [4 * size if number == place else size for number, size in enumerate(shape)]
-    less, more = (machine.product_seconds(Product(dtype, *each)) for each in (shape, larger))
+
+    def seconds(batch: int, rows: int, inner: int, columns: int) -> float:
+        elements = batch * (rows * inner + inner * columns + rows * columns)
+        return machine.product_seconds(Product(dtype, 2 * batch * rows * inner * columns, 2 * elements))
+
+    less, more = seconds(*shape), seconds(*larger)
     assert more > less
     kind = data.draw(st.sampled_from(["all-gather", "reduce-scatter", "all-reduce", "point to point"]))
     ranks, hosts = data.draw(st.sampled_from([(2, 1), (4, 1), (8, 1), (8, 2), (64, 8), (512, 64)]))
@@ -77,7 +86,7 @@ def test_a_ring_sends_its_bytes_once_or_twice() -> None:
 
 
 def test_work_on_a_cpu_follows_and_on_an_accelerator_overlaps_its_launches() -> None:
-    product = Product("float32", 1, 512, 512, 512)
+    product = Product("float32", 2 * 512**3, 3 * 4 * 512**2)
     work = Work(products=((product, 2),), moved=1 << 24, operations=3)
     computes, moves = 2 * MACHINE.product_seconds(product) + 3e-5, (1 << 24) / 1e10
     assert MACHINE.work_seconds(work) == pytest.approx(computes + moves)
@@ -154,7 +163,7 @@ def test_what_a_file_lacks_is_an_error_that_says_what_to_add(tmp_path: Path, mon
         ConfigError,
         match=r"no rate of bfloat16 .* of float32; set precision\.compute .*, add device\.products\.bf",
     ):
-        MACHINE.product_seconds(Product("bfloat16", 1, 2, 2, 2))
+        MACHINE.product_seconds(Product("bfloat16", 16, 24))
     with pytest.raises(ConfigError, match=r"no figures of nccl inside a host; add links\.inside\.nccl"):
         find_machine("a100").model_copy(update={"links": LinkSet()}).collective_seconds("all-gather", 10, ranks=2)
     with pytest.raises(ConfigError, match="add disk with read and written"):
@@ -207,7 +216,7 @@ def test_several_cards_of_a_host_have_more_of_it() -> None:
     one, four = find_machine("t4"), find_machine("t4", devices=4)
     assert (four.host.devices, four.host.memory_bytes) == (4, 4 * one.host.memory_bytes)
     with pytest.raises(ConfigError, match=r"only of float16, float32; set precision\.compute"):
-        one.product_seconds(Product("bfloat16", 1, 64, 64, 64))
+        one.product_seconds(Product("bfloat16", 2 * 64**3, 3 * 2 * 64**2))
 
 
 @pytest.mark.parametrize(
@@ -224,3 +233,19 @@ def test_several_cards_of_a_host_have_more_of_it() -> None:
 )
 def test_a_driver_names_a_card(device: str, name: str | None) -> None:
     assert named_in(device) == name
+
+
+def test_a_card_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = "bandwidth: 1.0e12, bfloat16: 4.0e14, float32: 1.0e14, copies: 5.0e10, link: 2.0e11"
+    row = f"  x9: {{name: Example X9, memory: 31GiB, {rates}}}"
+    text = (machine_files.SHIPPED / "cards.yaml").read_text(encoding="utf-8")
+    (tmp_path / "cards.yaml").write_text(f"{text}{row}\n", encoding="utf-8")
+    monkeypatch.setattr(machine_files, "SHIPPED", tmp_path)
+    machine_files._cards.cache_clear()
+    try:
+        card = find_machine("x9", devices=2)
+        assert (card.name, card.device.memory_bytes) == ("Example X9", 31 << 30)
+        assert find_machine("31GB").name == "a card of 31 GB with the rates of Example X9"
+        assert machine_files.named_in("Example X9 PCIe") == "x9"
+    finally:
+        machine_files._cards.cache_clear()

@@ -7,6 +7,7 @@ from browser import Browser, find_browser, looks_of
 from test_machine import MACHINE
 
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.planner import GIB, Planner
 from zeromesh.trainer.planning.report import plan_charts, plan_picture
 from zeromesh.trainer.planning.subject import Subject
@@ -23,7 +24,7 @@ _KEYS = ("data.sequence_length=32", "batch.global_size=8", "precision.compute=fl
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    return Subject.of(load_config(None, [f"model.config={_MODEL}", *_KEYS]))
+    return subject_of(load_config(None, [f"model.config={_MODEL}", *_KEYS]))
 
 
 def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:

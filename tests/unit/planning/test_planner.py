@@ -42,7 +42,7 @@ def _config(**model: Any) -> TrainerConfig:
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    return Subject.of(_config())
+    return subject_of(_config())
 
 
 def test_a_model_of_pictures_is_cut_as_its_own_data_show() -> None:

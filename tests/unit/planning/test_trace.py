@@ -16,7 +16,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
-from zeromesh.trainer.planning.tracing import without_values
 from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE
 from zeromesh.trainer.planning.tracing.trace import TraceOptions, trace_microbatch
 from zeromesh.units.plan import block_modules
@@ -88,17 +87,6 @@ def test_operations_are_those_that_pytorch_counts() -> None:
         loss(model, batch, seed=1.0).backward()
     found = trace_microbatch(model, batch, loss, TraceOptions(compute=torch.float32))
     assert found.work.flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
-def test_calls_that_are_known_count_as_others_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    architecture = ARCHITECTURES[name]
-    model, samples = architecture.build(), architecture.samples(2)
-    batch = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
-    options = TraceOptions(compute=torch.float32, tensor=2, recompute="selective")
-    known = trace_microbatch(model, batch, make_loss(model), options)
-    monkeypatch.setattr(without_values, "_is_new", lambda *_: False)
-    assert trace_microbatch(model, batch, make_loss(model), options) == known
 
 
 def test_a_deep_model_is_its_blocks_many_times() -> None:

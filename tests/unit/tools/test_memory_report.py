@@ -1,4 +1,4 @@
-"""The arithmetic of `scripts/memory_report.py` on numbers that are given, and its prediction for a model that is not built."""
+"""The arithmetic of `scripts/benchmarks/memory_report.py` on given numbers, and its prediction for a model that is not built."""
 
 import json
 import sys

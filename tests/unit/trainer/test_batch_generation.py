@@ -1,5 +1,6 @@
 """Prompts are what stands before the first label that counts, padded on the left."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,16 +54,9 @@ def test_inputs_of_a_decoder_that_are_made_of_labels_are_left_out() -> None:
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:
     model: Any = llama()
-    mesh: Any = None
-    generation = BatchGeneration(
-        model=model,
-        mesh=mesh,
-        engine=None,
-        pipeline=None,
-        settings=settings_of(model, {"max_new_tokens": 30}, None),
-        processing_class=None,
-        seed="0",
-    )
+    placed: Any = SimpleNamespace(module=model)
+    settings = settings_of(model, {"max_new_tokens": 30}, None)
+    generation = BatchGeneration(placed=placed, settings=settings, seed="0")
     with pytest.raises(
         DataError, match="the prompt of sample 4 has 3 tokens, which with 30 new ones are more than the model's 32"
     ):

@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES, LRSchedule
+from zeromesh.trainer.config.sections.schedule import SCHEDULES, LRSchedule
 
 BASE_LR = 0.3
 STEPS = 60
@@ -101,7 +101,7 @@ def test_wsd_is_a_name_of_warmup_stable_decay_and_decays_in_a_tenth() -> None:
     assert short.factor(100) == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULE_NAMES if name != "constant"])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (5, 5), (20, 3), (1, 2)])
 def test_factors_are_in_range_whatever_the_lengths(name: str, warmup: int, total: int) -> None:
     options = {"min_ratio": 0.1} if name.endswith("_with_min_lr") else {}

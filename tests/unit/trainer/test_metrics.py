@@ -19,7 +19,7 @@ from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.console import Console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, metrics_of_steps, read_metrics
-from zeromesh.trainer.tracking.backends import evaluation_row
+from zeromesh.trainer.tracking.rows import evaluation_row
 
 
 def metrics(step: int = 1, **changes: Any) -> StepMetrics:

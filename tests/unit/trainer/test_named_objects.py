@@ -136,7 +136,7 @@ def test_what_is_given_to_the_trainer_counts_for_more(folder: Path) -> None:
         ("model__source", "gpt2", "model.python returns the model, and model.source gpt2 is one too"),
         ("data__train", {"python": "own_code:rows", "m": 1}, r"data.train: own_code:rows\(.*does not take {'m': 1}"),
         ("data__train", {"python": "own_code:number"}, "data.train: own_code:number gave a int; allowed are samples"),
-        ("data__train", {"pyton": "own_code:rows"}, "data.train: got a mapping of 1 keys; allowed is text"),
+        ("data__train", {"pyton": "own_code:rows"}, "data.train: got a mapping of 1 key; allowed is text"),
         ("data__train", ".", "data.train and data.eval: one is Python code"),
         ("data__eval", {"a": {"python": "own_code:number"}}, "data.eval.a: own_code:number gave a int"),
         ("data__eval", {"python": "own_code"}, "data.eval.python: got 'own_code'; allowed is text such as"),

@@ -4,23 +4,19 @@ from typing import Any
 
 import pytest
 
-from zeromesh.offload import Purpose, Tier
-from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.trainer.monitoring.plan_check import PlanCheck, Prediction
-from zeromesh.trainer.monitoring.plan_comparison import comparison_lines
+from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
 
 MIB = 1 << 20
 
 
 def compared(*, forward: float = 0.2, peak: int = 100, moments: int = 10, master: int = 0) -> dict[str, Any]:
     """A plan of 0.3 seconds and 100 MiB, beside these seconds and MiB."""
-    prediction = Prediction(
+    check = PlanCheck(
         layout="shard 2",
-        phases={StepPhase.FORWARD: 0.2, StepPhase.BACKWARD: 0.1},
-        memory={Tier.DEVICE: {Purpose.MOMENTS: 10 * MIB}, Tier.HOST: {Purpose.MASTER: 20 * MIB}},
+        phases={"forward": 0.2, "backward": 0.1},
+        memory={"device": {"moments": 10 * MIB}, "host": {"master": 20 * MIB}},
         peak=100 * MIB,
     )
-    check = PlanCheck(prediction=prediction)
     for seconds in (9.0, forward, forward):  # The first step does not count.
         check.add(seconds + 0.1, {"forward": seconds, "backward": 0.1})
     device = {"moments": moments * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}

@@ -64,7 +64,7 @@ class StreamReducer(Reducer):
         return Reduction(
             traffic=account,
             kind=Collective.REDUCE_SCATTER,
-            parts=[half, half],
+            parts=lambda: [half, half],
             sums=out,
             add=add,
             arrived=arrived,

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -44,11 +44,16 @@ def whole(value: object) -> object:
     return value
 
 
+_Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
+
+
 def tuple_from_list(value: object) -> object:
     """Files hold lists; frozen values hold tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
+Listed = Annotated[_Tuple, BeforeValidator(tuple_from_list)]
+"""The kind of a tuple that files write as a list."""
 Number = Annotated[float, BeforeValidator(_number_from_text)]
 Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[Number, Field(gt=0.0)]
@@ -63,17 +68,16 @@ Bytes = Annotated[
     Whole, BeforeValidator(bytes_from_text), Field(ge=0), Allowed("a number of bytes, such as 268435456 or 256MiB")
 ]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-Names = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
-Texts = Annotated[
-    tuple[Text, ...], BeforeValidator(tuple_from_list), Field(min_length=1), Allowed("a list of at least one text")
-]
+Names = Listed[tuple[Text, ...]]
+Texts = Annotated[Listed[tuple[Text, ...]], Field(min_length=1), Allowed("a list of at least one text")]
+PythonName = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), Allowed("text such as package.module:function")]
 
 
 class NamedFunction(BaseModel):
     """A function, a class or an object of Python code, by its name. Further keys are arguments of its call."""
 
     model_config = ConfigDict(frozen=True, extra="allow", hide_input_in_errors=True)
-    python: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    python: PythonName
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -82,6 +86,7 @@ class NamedFunction(BaseModel):
 
 
 Named = Annotated[NamedFunction, Allowed("a mapping such as {python: package.module:function}")]
+NamedList = Annotated[Listed[tuple[Named, ...]], Allowed("a list such as [{python: package.module:function}]")]
 
 
 class Section(BaseModel):

@@ -11,6 +11,7 @@ from zeromesh.trainer.config.sections.base import (
     Named,
     NamedFunction,
     Positive,
+    PythonName,
     Section,
     Text,
     Texts,
@@ -73,9 +74,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model to train. A model that is given to `Trainer` itself replaces `source` and `config`."""
 
-    python: (
-        Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), Allowed("text such as package.module:function")] | None
-    ) = None
+    python: PythonName | None = None
     """A function of Python code that returns the model, in place of `source`; `config` holds its arguments."""
     source: Text | None = None
     """Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into shards."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
@@ -23,7 +22,8 @@ from zeromesh.trainer.config.sections.base import (
     Count,
     CountOrOff,
     Fraction,
-    Named,
+    Listed,
+    NamedList,
     Names,
     NotNegative,
     Number,
@@ -32,7 +32,6 @@ from zeromesh.trainer.config.sections.base import (
     Seed,
     Text,
     Texts,
-    tuple_from_list,
 )
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -102,9 +101,7 @@ class HubSection(Section):
 class ProfileSection(Section):
     """The measurements of steps, and the steps of which torch's profiler writes traces into the run's directory."""
 
-    steps: Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("a list of two steps")] | None = (
-        None
-    )
+    steps: Annotated[Listed[tuple[Count, Count]], Allowed("a list of two steps")] | None = None
     """First and last step that are recorded on every rank; null: none."""
     memory: bool = False
     """Record allocations and shapes of operators too."""
@@ -170,11 +167,7 @@ class RunSection(Section):
     """End with the weights of the best evaluation, which is kept as a checkpoint."""
     label_smoothing: Fraction = 0.0
     """Part of each target that is spread over all classes, as in cross_entropy."""
-    callbacks: Annotated[
-        tuple[Named, ...],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list such as [{python: package.module:Class}]"),
-    ] = ()
+    callbacks: NamedList = ()
     """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; an error where there is none."""

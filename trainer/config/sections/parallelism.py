@@ -9,6 +9,7 @@ from zeromesh.trainer.config.sections.base import (
     Bytes,
     Count,
     CountOrOff,
+    Listed,
     Number,
     Positive,
     Seconds,
@@ -17,7 +18,6 @@ from zeromesh.trainer.config.sections.base import (
     Texts,
     Whole,
     bytes_from_text,
-    tuple_from_list,
 )
 
 LEAST_STAGING = 4 << 20
@@ -86,8 +86,7 @@ class ParallelSection(Section):
     """The mesh. The product of the axes is the number of ranks."""
 
     auto: Annotated[
-        tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...],
-        BeforeValidator(tuple_from_list),
+        Listed[tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...]],
         Allowed(f"a list of {', '.join(AUTOMATIC)}"),
     ] = ()
     """Keys that the fastest plan that fits decides when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
@@ -109,9 +108,7 @@ class ParallelSection(Section):
     """The order in which stages run the microbatches of a step."""
     chunks: Count = 1
     """Stages of each pipeline rank: more than one with the schedule `interleaved` alone."""
-    stages: (
-        Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list), Allowed("a list of numbers of blocks")] | None
-    ) = None
+    stages: Annotated[Listed[tuple[Count, ...]], Allowed("a list of numbers of blocks")] | None = None
     """Blocks of each stage, first to last; null: by `balance`."""
     balance: Literal["parameters", "flops"] = "parameters"
     """Quantity that stages get about equal shares of: parameters, which is even in memory, or multiplications of a token, which is

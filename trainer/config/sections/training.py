@@ -1,31 +1,30 @@
-"""The sections `data`, `batch`, `optimizer`, `schedule` and `ema`."""
+"""The sections `data`, `batch`, `optimizer` and `ema`."""
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
     Count,
     CountOrOff,
     Fraction,
+    Listed,
     Named,
     NamedFunction,
+    NamedList,
     Names,
     NotNegative,
-    Number,
     Positive,
-    Ratio,
     Seconds,
     Section,
     Seed,
     Text,
     Texts,
     Whole,
-    tuple_from_list,
 )
+from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 
 
 class BatchSection(Section):
@@ -45,11 +44,8 @@ class BatchSection(Section):
     it has."""
 
 
-DataFormat = Literal["text", "chat", "pairs", "alpaca", "sharegpt", "labels", "pictures"]
-Column = Literal[
-    "messages", "prompt", "completion", "tools", "chat_template_kwargs",
-    "instruction", "input", "output", "conversations", "system", "label",
-]  # fmt: skip
+DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
+Column = Literal[*COLUMNS]  # type: ignore[valid-type]
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
@@ -87,7 +83,6 @@ class MixturePart(Section):
 
 AUTO_EVAL_SAMPLES = 256
 EVAL = "data.eval"
-PICTURES = "pictures"
 
 
 class DataSection(Section):
@@ -193,7 +188,17 @@ class DataSection(Section):
         """`separate_documents`, with null made true or false."""
         if self.separate_documents is not None:
             return self.separate_documents
-        return self.packing and any(part.format not in ("text", "labels") for part in self.parts().values())
+        return self.packing and any(each.answers for each in self.formats)
+
+    @property
+    def rows(self) -> RowFormat:
+        """The row of the table of `format`."""
+        return FORMATS[self.format]
+
+    @property
+    def formats(self) -> list[RowFormat]:
+        """Those of all parts of the mixture."""
+        return [part.rows for part in self.parts().values()]
 
 
 class OptimizerSection(Section):
@@ -203,9 +208,10 @@ class OptimizerSection(Section):
     """The optimizer."""
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
-    betas: Annotated[
-        tuple[Fraction, Fraction], BeforeValidator(tuple_from_list), Allowed("a list of two numbers, each >= 0 and < 1")
-    ] = (0.9, 0.95)
+    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] = (
+        0.9,
+        0.95,
+    )
     """Decay rates of the two moments of adamw and adam."""
     eps: NotNegative = 1.0e-8
     """Added to the denominator of adamw, adam and adagrad."""
@@ -222,70 +228,13 @@ class OptimizerSection(Section):
     float16."""
 
 
-def default_warmup(steps: int) -> int:
-    """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
-    return steps // 10
-
-
-class ScheduleSection(Section):
-    """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
-
-    name: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "warmup_stable_decay",
-        "wsd",
-        "inverse_sqrt",
-    ] = "cosine"
-    """The curve after the warm-up. wsd is short for warmup_stable_decay."""
-    warmup_steps: CountOrOff | None = None
-    """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
-    warmup_ratio: Fraction | None = None
-    """The same as a part of the run's steps; it replaces `warmup_steps`."""
-    min_ratio: Ratio | None = None
-    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
-    1e-7."""
-    num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
-    """Waves of the cosine curves; null: one fall to the lowest rate."""
-    power: Positive | None = None
-    """Exponent of polynomial; null: 1."""
-    decay_steps: CountOrOff | None = None
-    """Steps of wsd's final decay; null: a tenth of the run."""
-    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = None
-    """Curve of wsd's final decay; null: cosine."""
-    timescale: Count | None = None
-    """Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up."""
-    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
-    """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
-    start_ratio: Ratio | None = None
-    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
-
-    def warmup_of(self, steps: int) -> int:
-        """The steps of the warm-up in a run of `steps` steps."""
-        if self.warmup_ratio is not None:
-            return math.ceil(self.warmup_ratio * steps)
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return 0 if self.name == "constant" else default_warmup(steps)
-
-
 class TrainSection(Section):
     """The signal that the model learns from. Preferences and rewards are learnt by TRL's own trainers (extra `zeromesh[trl]`)."""
 
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
     """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
     the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
-    rewards: Annotated[
-        tuple[Named, ...],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list such as [{python: package.module:function}]"),
-    ] = ()
+    rewards: NamedList = ()
     """Functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
     options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""

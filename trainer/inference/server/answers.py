@@ -10,23 +10,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from zeromesh.errors import ConfigError, DataError, PhaseError, QueueFullError
+from zeromesh.errors import ConfigError
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.requests import Inbox, Progress
 from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
-
-RETRY_SECONDS = 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +45,12 @@ class Piece:
         """True if there is anything in it that a client sees."""
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
+    def add(self, other: Piece) -> None:
+        """Go on with a piece that follows this one."""
+        for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.finish = other.finish
+
 
 class Answer:
     """Submits a request, and gives its text in pieces. Made and used on one event loop.
@@ -57,7 +61,8 @@ class Answer:
         parser: tells tool calls and reasoning from text; None: all is text.
 
     Raises:
-        RequestError: for a request that the model cannot continue (400), a full queue (429), and a server that stops (503).
+        ConfigError, DataError: for a request that the model cannot continue.
+        QueueFullError, PhaseError: for a full queue, and for a server that stops.
     """
 
     def __init__(
@@ -83,14 +88,9 @@ class Answer:
         self.over = False
         positions, seed = served.positions, asked.seed
         fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
-        try:
-            served.check_request(tokens, fields)
-        except (ConfigError, DataError) as error:
-            raise RequestError(400, str(error)) from error
-        with refused_by_inbox():
-            self.number = inbox.submit(
-                tokens, self._arrived, fields=fields, seed=secrets.randbits(62) if seed is None else seed
-            )
+        served.check_request(tokens, fields)
+        seed = secrets.randbits(62) if seed is None else seed
+        self.number = inbox.submit(tokens, self._arrived, fields=fields, seed=seed)
 
     def _arrived(self, progress: Progress | BaseException) -> None:
         """Hand progress over to the event loop, from the generator's thread."""
@@ -115,24 +115,25 @@ class Answer:
             if isinstance(progress, BaseException):
                 self.over = True
                 raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
+            last = progress.finish is not None
             self.new_tokens += len(progress.tokens)
-            text = self._stream.add(progress.tokens, last=progress.finish is not None)
-            shown, stopped = self._until_stop(text, last=progress.finish is not None)
-            self.over = stopped or progress.finish is not None
-            piece = Piece(text=shown, tokens=progress.tokens, logprobs=progress.logprobs or [])
+            text, stopped = self._until_stop(self._stream.add(progress.tokens, last=last), last=last)
+            self.over = stopped or last
+            piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
+            if self._parser is not None:
+                events = list(self._parser.feed(text)) if text else []
+                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has none.
+                    events += self._parser.finalize()[1] if self.over else ()
+                piece = self._parsed(events, piece)
             if stopped:
                 self._inbox.cancel(self.number)
-            if self._parser is not None:
-                piece = self._parsed(self._parser.feed(shown) if shown else [], piece)
-                if self.over:
-                    piece = self._parsed(self._last_events(), piece)
+            elif progress.finish == "not_finite":
+                raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
+            elif progress.finish == "cancelled":
+                raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
             if self.over:
-                if not stopped and progress.finish == "not_finite":
-                    raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
                 length = not stopped and progress.finish == "length"
                 piece.finish = "tool_calls" if self._tool_calls else "length" if length else "stop"
-                if not stopped and progress.finish == "cancelled":
-                    raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
             yield piece
 
     def _until_stop(self, text: str, *, last: bool) -> tuple[str, bool]:
@@ -145,17 +146,11 @@ class Answer:
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept], False
 
-    def _last_events(self) -> list[Any]:
-        try:
-            return list(self._parser.finalize()[1])
-        except (ValueError, RuntimeError):
-            return []  # The answer ended within a tool call, which is none then.
-
     def _parsed(self, events: list[Any], piece: Piece) -> Piece:
         """Sort what a parser says into a piece."""
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
-        text = ""
+        piece.text = ""
         for chunk in response_events_to_chunks(events):
             if isinstance(chunk, ToolCall):
                 function = {"name": chunk.name, "arguments": chunk.arguments}
@@ -165,20 +160,8 @@ class Answer:
             elif isinstance(chunk, ReasoningText):
                 piece.reasoning += chunk
             else:
-                text += chunk
-        piece.text = text
+                piece.text += chunk
         return piece
-
-
-@contextmanager
-def refused_by_inbox() -> Iterator[None]:
-    """Have a full queue and a server that stops raise `RequestError` inside the block."""
-    try:
-        yield
-    except QueueFullError as error:
-        raise RequestError(429, str(error), code="queue_full") from error
-    except PhaseError as error:
-        raise RequestError(503, str(error), code="stopping") from error
 
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
@@ -202,12 +185,10 @@ def chat_tokens(served: Generator, messages: Sequence[Mapping[str, Any]], tools:
     tokenizer = served.tokenizer
     if tokenizer is None:
         raise RequestError(400, "the model has no tokenizer")
-    try:
+    with RequestError.about("messages"):
         tokens = tokenizer.encode_messages(plain, tools=tools)
         if tools and tokens == tokenizer.encode_messages(plain):
             raise RequestError(400, "the model's chat template knows no tools", param="tools")
-    except DataError as error:
-        raise RequestError(400, str(error), param="messages") from error
     return tokens
 
 

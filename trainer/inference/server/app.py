@@ -29,14 +29,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.inference.requests import Inbox
-from zeromesh.trainer.inference.server.answers import (
-    RETRY_SECONDS,
-    Answer,
-    Piece,
-    chat_tokens,
-    refused_by_inbox,
-    response_parser,
-)
+from zeromesh.trainer.inference.server import schema
+from zeromesh.trainer.inference.server.answers import Answer, Piece, chat_tokens, response_parser
 from zeromesh.trainer.inference.server.schema import Body, ChatRequest, CompletionRequest, RequestError, parse_body
 
 if TYPE_CHECKING:
@@ -49,6 +43,7 @@ _CONNECTIONS = 1024
 _REFUSED = 64
 _BACKLOG = 128
 _DESCRIPTORS = 1 << 16
+_RETRY_SECONDS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +60,6 @@ class ServerOptions:
     receive_seconds: float = 30.0
     """How long a client may take to send the head of a request, and then its body."""
     grace_seconds: float = 10.0
-
-    @property
-    def loopback(self) -> bool:
-        """True if only this host can reach the server."""
-        return is_loopback(self.host)
 
 
 def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
@@ -100,7 +90,7 @@ class HttpServer:
     _served: Generator
 
     def __init__(self, inbox: Inbox, name: str, options: ServerOptions) -> None:
-        if not options.loopback and not options.token:
+        if not is_loopback(options.host) and not options.token:
             raise ConfigError(
                 f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
                 "API key, or leave --host out"
@@ -170,23 +160,22 @@ class HttpServer:
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/models": ("GET", self._models),
-            "/v1/models/{name:path}": ("GET", self._one_model),
+            "/v1/models/{name:path}": ("GET", self._models),
             "/health": ("GET", self._health),
         }
         for path, (method, handle) in routes.items():
             app.add_api_route(path, handle, methods=[method], response_model=None)
 
-        @app.exception_handler(RequestError)
-        async def refuse(request: Request, error: RequestError) -> Response:
-            return _refusal(error)
+        @app.exception_handler(ZeromeshError)
+        async def refuse(request: Request, error: ZeromeshError) -> Response:
+            return _refusal(RequestError.of(error))
 
         @app.exception_handler(HTTPException)
         async def refuse_route(request: Request, error: HTTPException) -> Response:
-            what = {404: "there is no such path", 405: "the path has another method"}.get(
-                error.status_code, error.detail
-            )
+            what = {404: "there is no such path", 405: "the path has another method"}
             served = ", ".join(f"{method} {path}" for path, (method, _) in routes.items())
-            return _refusal(RequestError(error.status_code, f"{what}; there are {served}"))
+            text = what.get(error.status_code, error.detail)
+            return _refusal(RequestError(error.status_code, f"{text}; there are {served}"))
 
         @app.exception_handler(Exception)
         async def fail(request: Request, error: Exception) -> Response:
@@ -207,24 +196,18 @@ class HttpServer:
         return JSONResponse({"status": "ok", "open_requests": len(self._inbox)})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model]})
-
-    async def _one_model(self, request: Request) -> Response:
+        model = {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
         self._require_model(request.path_params["name"])
-        return JSONResponse(self._model)
-
-    @property
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        return JSONResponse(model)
 
     async def _completions(self, request: Request) -> Response:
         asked = await self._asked(request, CompletionRequest)
-        try:
+        with RequestError.about("prompt"):
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
-        except ZeromeshError as error:
-            raise RequestError(400, str(error), param="prompt") from error
 
-        def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
+        def choice(piece: Piece, *, first: bool) -> schema.Choice:
             return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
         return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
@@ -235,24 +218,26 @@ class HttpServer:
         tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
         answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
 
-        def choice(piece: Piece, *, first: bool) -> dict[str, Any]:
-            said: dict[str, Any] = {"role": "assistant"} if first else {}
+        def choice(piece: Piece, *, first: bool) -> schema.Choice:
+            said: schema.ChoiceMessage = {"role": "assistant"} if first else {}
             if piece.text or (first and not piece.tool_calls):
                 said["content"] = piece.text
-            said |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-            said |= {"tool_calls": piece.tool_calls} if piece.tool_calls else {}
-            if not asked.stream:
-                said = {"content": None, "refusal": None, **said}
-                for call in piece.tool_calls:
-                    del call["index"]
-            part = "delta" if asked.stream else "message"
-            return {"index": 0, part: said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
+            if piece.reasoning:
+                said["reasoning_content"] = piece.reasoning
+            if piece.tool_calls:
+                said["tool_calls"] = piece.tool_calls
+            if asked.stream:
+                return {"index": 0, "delta": said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
+            for call in piece.tool_calls:
+                del call["index"]
+            whole: schema.ChoiceMessage = {"content": None, "refusal": None, **said}
+            return {"index": 0, "message": whole, "logprobs": logprobs(piece), "finish_reason": piece.finish}
 
-        def logprobs(piece: Piece) -> dict[str, Any] | None:
+        def logprobs(piece: Piece) -> schema.ChoiceLogprobs | None:
             if not asked.logprobs:
                 return None
             texts = [self._served.decode([token]) for token in piece.tokens]
-            rows = [
+            rows: list[schema.TokenLogprob] = [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, value in zip(texts, piece.logprobs, strict=True)
             ]
@@ -278,10 +263,9 @@ class HttpServer:
         except TimeoutError as error:
             raise RequestError(408, f"the body was not there within {seconds:g} seconds") from error
         except ClientDisconnect as error:
-            raise _left() from error
+            raise RequestError(499, "the client has left") from error
         # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
-        with refused_by_inbox():
-            self._inbox.require_room()
+        self._inbox.require_room()
         asked = parse_body(bytes(content), kind)
         self._require_model(asked.model)
         return asked
@@ -305,12 +289,11 @@ class HttpServer:
 
     async def _whole(self, request: Request, answer: Answer) -> Piece:
         """All of an answer in one piece, unless the client leaves before."""
-        gone = asyncio.ensure_future(_until_gone(request))
-        made = asyncio.ensure_future(_joined(answer))
+        gone, made = asyncio.ensure_future(_until_gone(request)), asyncio.ensure_future(_all_of(answer))
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
             if not made.done():
-                raise _left()
+                raise RequestError(499, "the client has left")
             return made.result()
         finally:
             gone.cancel()
@@ -323,7 +306,7 @@ class HttpServer:
         asked: CompletionRequest | ChatRequest,
         answer: Answer,
         kind: Literal["cmpl", "chatcmpl"],
-        choice: Callable[..., dict[str, Any]],
+        choice: Callable[..., schema.Choice],
     ) -> Response:
         """All of an answer, or its pieces as they come; `choice` is what clients read of a piece."""
         names = {"cmpl": "text_completion", "chatcmpl": "chat.completion.chunk" if asked.stream else "chat.completion"}
@@ -405,29 +388,20 @@ class _Connection(H11Protocol):
             self.transport.close()
 
 
-def _left() -> RequestError:
-    return RequestError(499, "the client has left")
-
-
 async def _until_gone(request: Request) -> None:
     """Wait until the client has left; its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _joined(answer: Answer) -> Piece:
+async def _all_of(answer: Answer) -> Piece:
     whole = Piece()
     async for piece in answer.pieces():
-        whole.text += piece.text
-        whole.reasoning += piece.reasoning
-        whole.tool_calls += piece.tool_calls
-        whole.tokens += piece.tokens
-        whole.logprobs += piece.logprobs
-        whole.finish = piece.finish
+        whole.add(piece)
     return whole
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> schema.Usage:
     prompt, new = answer.prompt_tokens, answer.new_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
@@ -437,7 +411,7 @@ def _event(value: Mapping[str, Any]) -> str:
 
 
 def _refusal(error: RequestError) -> Response:
-    later = {"Retry-After": str(RETRY_SECONDS)} if error.status in (429, 503) else {}
+    later = {"Retry-After": str(_RETRY_SECONDS)} if error.status in (429, 503) else {}
     login = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return JSONResponse(error.body(), status_code=error.status, headers={**later, **login})
 
@@ -479,4 +453,4 @@ def _is_own(place: str) -> bool:
     found = _PLACE.fullmatch(place)
     if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):
         return False
-    return ServerOptions(host=found[1] or found[2]).loopback
+    return is_loopback(found[1] or found[2])

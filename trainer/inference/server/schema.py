@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from zeromesh.errors import ZeromeshError, printable
+from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError, printable
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -17,6 +19,24 @@ class RequestError(ZeromeshError):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+
+    @classmethod
+    def of(cls, error: ZeromeshError, param: str | None = None) -> RequestError:
+        """What a client is told of an error that its request has met."""
+        if isinstance(error, cls):
+            return error
+        full, stops = isinstance(error, QueueFullError), isinstance(error, PhaseError)
+        status, code = (429, "queue_full") if full else (503, "stopping") if stops else (400, None)
+        return cls(status, str(error), param=param, code=code)
+
+    @classmethod
+    @contextmanager
+    def about(cls, param: str) -> Iterator[None]:
+        """Have errors inside the block name this part of the body."""
+        try:
+            yield
+        except ZeromeshError as error:
+            raise cls.of(error, param) from error
 
     def body(self) -> dict[str, Any]:
         """The JSON that the client gets."""
@@ -98,6 +118,44 @@ class ChatRequest(_Options):
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+
+# What clients get. A key stands where the service of OpenAI has it.
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any]
+
+
+class ChoiceLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChoiceMessage(TypedDict, total=False):
+    content: str | None
+    refusal: None
+    role: str
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+
+
+class Choice(TypedDict):
+    index: int
+    text: NotRequired[str]
+    message: NotRequired[ChoiceMessage]
+    delta: NotRequired[ChoiceMessage]
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
 
 
 Body = TypeVar("Body", bound=_Options)

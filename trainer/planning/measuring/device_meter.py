@@ -113,7 +113,6 @@ class DeviceMeter:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def _products(self, dtype: torch.dtype) -> float:
-        """Operations a second of products of matrices: the median over shapes."""
         return statistics.median(self._product(*shape, dtype) for shape in self._sizes.products)
 
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:

@@ -6,6 +6,7 @@ of a host are measured by as many of its ranks as have a core or a device each.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import TransportName
 from zeromesh.environment import available_cores
+from zeromesh.errors import counted
 from zeromesh.mesh.process_mesh import ProcessMesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
@@ -83,23 +85,21 @@ def measure_machine(mesh: ProcessMesh, sizes: MeasureSizes, directory: Path, say
             "update": update,
             "library": library,
         }
-    return Machine.model_validate(_rounded(mesh.world.gather_json(data, "measurements")[0]))
+    found = json.dumps(mesh.world.gather_json(data, "measurements")[0])
+    return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
 
 
 def _name(mesh: ProcessMesh, ranks: int) -> str:
-    """The device's name, or the processor's, with its ranks."""
     on_device = is_accelerator(mesh.device)
     name = accelerator.device_name(mesh.device) if on_device else cpu_name()
     return f"{name}, {ranks} {'devices' if on_device else 'ranks'} a host"
 
 
 def _source(mesh: ProcessMesh, hosts: int) -> str:
-    """The command, the date and the circumstances of a measurement."""
     threads = "" if is_accelerator(mesh.device) else f" of {torch.get_num_threads()} threads"
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    return (
-        f"zeromesh plan --measure, {date}: {mesh.world_size} ranks{threads} on {hosts} hosts, torch {torch.__version__}"
-    )
+    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(hosts, 'host')}"
+    return f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"
 
 
 def _links(
@@ -117,7 +117,6 @@ def _links(
 
 
 def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: tuple[int, int]) -> dict[str, float]:
-    """Latency and bandwidth of a link by sums of a few bytes and of many over the ranks of a group."""
     exchange, times = open_exchange(group, device, name), []
     for nbytes in sizes:
         tensor, rounds = torch.zeros(nbytes // 4, device=device), []
@@ -134,12 +133,3 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
     # A rank sends one of as many parts as there are ranks with each message.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
-
-
-def _rounded(value: Any) -> Any:
-    """The same with four digits of each number that is not whole, without what is None."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
-from zeromesh.trainer.planning.tracing.without_values import Operators
+from zeromesh.trainer.planning.tracing.without_values import call_without_values
 from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
 from zeromesh.zero.hooks import on_gradient_of
 
@@ -67,16 +67,14 @@ class _Stretch:
 
 
 def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
-    """Return each sequence of equal items as the item and their number."""
     return tuple((each, sum(1 for _ in group)) for each, group in groupby(run))
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators without values, and counts."""
 
-    def __init__(self, operators: Operators) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators = operators
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._spans: list[_Stretch] = []
@@ -178,13 +176,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = self._operators.call(func, args, dict(kwargs or {}))
+        call = call_without_values(func, args, dict(kwargs or {}))
         for tensor in call.made:
             self._hold(tensor)
         if call.cost is not None:
             span = self._spans[-1]
             span.operations += 1
-            span.products.extend(call.cost.products)
+            if call.cost.product is not None:
+                span.products.append(call.cost.product)
             span.moved += call.cost.moved
         return call.out
 

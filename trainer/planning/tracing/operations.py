@@ -1,9 +1,10 @@
-"""The costs of operators: products of matrices by shape, and bytes that all others move; and fused attention without values."""
+"""The costs of operators, by PyTorch's own formulas of operations and by the bytes that they move; and fused attention without
+values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -11,27 +12,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import flop_counter
 
 from zeromesh.kernels import chunked_cross_entropy
+from zeromesh.overrides import replaced
 from zeromesh.trainer.planning.tracing.work import Product
 
 
 class Cost(NamedTuple):
-    """The cost of one call of an operator: either products of matrices, or bytes that it moves."""
+    """The cost of one call of an operator: products of matrices, or else the bytes that it moves."""
 
-    products: tuple[Product, ...] = ()
+    product: Product | None = None
     moved: int = 0
 
 
-def cost_of(func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], made: Sequence[Tensor]) -> Cost | None:
-    """The cost of a call with these arguments, among them `tensors`, that has `made` others; None for a view, which costs none."""
+def cost_of(
+    func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
+) -> Cost | None:
+    """The cost of a call with these arguments, among them `tensors`, whose result `out` has the tensors `made`; None for a view."""
     if _is_view(func):
         return None
-    counted = _PRODUCTS.get(func.overloadpacket)
-    if counted is None:
-        return Cost(moved=sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values())))
+    moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
+    kernel = func.overloadpacket
+    if kernel not in _FLOPS:
+        return Cost(moved=moved)
     dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
-    return Cost(products=tuple(Product(dtype, *shape) for shape in counted(args, made)))
+    flops = _FLOPS[kernel](*args, out_val=out)
+    weight = _WEIGHTS.get(kernel)
+    around = 0 if weight is None else moved - _bytes_moved(args[weight])
+    return Cost(product=Product(dtype, flops, moved, around))
 
 
 def _bytes_moved(tensor: Tensor) -> int:
@@ -42,7 +51,6 @@ def _bytes_moved(tensor: Tensor) -> int:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return True if an operator computes nothing."""
     name = func.overloadpacket.__name__
     aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
     return (
@@ -50,73 +58,30 @@ def _is_view(func: Any) -> bool:
     )
 
 
-# Products of matrices, as [batch, rows, inner, columns]
-
-_Shapes = Iterator[tuple[int, int, int, int]]
-
-
-def _mm(left: int) -> Callable[[Any, Any], _Shapes]:
-    """Return a function for the shape of two matrices, or two batches of them, the first of which is argument number `left`."""
-
-    def shapes(args: Any, _: Any) -> _Shapes:
-        one, other = args[left], args[left + 1]
-        yield (one.shape[0] if one.dim() == 3 else 1, one.shape[-2], one.shape[-1], other.shape[-1])
-
-    return shapes
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
-def _attention(grad: bool) -> Callable[[Any, Any], _Shapes]:
-    """Return a function for fused attention: scores and their product with values; in backward scores again, and four gradients."""
-
-    def shapes(args: Any, _: Any) -> _Shapes:
-        query, key, value = args[1:4] if grad else args[:3]
-        batch = math.prod(query.shape[:-2])
-        queries, keys, size, depth = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
-        yield (batch, queries, size, keys)
-        yield (batch, queries, keys, depth)
-        if grad:
-            yield (batch, queries, depth, keys)
-            yield (batch, keys, queries, depth)
-            yield (batch, keys, queries, size)
-
-    return shapes
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any) -> int:
+    shapes = (each.shape for each in (grad, query, key, value))
+    return int(flop_counter.sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _convolution(grad: bool) -> Callable[[Any, Any], _Shapes]:
-    """Return a function that yields the shapes for a convolution, as the matrix products that it is."""
-
-    def shapes(args: Any, made: Any) -> _Shapes:
-        weight = args[2] if grad else args[1]
-        out = args[0] if grad else made[0]
-        transposed = args[8] if grad else args[6]
-        rows = (args[1] if grad else args[0]) if transposed else out
-        positions = rows.shape[0] * math.prod(rows.shape[2:])
-        wanted = sum(args[-1][:2]) if grad else 1
-        for _ in range(wanted):
-            yield (1, positions, weight[0].numel(), weight.shape[0])
-
-    return shapes
-
-
-def _grouped(args: Any, made: Any) -> _Shapes:
-    """Yield the shape for rows that each meet one of several matrices (experts), or, for their gradients, two groups of rows."""
-    one, other = args[:2]
-    yield (1, one.shape[-2], one.shape[-1], other.shape[-1])
+def _grouped(one: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
+    """Operations of rows that each meet one of several matrices (experts), or, for their gradients, of two groups of rows."""
+    return 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
 _aten: Any = torch.ops.aten
-_PRODUCTS: dict[Any, Callable[[Any, Any], _Shapes]] = {
-    _aten.mm: _mm(0),
-    _aten.bmm: _mm(0),
-    _aten.addmm: _mm(1),
-    _aten.addmm_: _mm(1),
-    _aten.baddbmm: _mm(1),
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    **flop_counter.flop_registry,
+    _aten.addmm_: flop_counter.flop_registry[_aten.addmm],
     _aten._grouped_mm: _grouped,
-    _aten.convolution: _convolution(grad=False),
-    _aten.convolution_backward: _convolution(grad=True),
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention(grad=False),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(grad=True),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+_WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, _aten.convolution: 1}
+"""Which argument is the weight, where an operator multiplies activations by one."""
 
 
 @contextmanager
@@ -128,13 +93,12 @@ def kernels_of(device: str) -> Iterator[None]:
     autograd's own thread, where a mode of this one is not in force.
     """
     rows = chunked_cross_entropy._ROW_ELEMENTS
-    functional.scaled_dot_product_attention = partial(_fused_attention, device != "cpu")
     if device != "cpu":
         chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR
     try:
-        yield
+        with replaced(functional, {"scaled_dot_product_attention": partial(_fused_attention, device != "cpu")}):
+            yield
     finally:
-        functional.scaled_dot_product_attention = _plain_attention
         chunked_cross_entropy._ROW_ELEMENTS = rows
 
 

@@ -35,7 +35,6 @@ from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointin
 from zeromesh.trainer.planning.tracing.meter import Meter, Segment, TracedExchange
 from zeromesh.trainer.planning.tracing.operations import kernels_of
 from zeromesh.trainer.planning.tracing.short_model import expand, shorten, without_values
-from zeromesh.trainer.planning.tracing.without_values import Operators
 from zeromesh.trainer.planning.tracing.work import Work
 from zeromesh.units.plan import ModelCuts, ModelPlan, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
@@ -82,7 +81,6 @@ class Tracer:
     def __init__(self, model: nn.Module, loss: Loss, compute: torch.dtype) -> None:
         """`loss` is that of the whole model; parameters stand in the dtype `compute`."""
         self.model, self.loss = model, loss
-        self._operators = Operators()
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))
         self._undo.enter_context(without_values(model, compute))
@@ -101,7 +99,7 @@ class Tracer:
         """
         put_back = keep_attributes(self.model)
         try:
-            meter = _run(self.model, batch, self.loss, options, self._operators)
+            meter = _run(self.model, batch, self.loss, options)
         except ZeromeshError:
             raise
         except Exception as error:
@@ -147,8 +145,7 @@ def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, opt
         tracer.close()
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions, operators: Operators) -> Meter:
-    """Forward and backward of one microbatch."""
+def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Meter:
     exchange = TracedExchange(options.tensor)
     divided = _divide(model, exchange, options)
     undo: list[Callable[[], object]] = []
@@ -158,7 +155,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceO
         blocks = {name: block for name, block in model.named_modules() if block in known}
         if options.recompute != "none":
             enable_activation_checkpointing(model, options.recompute, blocks=block_modules(model))
-        meter = exchange.meter = Meter(operators)
+        meter = exchange.meter = Meter()
         for name, block in blocks.items():
             undo.append(override(block, "forward", partial(meter.run, name, block.forward)))
         for parameter in model.parameters():

@@ -1,8 +1,4 @@
-"""Operators without values: floating-point results are on the meta device, whole numbers are real.
-
-What an operator makes of tensors of certain shapes is worked out once. Most shape functions of PyTorch are written in Python and
-take longer than all else of a trace, and a model calls the same operators with the same shapes in every block.
-"""
+"""Operators without values: floating-point results are on the meta device, whole numbers are real."""
 
 from __future__ import annotations
 
@@ -16,9 +12,6 @@ from torch.utils import _pytree as pytree
 
 from zeromesh.trainer.planning.tracing.operations import Cost, cost_of
 
-Shaped = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a tensor."""
-
 
 class Call(NamedTuple):
     """A call of an operator: what it returned, the tensors among that, and what it did; None: nothing, as views do."""
@@ -28,89 +21,21 @@ class Call(NamedTuple):
     cost: Cost | None
 
 
-class _Known(NamedTuple):
-    """The result of a call with arguments of certain shapes: one tensor, or several in a tuple or a list (`kind`)."""
-
-    kind: type | None
-    shaped: tuple[Shaped | None, ...]
-    cost: Cost | None
-
-    def call(self) -> Call:
-        made = [_empty(each) if each is not None else None for each in self.shaped]
-        tensors = [each for each in made if each is not None]
-        return Call(made[0] if self.kind is None else self.kind(made), tensors, self.cost)
+def call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Call an operator so that its floating-point results have no values, and its whole numbers do."""
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
+        return Call(tensors[0].dtype == torch.bool or 1, (), None)
+    out = _without_floats(func, args, kwargs, tensors)
+    made = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+    return Call(out, made, cost_of(func, args, tensors, out, made))
 
 
-class Operators:
-    """Calls operators, and remembers what those make that take floating-point tensors and return new ones."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, _Known] = {}
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Call an operator so that its floating-point results have no values, and its whole numbers do."""
-        tensors: list[Tensor] = []
-        said = _said((args, kwargs), tensors)
-        if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
-            return Call(tensors[0].dtype == torch.bool or 1, (), None)
-        # The same tensor twice is read once.
-        places: dict[int, int] = {}
-        same = tuple([places.setdefault(id(each), len(places)) for each in tensors])
-        key = (func, said, same)
-        known = self._known.get(key)
-        if known is not None:
-            return known.call()
-        out = _without_floats(func, args, kwargs, tensors)
-        single = isinstance(out, Tensor)
-        made = [out] if single else [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
-        cost = cost_of(func, args, tensors, made)
-        if all(each.is_meta for each in tensors) and _is_new(out, made, tensors):
-            leaves = [out] if single else out
-            shaped = tuple(None if each is None else _shaped(each) for each in leaves)
-            self._known[key] = _Known(None if single else type(out), shaped, cost)
-        return Call(out, made, cost)
-
-
-def _said(value: Any, tensors: list[Tensor]) -> object:
-    """Return an operator's arguments as far as shapes depend on them, to be compared; adds the tensors in them to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _shaped(value) if value.is_meta else None
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    if isinstance(value, list | tuple):
-        return tuple([_said(each, tensors) for each in value])
-    return (value.__class__, value)  # True is 1, but not for a dtype
-
-
-def _shaped(tensor: Tensor) -> Shaped:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _empty(shaped: Shaped) -> Tensor:
-    shape, strides, dtype = shaped
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-
-
-def _is_new(out: Any, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Return True if a call returned only tensors without values, each in memory of its own that is as large as it is."""
-    alone = isinstance(out, Tensor) or (
-        type(out) in (tuple, list) and all(each is None or isinstance(each, Tensor) for each in out)
-    )
-    own, others = ({each.untyped_storage()._cdata for each in tensors} for tensors in (made, given))
-    return (
-        alone
-        and len(own) == len(made) > 0
-        and not own & others
-        and all(
-            each.is_meta and each.untyped_storage().nbytes() == _empty(_shaped(each)).untyped_storage().nbytes()
-            for each in made
-        )
-    )
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-    """Call an operator so that its floating-point results have no values, and its whole numbers do."""
     if not any(each.is_meta for each in tensors):
         if torch.device(kwargs.get("device") or "cpu").type == "meta":
             wanted = kwargs.get("dtype") or torch.get_default_dtype()
@@ -131,7 +56,7 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
         if tensor.is_meta:
             return tensor
         if id(tensor) not in moved:
-            moved[id(tensor)] = _empty(_shaped(tensor))
+            moved[id(tensor)] = _empty_like(tensor)
         return moved[id(tensor)]
 
     out = func(*pytree.tree_map_only(Tensor, to_meta, args), **pytree.tree_map_only(Tensor, to_meta, kwargs))
@@ -153,7 +78,7 @@ def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tenso
 def _as_meta_float(tensor: Tensor) -> Tensor:
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    return _empty(_shaped(tensor))
+    return _empty_like(tensor)
 
 
 def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:

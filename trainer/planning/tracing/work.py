@@ -1,4 +1,4 @@
-"""The work of a part of a step: products of matrices by shape, bytes moved by all else, and exchanges between tensor ranks."""
+"""The work of a part of a step: products of matrices, bytes moved by all else, and exchanges between tensor ranks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ from typing import NamedTuple
 
 
 class Product(NamedTuple):
-    """A product of `batch` matrices `[rows, inner] x [inner, columns]`."""
+    """One product of matrices, or a kernel of several, such as attention."""
 
     dtype: str
     """As in a configuration: `bfloat16`."""
-    batch: int
-    rows: int
-    inner: int
-    columns: int
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations: a multiplication and an addition for each."""
-        return 2.0 * self.batch * self.rows * self.inner * self.columns
-
-    @property
-    def elements(self) -> int:
-        """Elements of both factors and of the product."""
-        return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+    flops: float
+    """Floating-point operations: a multiplication and an addition for each."""
+    nbytes: int
+    """Bytes that are read and written."""
+    around: int = 0
+    """Of a product of activations by a weight, the bytes of all but the weight: where the weight's gradient comes later, so many
+    are kept for it. 0 for others."""
 
 
 class TensorExchange(NamedTuple):

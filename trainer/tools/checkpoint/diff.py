@@ -12,6 +12,7 @@ import torch
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
 from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.errors import counted
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
@@ -29,25 +30,23 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     Raises:
         CheckpointError: when one of them is damaged.
     """
-    first, second = CheckpointReader(one), CheckpointReader(two)
+    readers = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")
-    a, b = ({(each.spec.kind, each.spec.name): each for each in reader.manifest.tensors} for reader in (first, second))
-    shared = [key for key in sorted(a, key=lambda key: (a[key].path, a[key].begin)) if key in b]
-    shared = [key for key in shared if a[key].spec.shape == b[key].spec.shape]
+    a, b = ({(each.spec.kind, each.spec.name): each for each in reader.manifest.tensors} for reader in readers)
+    shared = [key for key in a if key in b and a[key].spec.shape == b[key].spec.shape]
+    shared.sort(key=lambda key: (a[key].path, a[key].begin))
     moved = Throughput(console, "comparing", sum(each[key].spec.nbytes for key in shared for each in (a, b)))
-    ours = read_tensors(first, [a[key] for key in shared], moved)
-    theirs = read_tensors(second, [b[key] for key in shared], moved)
-    apart: list[tuple[float, str]] = []
-    for (here, one_values), (there, other_values) in zip(ours, theirs, strict=True):
-        distance, line = _compared(here, there, one_values, other_values)
-        if line and (tolerance is None or distance > tolerance):
-            apart.append((distance, line))
+    values = (
+        read_tensors(reader, [held[key] for key in shared], moved) for reader, held in zip(readers, (a, b), strict=True)
+    )
+    rows = (_compared(*here, *there) for here, there in zip(*values, strict=True))
+    apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
+    tensors = [*_only(a, b, "A"), *_only(b, a, "B"), *_other_shapes(a, b)]
     differences = [
-        [*_differences(_facts(first), _facts(second), tolerance)],
-        [f"alias {line}" for line in _differences(first.manifest.aliases, second.manifest.aliases)],
-        [*_only(a, b, "A"), *_only(b, a, "B"), *_other_shapes(a, b)],
-        [line for _, line in sorted(apart, key=lambda each: -each[0])],
+        [*_differences(_facts(readers[0]), _facts(readers[1]), tolerance)],
+        tensors,
+        [line for _, line in apart],
     ]
     for lines in differences:
         for line in lines[:_SHOWN]:
@@ -57,15 +56,15 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     if not any(differences):
         how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
         count = sum(a[key].spec.numel for key in shared)
-        console.note(f"the same {how}: {len(shared):,} tensors, {count:,} elements")
+        console.note(f"the same {how}: {counted(len(shared), 'tensor', ',')}, {counted(count, 'element', ',')}")
         return True
-    both = f"{len(shared):,} tensors that both have"
+    both = f"{counted(len(shared), 'tensor', ',')} that both have"
     console.note(f"{len(apart):,} of {both} differ" if apart or not shared else f"the {both} are the same")
     return False
 
 
-def _compared(one: StoredTensor, two: StoredTensor, here: torch.Tensor, there: torch.Tensor) -> tuple[float, str]:
-    """Return the largest distance of two elements, and a line that says where and what; empty for the same bits."""
+def _compared(one: StoredTensor, here: torch.Tensor, two: StoredTensor, there: torch.Tensor) -> tuple[float, str]:
+    """Return minus the largest distance of two elements, and a line that says where and what; empty for the same bits."""
     text, same_dtype = f"{one.spec.kind} {one.spec.name}:", here.dtype == there.dtype
     if same_dtype:
         bits = _BITS[here.dtype.itemsize]
@@ -82,21 +81,22 @@ def _compared(one: StoredTensor, two: StoredTensor, here: torch.Tensor, there: t
     distance[distance.isnan()] = math.inf
     worst = int(distance.argmax())
     where = [int(each) for each in np.unravel_index(int(places[worst]), one.spec.shape)]
-    return float(distance[worst]), (
+    return -float(distance[worst]), (
         f"{text} max |difference| {float(distance[worst]):.6g} at {where} ({float(ours[worst])!r} in A, "
         f"{float(theirs[worst])!r} in B); {len(places):,} of {one.spec.numel:,} elements differ"
     )
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    """Return the counters and the settings of a checkpoint, by name; nothing where a run's state is not in it."""
+    """Return aliases, counters and settings by name; the last two only of a trainer's checkpoint."""
     state = state_of(reader)
     facts = {} if state is None else asdict(state)
     settings: dict[str, Any] = facts.pop("settings", {})
-    return {name: value for name, value in facts.items() if name != "tracker"} | settings
+    facts.pop("tracker", None)
+    return {**{f"alias {name}": first for name, first in reader.manifest.aliases.items()}, **facts, **settings}
 
 
-def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: float | None = None) -> Iterator[str]:
+def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: float | None) -> Iterator[str]:
     for name in {**one, **two}:
         here, there = one.get(name, _ABSENT), two.get(name, _ABSENT)
         close = tolerance is not None and isinstance(here, float) and isinstance(there, float)
@@ -107,9 +107,10 @@ def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: floa
 def _only(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
     """Yield lines for what only one has: a kind that the other has nothing of is one line."""
     kinds = {kind for kind, _ in there}
-    absent = Counter(kind for kind, _ in here if kind not in kinds)
-    yield from (f"{kind} ({count:,} tensors): only in {which}" for kind, count in absent.items())
-    yield from (f"{kind} {name}: only in {which}" for kind, name in here if kind in kinds and (kind, name) not in there)
+    absent = Counter(f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there)
+    for what, count in absent.items():
+        several = "" if " " in what else f" ({counted(count, 'tensor', ',')})"
+        yield f"{what}{several}: only in {which}"
 
 
 def _other_shapes(one: _Tensors, two: _Tensors) -> Iterator[str]:

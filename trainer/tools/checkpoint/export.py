@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, parse_json
-from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import fresh_directory
-from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
-from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
@@ -76,7 +75,7 @@ def export_checkpoint(
                 for name, each in tensors.items()
             ]
             count = write_weights(folder, specs, weights, lambda: None)
-            what = f"{'merged into ' if merge else ''}{count} file{'' if count == 1 else 's'}, read {moved}"
+            what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 
 
@@ -102,15 +101,10 @@ def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
 
 
 def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
-    """Copy configuration, generation configuration, tokenizer and whatever else lies beside the weights."""
-    for path, record in reader.manifest.files.items():
+    for path in reader.manifest.files:
         weights = path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS
-        if weights or path in (NAME, EVALUATED) or reader.manifest.is_elsewhere(path):
-            continue
-        (folder / path).parent.mkdir(exist_ok=True)
-        with PositionalFile(folder / path, write=True, size=record.nbytes) as file:
-            reader.copy_to(file, path)
-            file.sync()
+        if not (weights or path in (NAME, EVALUATED) or reader.manifest.is_elsewhere(path)):
+            copy_file([reader], path, folder)
 
 
 def _put_dtype(path: Path, dtype: str) -> None:
@@ -162,12 +156,7 @@ def _plain(
 
 
 def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
-    """Give the adapter in `folder`, where all small files of a checkpoint are, another floating dtype; None: leave it as it is.
-
-    Raises:
-        CheckpointError: where the checkpoint has no weights of an adapter.
-        ConfigError: where the dtype cannot hold one of them.
-    """
+    """Give the adapter in `folder`, where all small files of a checkpoint are, another floating dtype; None: leave it as it is."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(
@@ -185,12 +174,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 def _merged(
     reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: torch.dtype | None, moved: Callable[[int], object]
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Do the same for a model with its adapters merged, whose configuration takes the place of the adapter in `folder`.
-
-    Raises:
-        CheckpointError: where the tensors are not those of the model that the files in `folder` describe.
-        ConfigError: where the dtype cannot hold a weight, and for a model that is none of transformers.
-    """
+    """Do the same for a model with its adapters merged, whose configuration takes the place of the adapter in `folder`."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:

@@ -18,9 +18,9 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTen
 from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, ranks_text
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.offload import TieredTensor
-from zeromesh.trainer.checkpoints.manager import FOLDER
+from zeromesh.trainer.checkpoints.manager import FOLDER, stores_at
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
 from zeromesh.trainer.monitoring.console import Console
@@ -34,8 +34,7 @@ def store_at(path: Path) -> CheckpointStore:
     path = path.expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory")
-    for root in (path / FOLDER, path):
-        store = CheckpointStore(root)
+    for store in stores_at(path):
         if store.steps() or store.leftovers():
             return store
     hint = "; it is one: `inspect` shows it" if (path / NAME).exists() else ""
@@ -186,7 +185,7 @@ def summary_row(found: Mapping[str, Any]) -> list[str]:
 def _layout_text(layout: Mapping[str, Any]) -> str:
     """Return the layout as far as it is of the form that is written here: it is only information."""
     mesh, ranks = layout.get("mesh"), layout.get("ranks")
-    words = [f"{ranks} rank{'' if ranks == 1 else 's'}"] if ranks is not None else []
+    words = [f"{counted(ranks, 'rank')}"] if ranks is not None else []
     words += [f"{axis} {size}" for axis, size in mesh.items() if size != 1] if isinstance(mesh, dict) else []
     words += [f"stage {layout['stage']}"] if "stage" in layout else []
     words += ["/".join(str(layout[name]) for name in ("compute", "master") if name in layout)]
@@ -224,7 +223,6 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
 
 
 def _matching(manifest: Manifest, pattern: str) -> list[StoredTensor]:
-    """Return tensors whose name matches a pattern of the shell's kind, or has it somewhere in it."""
     glob = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
     found = [tensor for tensor in manifest.tensors if fnmatchcase(tensor.spec.name, glob)]
     if not found:
@@ -259,14 +257,13 @@ def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
 
 
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
-    """Yield the content of `inspect` as lines of text."""
     yield head
     state = content["state"] or {}
     values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _APART}}
     values |= {f"tracker {name}": value for name, value in state.get("tracker", {}).items()}
     values["written by"] = _layout_text(content["layout"]) or "unknown"
     values["date"] = f"{content['date'].replace('T', ' ').removesuffix('Z')} UTC"
-    values["size"] = f"{human_bytes(content['bytes'])} in {len(content['files'])} files"
+    values["size"] = f"{human_bytes(content['bytes'])} in {counted(len(content['files']), 'file')}"
     yield from (f"{name:<14} {value}" for name, value in values.items() if value is not None)
     kinds = [
         [name, kind["tensors"], f"{kind['parameters']:,}", human_bytes(kind["bytes"]), ", ".join(kind["dtypes"])]

@@ -7,7 +7,7 @@ from math import isfinite, log, nan
 from statistics import median
 from typing import Any, NamedTuple
 
-from zeromesh.errors import ConfigError, printable
+from zeromesh.errors import ConfigError, counted, printable
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.tools.html_report.runs import RunRecord
 
@@ -214,7 +214,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
     near = [value for value in values if value <= _FAR * usual]
     if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_FEW, len(values) // 50):
         step = max(tops, key=lambda top: top[1])[0]
-        notes.append(f"{far} value{'s' * (far > 1)} above the picture, the highest {shown(high)} in step {step}")
+        notes.append(f"{counted(far, 'value')} above the picture, the highest {shown(high)} in step {step}")
         high = max(near, default=high)
     if unit == "bytes":
         power = min(4, int(log(max(high, 1.0), 1024)))
@@ -246,7 +246,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
             **_LOOKS[line.look],
         )
     if broken:
-        notes.append(f"not finite in {len(broken)} step{'s' * (len(broken) > 1)} (red)")
+        notes.append(f"not finite in {counted(len(broken), 'step')} (red)")
         path = "".join(f"M{step},0L{step},0.06" for step in sorted(broken))
         figure.add_shape(type="path", yref="paper", path=path, line={"color": "#d33a2f", "width": 2})
     from_zero = unit != "plain" or name == "lr"

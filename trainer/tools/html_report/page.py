@@ -11,37 +11,14 @@ from math import inf
 from statistics import median
 
 from zeromesh import __version__
-from zeromesh.mesh.mesh_shape import AXES, Coordinate
+from zeromesh.errors import counted, plural
+from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
 from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, get_plotlyjs, to_json_plotly
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
-_SCRIPT = """
-const config = { responsive: true, displayModeBar: false };
-const touched = matchMedia("(pointer: coarse)").matches;
-const charts = JSON.parse(document.getElementById("charts").textContent);
-for (const { id, data, layout } of charts) {
-  const plot = document.getElementById(id);
-  Plotly.newPlot(plot, data, { ...layout, dragmode: touched ? false : "zoom" }, config);
-  plot.parentNode.querySelector("button")?.addEventListener("click", () => {
-    Plotly.relayout(plot, { "yaxis.type": plot.layout.yaxis.type === "log" ? "linear" : "log", "yaxis.autorange": true });
-  });
-}
-const linked = charts.filter((chart) => chart.over_steps).map(({ id }) => document.getElementById(id));
-for (const plot of linked) {
-  const others = linked.filter((other) => other !== plot);
-  plot.on("plotly_relayout", () => {
-    const range = [...plot.layout.xaxis.range];
-    for (const other of others)
-      if (String(other.layout.xaxis.range) !== String(range)) Plotly.relayout(other, { "xaxis.range": range });
-  });
-  plot.on("plotly_hover", ({ points }) => others.forEach((other) => Plotly.Fx.hover(other, { xval: points[0].x }, "xy", true)));
-  plot.on("plotly_unhover", () => others.forEach((other) => Plotly.Fx.unhover(other)));
-}
-"""
-"""It draws the charts, and shows the steps and the pointer of one in all others. Where it is touched, the page scrolls."""
 
 
 class Html(str):
@@ -104,7 +81,7 @@ def document(
         figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
     drawn = element("div", cards, class_="charts")
     parts = {name: drawn if part is charts else part for name, part in sections.items() if part}
-    scripts = get_plotlyjs(), _SCRIPT
+    scripts = get_plotlyjs(), _file("page.js")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{each}'" for each in hashes)
     # Whatever a run's files hold, the browser runs these scripts alone and loads nothing.
@@ -119,7 +96,7 @@ def document(
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("link", rel="icon", href="data:,"),
         element("title", f"{title} - zeromesh"),
-        element("style", Html(resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8"))),
+        element("style", Html(_file("page.css"))),
     ]
     body = [
         element("header", element("h1", title), element("p", f"zeromesh {__version__}, {date}")),
@@ -129,6 +106,10 @@ def document(
         [element("script", Html(script)) for script in scripts],
     ]
     return f"<!DOCTYPE html>\n{element('html', element('head', head), element('body', body), lang='en')}\n"
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
@@ -210,7 +191,7 @@ def _mesh(run: RunRecord) -> Html | None:
     states = {int(row["rank"]): row for row in run.ranks}
     axes = [axis for axis in AXES if getattr(shape, axis) > 1]
     sizes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
-    text = f"{sizes}: {shape.world_size} rank{'s' * (shape.world_size > 1)}"
+    text = f"{sizes}: {counted(shape.world_size, 'rank')}"
     text += f", beside each other along {axes[-1]}" if axes else ""
     failed = [
         element("p", f"rank {rank} failed in step {row.get('step')}: {row['failure']}", class_="bad")
@@ -220,7 +201,7 @@ def _mesh(run: RunRecord) -> Html | None:
 
     def boxes(axes: Sequence[str], at: Mapping[str, int]) -> Html:
         if not axes:
-            rank = shape.rank(Coordinate(**at))
+            rank = shape.rank(at)
             state = states.get(rank, {})
             doing = f"rank {rank}: step {state.get('step')}, {state.get('failure') or state.get('doing')}"
             kind = "rank failed" if state.get("failure") else "rank"
@@ -289,7 +270,7 @@ def _notes(run: RunRecord) -> Html | None:
     for cause, steps in list(causes.items())[:_NOTES]:
         some = ", ".join(f"{step:,}" for step in steps[:_STEPS_NAMED])
         more = f" and {len(steps) - _STEPS_NAMED:,} more" if len(steps) > _STEPS_NAMED else ""
-        found.append(element("li", f"No update in step{'s' * (len(steps) > 1)} {some}{more}: {cause}", class_="bad"))
+        found.append(element("li", f"No update in {plural(len(steps), 'step')} {some}{more}: {cause}", class_="bad"))
     if len(causes) > _NOTES:
         found.append(element("li", f"{len(causes) - _NOTES:,} more causes of steps without an update are left out."))
     return element("ul", found, class_="notes") if found else None
@@ -300,7 +281,7 @@ def _configuration(run: RunRecord) -> Html | None:
     settings = settings_of(run).items()
     rows = [[element("code", each) for each in (path, *values) if each is not None] for path, values in settings]
     changed, others = ([row for row in rows if len(row) == length] for length in (3, 2))
-    summary = element("summary", f"{len(others)} keys at their defaults")
+    summary = element("summary", f"{counted(len(others), 'key')} at their defaults")
     more = element("details", summary, table_of(["key", "value"], others))
     return element("div", table_of(["key", "value", "default"], changed), more, class_="config") if settings else None
 

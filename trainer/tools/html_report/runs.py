@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zeromesh.errors import ConfigError, LayoutError, ZeromeshError
+from zeromesh.errors import ConfigError, LayoutError, ZeromeshError, counted
 from zeromesh.files import read_whole
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
-from zeromesh.trainer.monitoring.plan_comparison import ComparisonRow, comparison_rows
+from zeromesh.trainer.monitoring.plan_check import ComparisonRow, comparison_rows
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
 CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
@@ -139,7 +139,7 @@ def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
                 repeated += name == METRICS and step in by_step
                 by_step[step] = by_step.get(step, {}) | line
     if repeated:
-        remarks.append(f"{METRICS} has {repeated} steps more than once; of each the last line counts")
+        remarks.append(f"{METRICS} has {counted(repeated, 'step')} more than once; of each the last line counts")
     if not by_step and not remarks:
         remarks.append(f"{METRICS} has no step yet")
     return [by_step[step] for step in sorted(by_step)]
@@ -151,7 +151,7 @@ def _whole_lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
     found = _tried(path, lambda path: read_metrics(path, broken), remarks) or []
     remarks += broken[:_BROKEN_SHOWN]
     if len(broken) > _BROKEN_SHOWN:
-        remarks.append(f"{len(broken) - _BROKEN_SHOWN} more lines of {path.name} cannot be read")
+        remarks.append(f"{counted(len(broken) - _BROKEN_SHOWN, 'more line')} of {path.name} cannot be read")
     return found
 
 

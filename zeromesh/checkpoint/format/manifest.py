@@ -158,19 +158,24 @@ def parse(path: Path, raw: bytes) -> Manifest:
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 
-    index, count = checked("part", _is_part, "an index and a count that is larger, two whole numbers")
-    files = checked("files", _is_object, "an object")
+    def is_object_of_texts(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+    def is_part(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(is_size, value)) and value[0] < value[1]
+
+    index, count = checked("part", is_part, "an index and a count that is larger, two whole numbers")
+    files, layout, tensors = (checked(name, _is_object, "an object") for name in ("files", "layout", "tensors"))
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
     records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
-    layout = checked("layout", _is_object, "an object")
     check_plain(path, "layout", layout)
     content.setdefault("source", "")
     return Manifest(
         step=checked("step", is_size, "a whole number, 0 or more"),
         files=records,
-        tensors=_tensors(path, checked("tensors", _is_object, "an object"), records),
-        aliases=checked("aliases", _is_object_of_texts, "an object of texts"),
+        tensors=_tensors(path, tensors, records),
+        aliases=checked("aliases", is_object_of_texts, "an object of texts"),
         layout=layout,
         part=(index, count),
         source=checked("source", lambda value: isinstance(value, str), "the path of a directory"),
@@ -179,14 +184,6 @@ def parse(path: Path, raw: bytes) -> Manifest:
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
-
-
-def _is_object_of_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_size, value)) and value[0] < value[1]
 
 
 def is_path(name: str) -> bool:

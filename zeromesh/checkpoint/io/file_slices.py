@@ -5,19 +5,19 @@ whole disk blocks, the grid of checksums, and what overlaps what.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import BinaryIO, TypeVar
 
 import torch
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, StoredTensor, TensorSpec
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, checksum
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor
-from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
+from zeromesh.offload.io.direct_io import BLOCK
 
 GRID = 4 << 20
 """Bytes between checksum boundaries."""
@@ -34,22 +34,6 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             found.append(interval)
     return [interval for interval in found if interval.length]
-
-
-def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals without the union of others, in order."""
-    found, gone = [], merged(others)
-    for interval in merged(intervals):
-        start = interval.start
-        for at in range(max(0, bisect_right(gone, start, key=attrgetter("start")) - 1), len(gone)):
-            if (other := gone[at]).start >= interval.end:
-                break
-            if other.start > start:
-                found.append(Interval(start=start, end=other.start))
-            start = max(start, other.end)
-        if start < interval.end:
-            found.append(Interval(start=start, end=interval.end))
-    return found
 
 
 def starts_in_blocks_of_others(extents: Sequence[Interval]) -> list[Interval]:
@@ -71,6 +55,18 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
         end = min(interval.end, (start // GRID + 1) * GRID)
         yield Interval(start=start, end=end)
         start = end
+
+
+def record_of(
+    path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None
+) -> FileRecord:
+    """The record of a file that `rank` has written, which is read from its start; `on_progress` is called after each piece."""
+    pieces = []
+    for cut in cut_at_grid(Interval(start=0, end=nbytes)):
+        found = checksum(file.read(cut.length))
+        pieces.append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum=found, rank=rank))
+        on_progress()
+    return FileRecord(nbytes=nbytes, pieces=tuple(pieces))
 
 
 _Member = TypeVar("_Member", ChecksumPiece, "PlacedValues")
@@ -101,146 +97,83 @@ class TensorShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FileSlice:
-    """The place of elements in a file, of a tensor that begins at byte `origin` of the file `path` with elements of `dtype`.
+class PlacedValues:
+    """Elements in this process's memory, and where their bytes lie in a file that is written or read.
 
-    `rows` selects columns of the tensor's rows, and `interval` elements of that selection, which are in the file's order.
+    A tensor begins at byte `origin` of the file `path` with elements of `dtype`. `rows` selects columns of its rows, and `values`
+    are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between them. They may
+    have another dtype than the file, and are converted then. `owner` is the bucket whose update changes them; None for what stays
+    during a save.
     """
 
     path: str
     origin: int
     dtype: torch.dtype
     rows: StridedRows
-    interval: Interval
-    hull: Interval = field(init=False, repr=False, compare=False)
-    """The bytes of the file from the first to the last element; other elements may lie between them."""
+    values: TieredTensor
+    first: int = 0
+    owner: int | None = None
+    begin: int = field(init=False, repr=False, compare=False)
+    """The first byte of the file, and after the last one `end`."""
+    end: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        size = self.dtype.itemsize
-        found = self.rows.hull(self.interval) if self.interval.length else Interval(start=0, end=0)
-        hull = Interval(start=self.origin + found.start * size, end=self.origin + found.end * size)
-        object.__setattr__(self, "hull", hull)
-
-    @classmethod
-    def contiguous(cls, path: str, begin: int, dtype: torch.dtype, numel: int) -> FileSlice:
-        """`numel` elements that follow one another from byte `begin` on."""
-        interval = Interval(start=0, end=numel)
-        return cls(path=path, origin=begin, dtype=dtype, rows=StridedRows.whole(numel), interval=interval)
-
-    @property
-    def nbytes(self) -> int:
-        return self.interval.length * self.dtype.itemsize
-
-    def cut(self, window: Interval) -> FileSlice:
-        """The elements that lie in bytes `window` of the file, which must cut no element."""
-        size = self.dtype.itemsize
-        start, end = (self.rows.before((byte - self.origin) // size) for byte in (window.start, window.end))
-        return replace(self, interval=self.interval.intersect(Interval(start=start, end=max(start, end))))
-
-    def gather(self, data: torch.Tensor, begin: int, out: torch.Tensor) -> torch.Tensor:
-        """Copy these elements from `data`, the bytes of the file from `begin` on, to the start of `out`; both are 1-D uint8.
-
-        Returns the filled part of `out`.
-        """
-        words, found = _WORDS[self.dtype.itemsize], out[: self.nbytes]
-        start = (begin - self.origin) // self.dtype.itemsize
-        self.rows.take(data.view(words), start, self.interval, found.view(words))
-        return found
-
-    def to_row(self) -> list[Any]:
-        """The slice as JSON values, for other ranks."""
-        columns = [[each.start, each.end] for each in self.rows.columns]
-        shape = [self.rows.count, self.rows.width, columns, self.interval.start, self.interval.end]
-        return [self.path, self.origin, DTYPE_NAMES[self.dtype], *shape]
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> FileSlice:
-        """The slice of which another rank sent `to_row`."""
-        path, origin, dtype, count, width, columns, start, end = row
-        rows = StridedRows(count=count, width=width, columns=tuple(Interval(start=a, end=b) for a, b in columns))
-        return cls(path=path, origin=origin, dtype=DTYPES[dtype], rows=rows, interval=Interval(start=start, end=end))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedValues:
-    """Elements in this process's memory, and where their bytes lie in a file that is written or read.
-
-    Bytes of other elements may lie between them. `values` may have another dtype than the file, and are converted then. `owner` is
-    the bucket whose update changes them; None for what stays during a save.
-    """
-
-    where: FileSlice
-    values: TieredTensor
-    owner: int | None = None
+        hull = self.rows.hull(self.interval) if self.values.numel else Interval(start=0, end=0)
+        for name, element in (("begin", hull.start), ("end", hull.end)):
+            object.__setattr__(self, name, self.origin + element * self.dtype.itemsize)
 
     @classmethod
     def of_bytes(cls, path: str, begin: int, data: bytes) -> PlacedValues:
         """Bytes of the file `path` from `begin` on."""
-        where = FileSlice.contiguous(path, begin, torch.uint8, len(data))
-        return cls(where=where, values=TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+        values = TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return cls(path=path, origin=begin, dtype=torch.uint8, rows=StridedRows.whole(len(data)), values=values)
 
     @classmethod
     def stored(cls, tensor: StoredTensor, first: int, values: TieredTensor, owner: int | None = None) -> PlacedValues:
         """The elements from `first` on of a flattened tensor."""
-        dtype = tensor.spec.dtype
-        where = FileSlice.contiguous(tensor.path, tensor.begin + first * dtype.itemsize, dtype, values.numel)
-        return cls(where=where, values=values, owner=owner)
+        dtype, rows = tensor.spec.dtype, StridedRows.whole(values.numel)
+        origin = tensor.begin + first * dtype.itemsize
+        return cls(path=tensor.path, origin=origin, dtype=dtype, rows=rows, values=values, owner=owner)
 
     @classmethod
-    def in_rows(cls, tensor: StoredTensor, rows: StridedRows, shard: TensorShard) -> PlacedValues:
-        """A shard of a tensor, of which it has `rows`."""
-        dtype, interval = tensor.spec.dtype, shard.interval
-        where = FileSlice(path=tensor.path, origin=tensor.begin, dtype=dtype, rows=rows, interval=interval)
-        return cls(where=where, values=shard.values, owner=shard.owner)
-
-    @classmethod
-    def runs(cls, tensor: StoredTensor, shard: TensorShard, interval: Interval) -> Iterator[PlacedValues]:
-        """Each contiguous run of elements `interval` of a shard of a tensor."""
-        for run in shard.region.runs(interval):
+    def runs(cls, tensor: StoredTensor, shard: TensorShard) -> Iterator[PlacedValues]:
+        """Each contiguous run of elements of a shard of a tensor."""
+        for run in shard.region.runs(shard.interval):
             first = run.local - shard.interval.start
             yield cls.stored(tensor, run.logical, shard.values.slice(first, first + run.length), shard.owner)
 
     @property
-    def begin(self) -> int:
-        return self.where.hull.start
+    def interval(self) -> Interval:
+        """The elements, counted in the selection."""
+        return Interval(start=self.first, end=self.first + self.values.numel)
 
     @property
-    def end(self) -> int:
-        return self.where.hull.end
+    def nbytes(self) -> int:
+        return self.values.numel * self.dtype.itemsize
 
     def cut(self, window: Interval) -> PlacedValues:
         """The elements that lie in bytes `window` of the file, which may be longer and must cut no element."""
-        where = self.where.cut(window)
-        first = where.interval.start - self.where.interval.start
-        return replace(self, where=where, values=self.values.slice(first, first + where.interval.length))
+        start, end = (self.rows.before((b - self.origin) // self.dtype.itemsize) for b in (window.start, window.end))
+        inside = self.interval.intersect(Interval(start=start, end=max(start, end))).after(self.first)
+        return replace(self, first=self.first + inside.start, values=self.values.slice(inside.start, inside.end))
 
     def to_bytes(self) -> bytes:
         """The bytes of all elements, one after the other."""
-        out = torch.empty(self.where.nbytes, dtype=torch.uint8)
+        out = torch.empty(self.nbytes, dtype=torch.uint8)
         self.fill(out)
         return out.numpy().tobytes()
 
     def fill(self, out: torch.Tensor) -> None:
         """Put the bytes of all elements, one after the other, into `out`, `[nbytes]` uint8."""
-        self.values.copy_to(out.view(self.where.dtype))
-
-    def write(self, data: torch.Tensor, file: PositionalFile) -> None:
-        """Write what `fill` gave to its places in the file, and nothing between them."""
-        where, size = self.where, self.where.dtype.itemsize
-        for tile in where.rows.tiles(where.interval):
-            file.write_rows(
-                data[(tile.local - where.interval.start) * size :],
-                where.origin + tile.logical * size,
-                rows=tile.rows,
-                length=tile.length * size,
-                step=where.rows.taken * size,
-                stride=where.rows.width * size,
-            )
+        self.values.copy_to(out.view(self.dtype))
 
     def take(self, data: torch.Tensor, begin: int) -> None:
         """Take the elements that lie in `data`, the bytes of the file from `begin` on, 1-D uint8 that cut no element."""
-        window = self.where.hull.intersect(Interval(start=begin, end=begin + data.numel()))
+        window = Interval(start=max(self.begin, begin), end=min(self.end, begin + data.numel()))
         part, data = self.cut(window), data[window.start - begin : window.end - begin]
-        if part.where.nbytes != data.numel():
-            data = part.where.gather(data, window.start, torch.empty(part.where.nbytes, dtype=torch.uint8))
-        part.values.copy_from(data.view(self.where.dtype))
+        if part.nbytes != data.numel():
+            words, found = _WORDS[self.dtype.itemsize], torch.empty(part.nbytes, dtype=torch.uint8)
+            start = (window.start - self.origin) // self.dtype.itemsize
+            self.rows.take(data.view(words), start, part.interval, found.view(words))
+            data = found
+        part.values.copy_from(data.view(self.dtype))

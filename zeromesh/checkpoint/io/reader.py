@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ class OpenedCheckpoint(ABC):
         """Every piece of every file, those of a file in order."""
         return [piece for record in self.manifest.files.values() for piece in record.pieces]
 
+    def verify(self) -> None:
+        """Read and verify everything. Raises as `stream`."""
+        self.stream(self.pieces(), lambda piece, data: None)
+
     def content(self, path: str) -> bytes:
         """All bytes of a small file, verified. Raises `CheckpointError`."""
         record = self.manifest.files.get(path)
@@ -75,11 +80,11 @@ class OpenedCheckpoint(ABC):
         users: dict[ChecksumPiece, list[PlacedValues]] = {}
         for target in targets:
             if target.values.numel:
-                size, pieces = target.where.dtype.itemsize, self.manifest.files[target.where.path].pieces
+                size, pieces = target.dtype.itemsize, self.manifest.files[target.path].pieces
                 for piece in overlapping(pieces, target.begin, target.end):
                     if piece.begin % size or min(piece.end, target.end) % size:  # Only a hostile manifest does that.
                         where = f"{piece.path}: the piece [{piece.begin}, {piece.end})"
-                        raise CheckpointError(f"{where} cuts an element of {self._tensors_in(piece)}")
+                        raise CheckpointError(f"{where} cuts an element of {some(self.tensors_in([piece]))}")
                     users.setdefault(piece, []).append(target)
 
         def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
@@ -89,11 +94,12 @@ class OpenedCheckpoint(ABC):
 
         self.stream(sorted(users, key=lambda piece: (piece.path, piece.begin)), use)
 
-    def _tensors_in(self, piece: ChecksumPiece) -> str:
-        """The names of some tensors that have a byte in a piece; empty where none has."""
-        tensors = (each for each in self.manifest.tensors if each.path == piece.path)
-        names = [each.spec.name for each in tensors if each.begin < piece.end and each.end > piece.begin]
-        return some(names) if names else ""
+    def tensors_in(self, pieces: Sequence[ChecksumPiece]) -> list[str]:
+        """The names of the tensors that have a byte in pieces of one file, in the file's order."""
+        tensors = sorted(
+            (each for each in self.manifest.tensors if each.path == pieces[0].path), key=lambda each: each.begin
+        )
+        return [each.spec.name for each in tensors if any(each.begin < p.end and p.begin < each.end for p in pieces)]
 
     @abstractmethod
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
@@ -130,10 +136,6 @@ class CheckpointReader(OpenedCheckpoint):
             for _, problem in self.problems():
                 raise CheckpointError(problem)
 
-    def verify(self) -> None:
-        """Read and verify everything. Raises as `stream`."""
-        self.stream(self.pieces(), lambda piece, data: None)
-
     def stream(
         self,
         pieces: Sequence[ChecksumPiece],
@@ -146,30 +148,26 @@ class CheckpointReader(OpenedCheckpoint):
                 raise CheckpointError(
                     f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
                 )
-        pool = StagingPool(_STAGING_BUFFERS, GRID)
+        pool, rest = StagingPool(_STAGING_BUFFERS, GRID), iter(pieces)
         in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
-
-        def finish_oldest() -> None:
-            piece, buffer, future = in_flight.popleft()
-            try:
-                future.result()
-            except ZeromeshError as error:
-                if failed is None:
-                    raise
-                failed(piece, error)
-            else:
-                use(piece, buffer[: piece.end - piece.begin])
-            pool.give(buffer)
-
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
-                for piece in pieces:
-                    if len(in_flight) == _STAGING_BUFFERS:
-                        finish_oldest()
-                    buffer = pool.take()
-                    in_flight.append((piece, buffer, threads.submit(self._fetch, piece, buffer)))
-                while in_flight:
-                    finish_oldest()
+                while True:
+                    for piece in islice(rest, pool.free):
+                        buffer = pool.take()
+                        in_flight.append((piece, buffer, threads.submit(self._fetch, piece, buffer)))
+                    if not in_flight:
+                        return
+                    piece, buffer, future = in_flight.popleft()
+                    try:
+                        future.result()
+                    except ZeromeshError as error:
+                        if failed is None:
+                            raise
+                        failed(piece, error)
+                    else:
+                        use(piece, buffer[: piece.end - piece.begin])
+                    pool.give(buffer)
             finally:
                 threads.shutdown(cancel_futures=True)
 
@@ -186,24 +184,10 @@ class CheckpointReader(OpenedCheckpoint):
             wrote = "was there" if away else f"rank {piece.rank} wrote"
             problem = f"{path}: bytes [{piece.begin:,}, {piece.end:,}) are not what {wrote}"
             problem += f" (xxh3 {found}, {piece.checksum} was recorded)"
-        if names := self._tensors_in(piece):
-            problem += f"; they hold {names}"
+        if names := self.tensors_in([piece]):
+            problem += f"; they hold {some(names)}"
         cure = "; the checkpoint names these frozen weights and does not hold them: put the file back as it was"
         raise CheckpointError(problem + cure if away else problem)
-
-    def copy_to(
-        self, file: PositionalFile, path: str, on_progress: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Write what is here of the file `path` to its place in another; `on_progress` gets the bytes of each piece.
-
-        Raises as `stream`.
-        """
-
-        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
-            file.write(data, piece.begin)
-            on_progress(data.numel())
-
-        self.stream(self.manifest.files[path].pieces, use)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.
@@ -238,6 +222,29 @@ class CheckpointReader(OpenedCheckpoint):
         return ""
 
 
+def copy_file(
+    readers: Iterable[CheckpointReader],
+    path: str,
+    folder: Path,
+    on_progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write what checkpoints, parts of one or a whole, have of a file into `folder`; `on_progress` gets the bytes of each piece.
+
+    Raises as `stream`.
+    """
+    records = [(each, each.manifest.files[path]) for each in readers if path in each.manifest.files]
+    (folder / path).parent.mkdir(exist_ok=True)
+    with PositionalFile(folder / path, write=True, size=records[0][1].nbytes) as file:
+
+        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
+            file.write(data, piece.begin)
+            on_progress(data.numel())
+
+        for reader, record in records:
+            reader.stream(record.pieces, use)
+        file.sync()
+
+
 def manifest_of(directory: Path) -> tuple[str, Manifest]:
     """A directory's manifest, and a checksum that tells it from any other."""
     path = directory / manifests.NAME
@@ -251,7 +258,6 @@ def manifest_of(directory: Path) -> tuple[str, Manifest]:
 
 
 def _foreign_weights(directory: Path, known: Container[str]) -> Iterator[str]:
-    """Files that hold weights somewhere and are not known."""
     for folder, _, names in os.walk(directory, followlinks=False):
         for name in names:
             path = (Path(folder) / name).relative_to(directory).as_posix()

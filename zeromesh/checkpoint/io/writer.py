@@ -1,6 +1,7 @@
 """Streams a rank's part of a checkpoint from live shards to files: fill a staging buffer, checksum it, write it.
 
-There is no second copy of the state: a save takes a few staging buffers of memory. What the next update changes first is written
+There is no second copy of the state but of what tensor ranks have exchanged (`row_exchange`), until that is written: a save takes
+a few staging buffers of memory. What the next update changes first is written
 first, and the update waits for what is not copied yet (`release`). From a device it is copied beside training, on a stream that
 comes after what was launched when the save began, into pinned memory.
 """
@@ -53,14 +54,12 @@ class ShardWriter:
         """`pieces` are written in this order. `device` is where this rank computes."""
         self._directory = directory
         self._device = device
-        self._pieces = pieces
+        self._pieces = deque(pieces)
         self._rank = rank
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
         """By owner, the pieces with its elements that are not copied yet."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
-        self.digests: list[tuple[str, int, int, str]] = []
-        """For each share of an interleaved block: the block's file and first byte, the share's place in it, and its checksum."""
         self._done = 0
         self._written: Future[Any] = Future()
 
@@ -82,7 +81,7 @@ class ShardWriter:
         return self._wait(lambda: not self._left.get(owner), on_progress)
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
-        """Wait until everything is on the disk; returns the pieces that this rank has written, except of interleaved blocks.
+        """Wait until everything is on the disk; returns the pieces that this rank has written.
 
         Raises:
             StorageError, CheckpointError, OSError: for what went wrong in the thread.
@@ -108,7 +107,6 @@ class ShardWriter:
             self._write_all()
 
     def _write_all(self) -> None:
-        """Fill, checksum and write the pieces in order, a few at a time, then bring their files to the disk."""
         try:
             pool = StagingPool(STAGING_BUFFERS, GRID, accelerator.pinned if is_accelerator(self._device) else pages)
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
@@ -117,9 +115,10 @@ class ShardWriter:
                     for path in {piece.path for piece in self._pieces}
                 }
                 in_flight: deque[Future[None]] = deque()
-                for piece in self._pieces:
+                while self._pieces:
+                    piece = self._pieces.popleft()  # With its memory, where that is a copy.
                     buffer = pool.take()
-                    data = buffer[: piece.nbytes]
+                    data = buffer[: piece.where.length]
                     self._fill(piece, data)
                     in_flight.append(threads.submit(self._store, files[piece.path], piece, data, buffer, pool))
                     while in_flight and (in_flight[0].done() or len(in_flight) > STAGING_BUFFERS):
@@ -135,13 +134,12 @@ class ShardWriter:
 
     def _fill(self, piece: WritePiece, data: torch.Tensor) -> None:
         """Copy the bytes of a piece into `data`; the elements may change afterwards."""
-        begin = piece.where.start if piece.block is None else piece.sources[0].begin
         filled = 0
         for source in piece.sources:
-            first = source.begin - begin
-            source.fill(data[first : first + source.where.nbytes])
-            filled += source.where.nbytes
-        if filled != piece.nbytes:
+            first = source.begin - piece.where.start
+            source.fill(data[first : first + source.nbytes])
+            filled += source.nbytes
+        if filled != piece.where.length:
             raise CheckpointError(
                 f"{piece.path}: {filled} of the bytes [{piece.where.start}, {piece.where.end}) belong to some rank; the ranks' "
                 "parts do not make whole tensors"
@@ -154,22 +152,15 @@ class ShardWriter:
     def _store(
         self, file: PositionalFile, piece: WritePiece, data: torch.Tensor, buffer: torch.Tensor, pool: StagingPool
     ) -> None:
-        """Checksum and write what is in a staging buffer, and hand the buffer back."""
-        where, block = piece.where, piece.block
+        where = piece.where
         try:
             digest = checksum(data)
-            if block is None:
-                file.write(data, where.start)
-            else:
-                piece.sources[0].write(data, file)
+            file.write(data, where.start)
         finally:
             pool.give(buffer)
         with self._changed:
-            if block is None:
-                self._checksums.append(
-                    ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
-                )
-            else:
-                self.digests.append((piece.path, where.start, piece.place, digest))
+            self._checksums.append(
+                ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
+            )
             self._done += 1
             self._changed.notify_all()

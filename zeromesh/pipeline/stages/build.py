@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.errors import LayoutError, PhaseError, counted
 from zeromesh.overrides import override
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, refusal
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
@@ -65,7 +65,7 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     """
     if stages < 1 or stages > len(costs):
         raise LayoutError(
-            f"{len(costs)} blocks cannot be cut into {stages} pipeline stages: each has at least one; "
+            f"{counted(len(costs), 'block')} cannot be cut into {stages} pipeline stages: each has at least one; "
             "take fewer ranks along pipeline, or fewer chunks"
         )
     if min(*costs, first, last) < 0:

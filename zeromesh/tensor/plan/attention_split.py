@@ -171,14 +171,18 @@ def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivisio
     Raises:
         LayoutError: when it does not say how many heads it has, or cannot be divided among `ranks`.
     """
-    own, config = vars(attention), getattr(attention, "config", None)
-    queries = _count(own, _QUERY_COUNTS) or _count(config, _QUERY_COUNTS)
+    own, queries = vars(attention), count_heads(attention)
     if not queries:
         raise LayoutError(f"{name}: it does not say how many heads it has; give it an attribute num_heads")
     groups = own.get("num_key_value_groups")
     keys = _count(own, _KEY_COUNTS) or (queries // groups if isinstance(groups, int) and groups else 0)
     keys = keys or queries
     return AttentionDivision(queries=queries, keys=keys, shares=share_heads(queries, keys, ranks, name))
+
+
+def count_heads(attention: nn.Module) -> int:
+    """Return the number of query heads that an attention, or else its configuration, says it has; 0 where none does."""
+    return _count(vars(attention), _QUERY_COUNTS) or _count(getattr(attention, "config", None), _QUERY_COUNTS)
 
 
 def _count(holder: Any, names: tuple[str, ...]) -> int:

@@ -1,7 +1,8 @@
 """Makes a plan from a model: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
-Rules come from the user, from `builtin_plans.py`, or from the model (`model.tp_plan` of transformers), in this order. A rule has
-one of these styles (those of transformers, and some more):
+Rules come from the user, from a table, and from the model: from its `tp_plan` of transformers, or where it has none from the shapes
+of its layers (`recognition.py`). The first that names a module counts. A rule has one of these styles (those of transformers, and
+some more):
 
     colwise                          outputs are divided: heads in an attention, features elsewhere
     rowwise                          inputs are divided, outputs summed
@@ -21,7 +22,8 @@ one of these styles (those of transformers, and some more):
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -29,7 +31,7 @@ from typing import Any
 
 from torch import nn
 
-from zeromesh.errors import LayoutError, some
+from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval
 from zeromesh.tensor.plan.attention_split import (
@@ -41,7 +43,7 @@ from zeromesh.tensor.plan.attention_split import (
     linear_form,
     moved,
 )
-from zeromesh.tensor.plan.builtin_plans import OWN
+from zeromesh.tensor.plan.recognition import FUSED, KEYS, OWN, QUERIES, goes_by_shape, recognised
 from zeromesh.units.plan import block_modules
 
 
@@ -151,9 +153,6 @@ _EVENLY = {
     "rowwise_split_input": Style.ROW_SPLIT,
 }
 """Styles of linear layers whose outputs or inputs are divided evenly."""
-_QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
-_KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
-_FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 _OF_HEADS = re.compile(r"(q|k|v|query|key|value)_embed(s|dings?)?")
 _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
@@ -195,14 +194,33 @@ class _Planner:
         self.attentions: dict[str, AttentionDivision] = {}
         self.patches: list[Patch] = []
         self.notes: list[str] = []
+        self.given: dict[str, str] = {}
+        """The user's rule for a module, by its name."""
+
+    @contextmanager
+    def _planning(self, name: str) -> Iterator[None]:
+        """Say of what goes wrong inside the block with a module that a user's rule names which rule, and what the module is."""
+        try:
+            yield
+        except (LayoutError, AttributeError, TypeError, IndexError, ArithmeticError) as error:
+            module = self.modules.get(name)
+            if name not in self.given or module is None:
+                raise
+            held = (
+                some([f"{leaf} {list(each.shape)}" for leaf, each in module.named_parameters()], 3) or "no parameters"
+            )
+            raise LayoutError(
+                f"{self.given[name]} does not fit {name}, a {type(module).__name__} with {held} ({summary(error)})"
+            ) from error
 
     def choose(self, rules: Mapping[str, str]) -> None:
         """Note the style of every module that a rule names."""
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
-        builtin = OWN.get(kind, {})
-        library: Mapping[str, str] = {} if builtin else (getattr(self.model, "tp_plan", None) or {})
-        if not rules and not builtin and not library:
+        builtin, by_shape = OWN.get(kind, {}), goes_by_shape(self.model)
+        library: Mapping[str, str] = {} if by_shape else (getattr(self.model, "tp_plan", None) or {})
+        self.styles = recognised(self.model) if by_shape else {}
+        if not rules and not builtin and not library and not self.styles:
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
                 f"hold {some(self._held()) or 'nothing that is known'}; give rules "
@@ -221,7 +239,9 @@ class _Planner:
                 raise LayoutError(
                     f"tensor-parallel rule {pattern!r}: there is no style {style!r}; styles are {', '.join(_STYLES)}"
                 )
-            if not self._set((name for name in names if fnmatchcase(name, pattern)), style):
+            matched = [name for name in names if fnmatchcase(name, pattern)]
+            self.given.update(dict.fromkeys(matched, f"tensor-parallel rule {pattern!r}: {style}"))
+            if not self._set(matched, style):
                 raise LayoutError(
                     f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "
                     f"named like {some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
@@ -265,30 +285,36 @@ class _Planner:
         """Divide what projects queries, keys and values, and what follows, by heads."""
         for name, style in list(self.styles.items()):
             parent, _, leaf = name.rpartition(".")
-            fused = style in ("qkv_stacked", "qkv_by_head", "qkv_falcon") or (style == "colwise" and leaf in _FUSED)
-            if not fused and not (style == "colwise" and leaf in (*_QUERIES, *_KEYS)):
+            fused = style in ("qkv_stacked", "qkv_by_head", "qkv_falcon") or (style == "colwise" and leaf in FUSED)
+            if not fused and not (style == "colwise" and leaf in (*QUERIES, *KEYS)):
                 continue
-            features, _ = self._linear(name)
             del self.styles[name]
-            if parent not in self.attentions:
-                division = self.attentions[parent] = division_of(self.modules[parent], parent, self.size)
-                self.patches += [
-                    Patch(module=parent, attribute=attribute, values=values)
-                    for attribute, values in division.patches(self.modules[parent], stacked=style == "qkv_stacked")
-                ]
-            division = self.attentions[parent]
-            if fused:
-                shares = division.fused(name, features, stacked=division.is_stacked(self.modules[parent], style))
-                self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
-            else:
-                self._add(name, Style.COLUMN, division.by_head(name, features, keys=leaf in _KEYS))
+            with self._planning(name):
+                self._projection(name, style, fused=fused)
         for parent in self.attentions:
-            for leaf in (*_QUERIES, *_KEYS):
+            for leaf in (*QUERIES, *KEYS):
                 name = f"{parent}.{leaf}"
                 if name in self.modules and name not in self.layers:
                     raise LayoutError(
                         f"{name} would be whole beside projections of {parent} that are divided; give all of them the same style"
                     )
+
+    def _projection(self, name: str, style: str, *, fused: bool) -> None:
+        features, _ = self._linear(name)
+        parent, _, leaf = name.rpartition(".")
+        attention = self.modules[parent]
+        if parent not in self.attentions:
+            division = self.attentions[parent] = division_of(attention, parent, self.size)
+            self.patches += [
+                Patch(module=parent, attribute=attribute, values=values)
+                for attribute, values in division.patches(attention, stacked=style == "qkv_stacked")
+            ]
+        division = self.attentions[parent]
+        if fused:
+            shares = division.fused(name, features, stacked=division.is_stacked(attention, style))
+            self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
+        else:
+            self._add(name, Style.COLUMN, division.by_head(name, features, keys=leaf in KEYS))
 
     def norms_and_sinks(self) -> None:
         """Plan norms of single heads, which plans may have forgotten, and sinks; anything else an attention holds must be known."""
@@ -314,39 +340,43 @@ class _Planner:
         """Plan what rules are left for."""
         experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
         for name, style in self.styles.items():
-            if style == "moe_identity_expert":
-                raise LayoutError(f"{name}: every rank would add what this expert passes on; set parallel.tensor: 1")
-            if name.rpartition(".")[0] in experts or style == "replicate":
-                continue
-            if style == "local_params" and name in self.attentions:
-                continue
-            if name not in self.modules:
-                raise LayoutError(
-                    f"{name}: style {style} of a parameter alone is not known; give its module another one"
-                )
-            if style == "moe_tp_experts":
-                self._experts(name)
-            elif style == "replicated_with_grad_allreduce":
-                self._add(name, Style.PARTIAL)
-            elif style in ("embedding_rowwise", "embedding_heads"):
-                self._embedding(name, style)
-            else:
-                self._plain_linear(name, style)
+            with self._planning(name):
+                self._other(name, style, experts)
+
+    def _other(self, name: str, style: str, experts: list[str]) -> None:
+        if style == "moe_identity_expert":
+            raise LayoutError(f"{name}: every rank would add what this expert passes on; set parallel.tensor: 1")
+        if name.rpartition(".")[0] in experts or style == "replicate":
+            return
+        if style == "local_params" and name in self.attentions:
+            return
+        if name not in self.modules:
+            raise LayoutError(f"{name}: style {style} of a parameter alone is not known; give its module another one")
+        if style == "moe_tp_experts":
+            self._experts(name)
+        elif style == "replicated_with_grad_allreduce":
+            self._add(name, Style.PARTIAL)
+        elif style in ("embedding_rowwise", "embedding_heads"):
+            self._embedding(name, style)
+        else:
+            self._plain_linear(name, style)
 
     def _embedding(self, name: str, style: str) -> None:
         module: Any = self.modules[name]
-        if style == "embedding_heads":
+        if style == "embedding_heads" and isinstance(module, nn.Embedding):
             shares = self._attention_around(name).by_head(name, module.weight.shape[1])
             self._add(name, Style.EMBEDDING_FEATURES, shares)
         elif name not in self.layers:
             if not _divisible_embedding(module):
-                raise LayoutError(f"{name}: a {type(module).__name__} cannot be divided by tokens")
+                raise LayoutError(f"{name}: a {type(module).__name__} cannot be divided by tokens, or is no embedding")
             self._divide(name, Style.EMBEDDING, module.weight.shape[0])
 
     def _plain_linear(self, name: str, style: str) -> None:
         outputs, inputs = self._linear(name)
         attention = self.attentions.get(name.rpartition(".")[0])
         if style == "mla_kv_a_proj":
+            if not hasattr(self.modules[name.rpartition(".")[0]], "kv_lora_rank"):
+                raise LayoutError(f"{name}: what is around it has no kv_lora_rank, the number of its latent outputs")
             self._add(name, Style.LATENT)
         elif style == "colwise" and attention is not None:
             if outputs not in self._of_queries(name.rpartition(".")[0], attention):

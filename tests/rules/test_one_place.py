@@ -1,0 +1,75 @@
+"""What comes with a new optimizer, schedule or key of the configuration has one place: each is added to a copy of the source, which
+then trains a step with it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIMIZER = (
+    ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, (), ()),\n'),
+    (
+        "zeromesh/optim/fused_optimizer.py",
+        "    with torch.no_grad():\n",
+        '        if name == "sign":\n            master.sub_(common["lr"] * grad.sign())\n            return\n',
+    ),
+    ("trainer/config/sections/training.py", 'name: Literal["adamw", ', '"sign", '),
+)
+SCHEDULE = (
+    (
+        "trainer/config/sections/schedule.py",
+        "SCHEDULES: dict[str, frozenset[str]] = {\n",
+        '    "halved": frozenset(),\n',
+    ),
+    (
+        "trainer/config/sections/schedule.py",
+        "    # Imported here, so that reading a configuration loads neither torch nor transformers.\n",
+        '    if schedule.name == "halved":\n        return lambda step: 0.5\n',
+    ),
+)
+KEY = (
+    (
+        "trainer/config/sections/outputs.py",
+        '    """How long, how often and where to."""\n',
+        '\n    colour: Text = "grey"\n    """The colour."""\n',
+    ),
+)
+CONFIG = """
+model: {config: {model_type: llama, vocab_size: 259, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
+  num_attention_heads: 1, num_key_value_heads: 1}}
+data: {train: text.txt, eval_fraction: 0, sequence_length: 16, tokenizer: bytes, cache: tokens}
+batch: {global_size: 1, micro_size: 1}
+optimizer: {name: sign, lr: 0.25}
+schedule: {name: halved, warmup_steps: 0}
+run: {name: new, max_steps: 1, colour: red}
+"""
+
+
+def test_a_new_optimizer_schedule_or_key_is_one_place(tmp_path: Path) -> None:
+    for floor in ("zeromesh", "trainer", "offload", "configs"):
+        shutil.copytree(ROOT / floor, tmp_path / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, before, added in (*OPTIMIZER, *SCHEDULE, *KEY):
+        text = (tmp_path / path).read_text()
+        assert text.count(before) == 1, f"{path} has not one {before!r}"
+        (tmp_path / path).write_text(text.replace(before, before + added))
+    assert [len({path for path, *_ in change}) for change in (OPTIMIZER, SCHEDULE, KEY)] == [2, 1, 1]
+    (tmp_path / "text.txt").write_text("the same words again and again, " * 10)
+    (tmp_path / "new.yaml").write_text(CONFIG)
+    for words in (("config", "new.yaml"), ("train", "new.yaml")):
+        ended = subprocess.run(
+            [sys.executable, "-m", "zeromesh", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert words[0] == "train" or "colour: red" in ended.stdout
+    (line,) = read_metrics(tmp_path / "runs" / "new" / "metrics.jsonl")
+    assert line["lr"] == 0.125

@@ -1,0 +1,202 @@
+"""A running batch gives every request what the model's own `generate` gives it alone, whoever joins and leaves meanwhile."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from zeromesh.trainer.inference.requests import Request
+from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
+from zeromesh.trainer.inference.settings import ModelSettings
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 5,
+}  # fmt: skip
+
+ENDS = [5, 11, 23, 31, 44]
+
+
+def _model(kind: str) -> Any:
+    torch.manual_seed(0)
+    made: Any
+    if kind == "sliding":
+        made = tf.MistralForCausalLM(tf.MistralConfig(**SMALL, sliding_window=7, head_dim=8))
+    else:
+        made = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    return made.double().eval()
+
+
+def _batch(model: Any, *, rows: int, prefill_tokens: int = 64, cache_tokens: int = 1 << 30) -> RunningBatch:
+    sizes = {"rows": rows, "prefill_tokens": prefill_tokens, "cache_tokens": cache_tokens}
+    return RunningBatch(model, device=torch.device("cpu"), **sizes)
+
+
+def _add(batch: RunningBatch, request: Request) -> None:
+    batch.add(request, ModelSettings(batch._module, None).of(request.fields, len(request.tokens)))
+
+
+def _run(
+    model: Any, batch: RunningBatch, requests: list[Request], *, eager: bool, draw: random.Random
+) -> dict[int, Any]:
+    """Let requests come in at random times, and collect what is made of them."""
+    coming, made = list(requests), {request.number: ([], [], None) for request in requests}
+    most = 0
+    while coming or batch.busy:
+        while coming and draw.random() < 0.4:
+            _add(batch, coming.pop(0))
+        if batch.plan(eager=eager) is ForwardKind.IDLE:
+            continue
+        most = max(most, batch.shape()[0])
+        with torch.no_grad():
+            batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
+        batch.settle()
+        for progress in batch.progress():
+            tokens, logprobs, _ = made[progress.number]
+            made[progress.number] = (tokens + progress.tokens, logprobs + progress.logprobs, progress.finish)
+    assert most > 1, "nothing ran together"
+    return made
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_greedy_requests_are_as_if_alone(kind: str) -> None:
+    model, draw = _model(kind), random.Random(1)
+    requests = [
+        Request(
+            number=number,
+            tokens=[draw.randrange(6, 48) for _ in range(draw.choice([1, 2, 3, 9, 17, 40]))],
+            fields={"max_new_tokens": draw.choice([1, 2, 5, 30, 90]), "eos_token_id": ENDS},
+        )
+        for number in range(24)
+    ]
+    batch = _batch(model, rows=4, prefill_tokens=24)
+    made = _run(model, batch, requests, eager=True, draw=draw)
+    ends = set()
+    for request in requests:
+        ids = torch.tensor([request.tokens])
+        with torch.no_grad():
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), **request.fields)[0, ids.shape[1] :]
+            logits = model(torch.cat([ids[0], alone])[None]).logits[0, ids.shape[1] - 1 : -1]
+        tokens, logprobs, finish = made[request.number]
+        assert tokens == alone.tolist()
+        wanted = logits.log_softmax(-1).gather(1, alone[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), wanted, rtol=0, atol=1e-12)
+        assert finish == ("stop" if tokens[-1] in ENDS else "length")
+        ends.add(finish)
+    assert ends == {"stop", "length"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"forced_eos_token_id": 9},
+        {"encoder_repetition_penalty": 4.0},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 6, "eos_token_id": ENDS},
+        {"min_length": 14, "eos_token_id": ENDS},
+        {"exponential_decay_length_penalty": (2, 1.8)},
+        {"begin_suppress_tokens": ENDS, "forced_bos_token_id": 7},
+        {"max_new_tokens": None, "max_length": 13},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_processors_see_what_they_see_of_a_prompt_alone(fields: dict[str, Any], of_the_model: bool) -> None:
+    model, draw = _model("full"), random.Random(3)
+    fields = {"max_new_tokens": 8, **fields}
+    if of_the_model:
+        model.generation_config.update(**fields)
+    given = {} if of_the_model else fields
+    requests = [Request(number=n, tokens=[*range(8, 10 + 3 * n)], fields=given) for n in range(4)]
+    batch = _batch(model, rows=4, prefill_tokens=24)
+    made = _run(model, batch, requests, eager=True, draw=draw)
+    plain, differ = _model("full"), 0
+    for request in requests:
+        ids = torch.tensor([request.tokens])
+        with torch.no_grad():
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, ids.shape[1] :]
+            bare = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[0, ids.shape[1] :]
+        assert made[request.number][0] == alone.tolist()
+        differ += alone.tolist() != bare.tolist()
+    assert differ, "the fields change nothing"
+
+
+def test_draws_do_not_depend_on_the_company() -> None:
+    model = _model("full")
+    fields = {"do_sample": True, "temperature": 1.4, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 25}
+    requests = [Request(number=n, tokens=[7 + n, 9], fields=fields, seed=n % 3) for n in range(6)]
+    found = []
+    for rows, eager in ((6, True), (2, False)):
+        batch = _batch(model, rows=rows)
+        found.append(_run(model, batch, requests, eager=eager, draw=random.Random(rows)))
+    assert {n: each[0] for n, each in found[0].items()} == {n: each[0] for n, each in found[1].items()}
+    assert len({tuple(each[0]) for each in found[0].values()}) > 3
+
+
+def test_a_request_leaves_when_it_is_cancelled() -> None:
+    model = _model("full")
+    batch = _batch(model, rows=2)
+    for number in range(3):
+        _add(batch, Request(number=number, tokens=[9 + number], fields={"max_new_tokens": 6, "eos_token_id": -1}))
+    finishes = {}
+    for turn in range(20):
+        if turn == 3:
+            batch.cancel([0, 7])
+        if batch.plan(eager=True) is not ForwardKind.IDLE:
+            with torch.no_grad():
+                batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
+            batch.settle()
+        finishes |= {each.number: each.finish for each in batch.progress() if each.finish}
+    assert finishes == {0: "cancelled", 1: "length", 2: "length"}
+    assert not batch.busy
+
+
+def test_the_cache_has_a_bound() -> None:
+    model, draw = _model("full"), random.Random(2)
+    requests = [Request(number=n, tokens=[8 + n] * 10, fields={"max_new_tokens": 10}) for n in range(6)]
+    batch = _batch(model, rows=6, prefill_tokens=512, cache_tokens=45)
+    made = _run(model, batch, requests, eager=True, draw=draw)
+    assert all(finish for *_, finish in made.values())
+    assert batch._cache.width == 0, "all rows have left"
+
+
+def test_what_cannot_join_a_running_batch_is_named() -> None:
+    model = _model("full")
+    known = ModelSettings(model, None)
+    assert "beam_search" in known.why_unbatched(known.of({"num_beams": 2}, 3))
+    mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1))
+    other = ModelSettings(mamba, None)
+    assert "Mamba" in other.why_unbatched(other.of({}, 3))
+    drawn = known.of({"do_sample": True}, 3)
+    assert known.why_unbatched(drawn) == ""
+    model.model.layers[0].self_attn.is_causal = False
+    assert "later tokens" in ModelSettings(model, None).why_unbatched(drawn)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cache_tokens", "rows"),
+    [
+        ([10, 20, 5], 1 << 30, 3),
+        ([10, 21, 4], 1 << 30, 1),
+        ([10, 21, 20, 4, 5], 1 << 30, 3),
+        ([10, 10, 10], 3 * 16, 3),
+        ([10, 10, 10], 3 * 16 - 1, 2),
+        ([10], 1, 1),
+    ],
+)
+def test_prompts_of_up_to_twice_a_length_join_together_within_the_cache(
+    lengths: list[int], cache_tokens: int, rows: int
+) -> None:
+    batch = _batch(_model("full"), rows=8, prefill_tokens=1000, cache_tokens=cache_tokens)
+    for number, length in enumerate(lengths):
+        fields = {"max_new_tokens": 6, "eos_token_id": -1}
+        _add(batch, Request(number=number, tokens=[9] * length, fields=fields))
+    assert batch.plan(eager=True) is ForwardKind.PREFILL
+    assert batch.shape()[0] == rows

@@ -1,0 +1,105 @@
+"""Models are divided by the shapes of their layers where a trial shows that they compute the same."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
+
+_BART = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 44),
+    "d_model": 32, "vocab_size": 67, "max_position_embeddings": 32, "pad_token_id": 1,
+}  # fmt: skip
+_VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 44, "image_size": 32}
+
+
+def _trocr() -> nn.Module:
+    encoder = tf.ViTConfig(**_VIT, patch_size=8)
+    decoder = tf.TrOCRConfig(
+        d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=44, vocab_size=67, cross_attention_hidden_size=32
+    )  # fmt: skip
+    return tf.VisionEncoderDecoderModel(tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+
+
+def _on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
+    with torch.device("meta"):
+        return kind(config)
+
+
+class SoftMLP(nn.Module):
+    """An MLP by its shape, whose activation sees all features at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.up(hidden).softmax(-1))
+
+
+class SoftGPT2(tf.GPT2LMHeadModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp = SoftMLP()
+
+
+def _gpt2(kind: type[nn.Module] = tf.GPT2LMHeadModel) -> nn.Module:
+    return _on_meta(kind, tf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=67, bos_token_id=0, eos_token_id=0))
+
+
+def _llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return _on_meta(tf.LlamaForCausalLM, tf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67))
+
+
+@pytest.mark.parametrize(
+    ("model", "divided"),
+    [
+        (lambda: _on_meta(tf.MBartForConditionalGeneration, tf.MBartConfig(**_BART)), 4 * 2 + 2 * 2 + 4 * 2 + 2 * 2 + 4 * 2 + 1),
+        (lambda: _on_meta(tf.ViTModel, tf.ViTConfig(**_VIT)), (4 + 2) * 2),
+        (_trocr, (4 + 2) * 2 + (8 + 2) * 2 + 1),
+        (_gpt2, (2 + 2) * 3 + 2),
+    ],
+    ids=["mbart", "vit", "trocr", "gpt2"],
+)  # fmt: skip
+def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -> None:
+    made = model()
+    assert len(plan_tensor(made, 2).layers) >= divided - 1  # Scaled embeddings may be whole.
+    for sequence in (False, True):
+        require_equal_when_divided(made, {}, sequence=sequence)
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "message"),
+    [
+        (lambda: _gpt2(SoftGPT2), {}, r"parallel\.tensor: .*transformer\.h\.0\.mlp\.down, a Linear, computes something"),
+        (_llama, {"*.gate_proj": "replicate"}, r"parallel\.plan: .*layers\.0\.mlp, a LlamaMLP, cannot compute its part \("),
+        (_llama, {"*.input_layernorm": "replicated_with_grad_allreduce"}, r"input_layernorm, .* another gradient of its weight"),
+    ],
+    ids=["softmax", "one of two", "a sum of whole gradients"],
+)  # fmt: skip
+def test_what_computes_something_else_is_refused_by_its_module(model: Any, rules: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_equal_when_divided(model(), rules, sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*.up_proj": "mla_kv_a_proj"}, r"rule '\*\.up_proj': mla_kv_a_proj does not fit .*mlp\.up_proj, a Linear"),
+        ({"*.mlp.up_proj": "qkv_stacked"}, r"does not fit .*layers\.0\.mlp\.up_proj, a Linear with weight \[44, 32\]"),
+        ({"*.up_proj": "embedding_heads"}, r"embedding_heads does not fit .* \[44, 32\] .*or is no embedding"),
+        ({"*.down_proj": "local_params"}, r"local_params does not fit model\.layers\.0\.mlp\.down_proj, a Linear .* is not known"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_does_not_fit_its_module_says_what_that_is(rules: dict[str, str], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        plan_tensor(_llama(), 2, rules)

@@ -1,0 +1,173 @@
+"""The section `schedule`, and learning-rate schedules as pure functions of the step.
+
+`LRSchedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). The curves are those of
+`transformers.get_scheduler`, so a run moves between the two without a change of its curve; with a warm-up of another shape they are
+those of DeepSpeed's schedulers. As a function of the step, a schedule has no state to save.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.base import Count, CountOrOff, Fraction, Number, Positive, Ratio, Section
+
+_CYCLES = {"num_cycles": "num_cycles"}
+_LOWEST = {**_CYCLES, "min_ratio": "min_lr_rate"}
+_DECAY = {**_CYCLES, "min_ratio": "min_lr_ratio", "decay_steps": "num_decay_steps", "decay_shape": "decay_type"}
+SCHEDULES: dict[str, dict[str, str]] = {
+    "constant": {},  # 1, and no warm-up
+    "constant_with_warmup": {},  # 1
+    "linear": {},  # falls to 0
+    "cosine": _CYCLES,  # waves, half of one (a fall to 0) if not given
+    "cosine_with_restarts": _CYCLES,  # falls to 0, one if not given
+    "cosine_with_min_lr": _LOWEST,  # as cosine, down to min_ratio, which it needs
+    "cosine_warmup_with_min_lr": _LOWEST,  # the same a step earlier, as is its warm-up
+    "polynomial": {
+        "min_ratio": "lr_end",
+        "power": "power",
+    },  # (1 - progress) ** power (1 if not given), down to min_ratio
+    "warmup_stable_decay": _DECAY,  # 1, then to min_ratio in decay_steps
+    "wsd": _DECAY,  # the same
+    "inverse_sqrt": {"timescale": "timescale"},  # 1 / sqrt(step / timescale)
+}
+"""The options of each schedule, beside those of its warm-up, by what `get_scheduler` calls them, and its curve after that."""
+_WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
+
+
+def default_warmup(steps: int) -> int:
+    """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
+    return steps // 10
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
+
+    name: Literal[*SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    """The curve after the warm-up. wsd is short for warmup_stable_decay."""
+    warmup_steps: CountOrOff | None = None
+    """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
+    warmup_ratio: Fraction | None = None
+    """The same as a part of the run's steps; it replaces `warmup_steps`."""
+    min_ratio: Ratio | None = None
+    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
+    1e-7."""
+    num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
+    """Waves of the cosine curves; null: one fall to the lowest rate."""
+    power: Positive | None = None
+    """Exponent of polynomial; null: 1."""
+    decay_steps: CountOrOff | None = None
+    """Steps of wsd's final decay; null: a tenth of the run."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = None
+    """Curve of wsd's final decay; null: cosine."""
+    timescale: Count | None = None
+    """Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up."""
+    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
+    """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
+    start_ratio: Ratio | None = None
+    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
+
+    def warmup_of(self, steps: int) -> int:
+        """The steps of the warm-up in a run of `steps` steps."""
+        if self.warmup_ratio is not None:
+            return math.ceil(self.warmup_ratio * steps)
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return 0 if self.name == "constant" else default_warmup(steps)
+
+
+class LRSchedule(ScheduleSection):
+    """A named schedule of `total_steps` optimizer steps, the first `warmup_steps` of them rising from 0.
+
+    All but `constant` rise from `start_ratio` (0 if not given) in the form of `warmup_shape`, linear if not given; log is
+    DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for an option that the schedule does not have, and for
+    values that do not go together.
+    """
+
+    warmup_steps: int
+    total_steps: int
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        allowed = SCHEDULES[self.name].keys() | (_WARMUP_OPTIONS if self.name != "constant" else ())
+        problems = [
+            f"schedule.{option} has no effect on {self.name}; remove it"
+            for option in list(ScheduleSection.model_fields)[3:]
+            if option not in allowed and getattr(self, option) is not None
+        ]
+        if self.name.endswith("_with_min_lr") and self.min_ratio is None:
+            problems.append(f"schedule.min_ratio is missing; {self.name} needs the fraction it falls to")
+        room = max(0, self.total_steps - self.warmup_steps)
+        if self.decay_steps is not None and self.decay_steps > room:
+            problems.append(
+                f"schedule.decay_steps is {self.decay_steps}; give 0 to {room}, what the warm-up of {self.warmup_steps} leaves "
+                f"of {self.total_steps} steps"
+            )
+        if self.num_cycles is not None and self.decay_shape in ("linear", "1-sqrt"):
+            problems.append(f"schedule.num_cycles has no effect on decay_shape {self.decay_shape}; remove it")
+        if self.name == "constant" and self.warmup_steps:
+            problems.append(
+                f"schedule.warmup_steps: {self.warmup_steps} has no effect on constant, here as in transformers; set "
+                "schedule.name: constant_with_warmup, or no warm-up (schedule.warmup_ratio neither)"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    def factor(self, step: int) -> float:
+        """The factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
+        if self.name == "polynomial" and step >= self.total_steps:
+            # transformers divides by the steps after the warm-up, of which there may be none.
+            return self.min_ratio or 0.0
+        if step >= self.warmup_steps:
+            return _curve_of(self)(step)
+        start = self.start_ratio
+        if self.name == "cosine_warmup_with_min_lr" and self.warmup_shape is None:
+            if start is None:
+                return (step + 1) / self.warmup_steps
+            return start + (1.0 - start) * step / max(1, self.warmup_steps - 1)
+        rise = _RISES[self.warmup_shape or "linear"](step, self.warmup_steps)
+        if self.name in ("warmup_stable_decay", "wsd") and start is None:
+            start = self.min_ratio  # This warm-up starts at the ratio that the decay ends at.
+        return rise * (1.0 - start) + start if start else rise
+
+    def momentum(self, step: int) -> None:
+        """None: the optimizer's own, in every step."""
+
+
+@cache
+def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
+    """The factor of a step after the warm-up, by transformers' schedule of that name at a base learning rate of 1."""
+    # Imported here, so that reading a configuration loads neither torch nor transformers.
+    import torch
+    from torch.optim import SGD
+    from transformers import get_scheduler
+
+    tenth = max(1, schedule.total_steps // 10)
+    usual = {"min_ratio": 0.0, "decay_steps": tenth, "timescale": schedule.warmup_steps or 10_000}
+    names = SCHEDULES[schedule.name]
+    options = {name: getattr(schedule, own) for own, name in names.items()}
+    options |= {names[own]: value for own, value in usual.items() if own in names and options[names[own]] is None}
+    scheduler = get_scheduler(
+        {"wsd": "warmup_stable_decay"}.get(schedule.name, schedule.name),
+        SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=schedule.warmup_steps,
+        num_training_steps=schedule.total_steps,
+        scheduler_specific_kwargs={name: value for name, value in options.items() if value is not None},
+    )
+    curve: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return curve
+
+
+_RISES: dict[str, Callable[[int, int], float]] = {
+    "linear": lambda step, steps: step / steps,
+    "log": lambda step, steps: math.log(step + 1) / math.log(max(2, steps)),
+    "cosine": lambda step, steps: 0.5 * (1.0 - math.cos(math.pi * (step / steps))),
+    "1-sqrt": lambda step, steps: 1.0 - math.sqrt(1.0 - step / steps),
+}
+"""The part of a warm-up of `steps` steps that lies behind step `step`, by its shape."""
+
+STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Curves that do not depend on the length of the run."""

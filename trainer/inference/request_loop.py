@@ -1,0 +1,200 @@
+"""`RequestLoop`: requests of an inbox, continued on all ranks of a mesh.
+
+Ranks that run one model together are a replica. All ranks make the same rounds:
+
+    exchange    rank 0 tells what has come into the inbox, every replica what it has made; all know of all requests
+    partition   requests go to the replica with the fewest open tokens, the costliest first
+    forwards    each replica makes those of its own batches; as many as all agree on where they need each other's parameters
+
+A pipeline has as many running batches as stages, so that none of them waits; other layouts have one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from zeromesh.options import Placement
+from zeromesh.trainer.inference.requests import Inbox, News, Progress, Request
+from zeromesh.trainer.inference.row_cache import numbers_kept
+from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
+from zeromesh.trainer.inference.settings import most_new_tokens
+from zeromesh.trainer.inference.source import ServedModel
+from zeromesh.trainer.model_on_mesh import least_free_bytes
+
+_PREFILL_TOKENS = 2048
+"""Tokens of prompts in one forward."""
+_MOST_FORWARDS = 16
+"""Forwards between exchanges where nobody waits for single tokens."""
+_FEWEST_FORWARDS = 4
+"""In a pipeline a run of fewer would fill and empty it more often than it is worth."""
+_IDLE_SECONDS = 0.5
+"""The longest time that rank 0 waits for requests before the ranks exchange again."""
+
+
+class RequestLoop:
+    """Continues the requests of an inbox. All ranks make one, and call `run` together.
+
+    Args:
+        fields: of `GenerationConfig`, on top of which are those of a request.
+        rows: requests that a replica runs at a time.
+        on_progress: called on every rank with what was made of requests, wherever that was.
+    """
+
+    def __init__(
+        self,
+        placed: ServedModel,
+        fields: Mapping[str, Any],
+        *,
+        rows: int,
+        on_progress: Callable[[Sequence[Progress]], object] = lambda progress: None,
+    ) -> None:
+        mesh, engine = placed.mesh, placed.require_engine()
+        self._mesh, self._engine, self._module, self._rows = mesh, engine, placed.module, rows
+        self._settings, self._fields, self._on_progress = placed.settings, fields, on_progress
+        self._pipeline = placed.divided.pipeline
+        batches = mesh.pipeline.size if self._pipeline is not None else 1
+        limits = {"rows": -(-rows // batches), "cache_tokens": _cache_tokens(placed) // batches}
+        self._batches = [
+            RunningBatch(placed.module, prefill_tokens=_PREFILL_TOKENS, device=mesh.device, **limits)
+            for _ in range(batches)
+        ]
+        self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
+        """The most tokens still to be computed for each open request, by replica, as all ranks know it."""
+        self._queue: list[tuple[Request, GenerationConfig]] = []
+        self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
+        """True if replicas need each other's parameters in every forward."""
+
+    def run(self, inbox: Inbox | None) -> None:
+        """Continue what comes into the inbox, which rank 0 has, until it is stopped and all requests have ended.
+
+        Raises:
+            CollectiveError: when a rank is gone or late.
+        """
+        while True:
+            news = self._exchange(inbox)
+            for each in news.requests:
+                self._queue.append((each, self._settings.of({**self._fields, **each.fields}, len(each.tokens))))
+            # Who has asked may be gone before any rank has heard of the request.
+            self._cancel(news.cancelled, inbox)
+            if news.requests and not news.streams:
+                self._queue.sort(key=_cost_of, reverse=True)
+            self._partition()
+            if self._busy:
+                self._forwards(1 if news.streams else _MOST_FORWARDS, eager=news.streams)
+            elif news.stopping:
+                return
+
+    @property
+    def computed(self) -> int:
+        """The tokens that this rank has computed so far, as `RunningBatch.computed` counts them."""
+        return sum(batch.computed for batch in self._batches)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._queue) or any(self._open)
+
+    def _exchange(self, inbox: Inbox | None) -> News:
+        """Tell all ranks what is new, and what was made of requests."""
+        mesh = self._mesh
+        made = [each for batch in self._batches for each in batch.progress()]
+        own: dict[str, Any] = {}
+        if inbox is not None:
+            own["news"] = asdict(inbox.take(wait_seconds=0.0 if self._busy else _IDLE_SECONDS))
+        if mesh.model_index == 0:
+            own["made"] = [asdict(each) for each in made]
+        rows = mesh.world.gather_json(own, "requests and what was made of them")
+        progress = [Progress(**each) for row in rows for each in row.get("made", ())]
+        for each in progress:
+            for found in self._open:
+                if each.number in found:
+                    found[each.number] -= len(each.tokens)
+                if each.finish is not None:
+                    found.pop(each.number, None)
+        self._report(progress, inbox)
+        news: dict[str, Any] = rows[0]["news"]
+        return News(**{**news, "requests": [Request(**each) for each in news["requests"]]})
+
+    def _cancel(self, numbers: Sequence[int], inbox: Inbox | None) -> None:
+        """End requests: those of a batch with what they have, and those of the queue with nothing."""
+        if not numbers:
+            return
+        gone = [request.number for request, _ in self._queue if request.number in numbers]
+        self._queue = [each for each in self._queue if each[0].number not in numbers]
+        for batch in self._batches:
+            batch.cancel(numbers)
+        self._report([Progress(number=each, tokens=[], logprobs=[], finish="cancelled") for each in gone], inbox)
+
+    def _report(self, progress: Sequence[Progress], inbox: Inbox | None) -> None:
+        self._on_progress(progress)
+        if inbox is not None:
+            inbox.deliver(progress)
+
+    def _partition(self) -> None:
+        """Hand out the queue in its order, each request to the replica with the fewest open tokens. Where there are several, none
+        gets many more than it can run, since how much the others are done with shows only later."""
+        most = self._rows + -(-self._rows // 4) if len(self._open) > 1 else sys.maxsize
+        while self._queue:
+            takers = [index for index, found in enumerate(self._open) if len(found) < most]
+            if not takers:
+                return
+            taker = min(takers, key=lambda index: (sum(self._open[index].values()), index))
+            request, settings = queued = self._queue.pop(0)
+            self._open[taker][request.number] = _cost_of(queued)
+            if taker == self._mesh.data_index:
+                min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
+
+    def _forwards(self, most: int, *, eager: bool) -> None:
+        """Make up to so many forwards of each batch before ranks hear of each other again."""
+        for batch in self._batches:
+            batch.settle()
+            batch.plan(eager=eager)
+        count = self._agreed_forwards(most)
+        if self._pipeline is not None:
+            if count:
+                with self._engine.evaluation():
+                    self._pipeline.run_turns(self._batches, count, self._module)
+            for batch in self._batches:
+                batch.settle()
+            return
+        (batch,) = self._batches
+        for _ in range(count):
+            if batch.plan(eager=eager) is ForwardKind.IDLE and not self._together:
+                return
+            inputs = batch.inputs()
+            with self._engine.evaluation():
+                logits = self._module(**inputs).logits[:, -1]
+            batch.take(batch.choose(logits))
+            batch.settle()
+
+    def _agreed_forwards(self, most: int) -> int:
+        """Return how many forwards are made. Replicas that need each other's parameters all make the same number."""
+        busy = [batch for batch in self._batches if batch.busy]
+        if self._pipeline is None:
+            own = min(most, max((batch.most_forwards() for batch in busy), default=0))
+            return int(self._mesh.data.max_(torch.tensor([own]), "forwards")[0]) if self._together else own
+        own = min((batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy), default=0)
+        if not self._together:
+            return min(most, own)
+        # Of those that have something to do, the fewest; the others go along.
+        fewest = int(self._mesh.data.max_(torch.tensor([-min(most, own) if own else -most - 1]), "forwards")[0])
+        return 0 if -fewest > most else -fewest
+
+
+def _cost_of(queued: tuple[Request, GenerationConfig]) -> int:
+    """The tokens of a request, prompt included, at most."""
+    request, settings = queued
+    return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
+
+
+def _cache_tokens(placed: ServedModel) -> int:
+    """For how many tokens each rank may keep keys and values: they may take half of the free memory of its device."""
+    kept = numbers_kept(placed.module.config.get_text_config(), placed.mesh.tensor.size)
+    layers = -(-len(kept) // placed.mesh.pipeline.size)
+    each = layers * max(kept) * placed.require_engine().options.precision.compute.itemsize
+    return max(1, least_free_bytes(placed.mesh) // (2 * each))

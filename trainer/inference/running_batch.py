@@ -1,0 +1,285 @@
+"""`RunningBatch`: requests that join and leave while a model generates, and the forwards that they want of it.
+
+A forward is a chunk of the prompts of those who join (prefill), or one token of each who runs (decode); they take turns, so that
+long prompts do not hold up the others. Where several ranks run one model, each of them has the batch, and all come to the same.
+
+    prefill     a b c d         prompts but for their last tokens, padded on the right, which nothing before looks at
+                e . . .
+    decode      z               their last tokens, beside the latest ones of those who run already
+                f
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from zeromesh.trainer.inference.requests import Finish, Progress, Request
+from zeromesh.trainer.inference.row_cache import RowCache, layers_of
+from zeromesh.trainer.inference.sampling import RowSampler, logprobs_of, widened
+from zeromesh.trainer.inference.settings import most_new_tokens
+from zeromesh.trainer.models.generation import ends_of
+
+
+class ForwardKind(Enum):
+    """The kind of a batch's next forward."""
+
+    IDLE = "idle"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RunningRow:
+    """A request, and how far it has come."""
+
+    request: Request
+    sampler: RowSampler
+    ends: list[int]
+    limit: int
+    """The most new tokens."""
+    tokens: list[int]
+    """The tokens of the prompt, followed by the new ones."""
+    logprobs: list[float] = field(default_factory=list)
+    cached: int = 0
+    """Tokens whose keys and values are kept."""
+    reported: int = 0
+    """New tokens that progress was made of."""
+    finish: Finish | None = None
+
+    @property
+    def left(self) -> int:
+        """New tokens that may still come."""
+        return 0 if self.finish else self.limit - len(self.logprobs)
+
+    def add(self, token: int, logprob: float) -> None:
+        """Take the next token; what comes after the end is of no use. A `logprob` of NaN is one that was chosen by no numbers."""
+        if self.finish is None and math.isnan(logprob):
+            self.finish = "not_finite"
+        elif self.finish is None:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None
+
+    def progress(self) -> Progress:
+        """Return what was not reported yet."""
+        begin, self.reported = self.reported, len(self.logprobs)
+        tokens, logprobs = self.tokens[len(self.request.tokens) + begin :], self.logprobs[begin:]
+        return Progress(number=self.request.number, tokens=tokens, logprobs=logprobs, finish=self.finish)
+
+
+class RunningBatch:
+    """See the module. Rows that have ended stay until `settle`, so that shapes do not depend on tokens.
+
+    Args:
+        module: the model that computes the forwards.
+        rows: requests that run at a time.
+        prefill_tokens: tokens of prompts in one forward, padding included.
+        cache_tokens: places for keys and values, padding included; one request runs in any case.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        rows: int,
+        prefill_tokens: int,
+        cache_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._module, self._device = module, device
+        self._most_rows, self._prefill_tokens, self._cache_tokens = rows, prefill_tokens, cache_tokens
+        self._layers = layers_of(module.config) or 0
+        takes = inspect.signature(module.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        """Arguments of every forward."""
+        if "logits_to_keep" in takes:
+            self._fixed["logits_to_keep"] = 1
+        if hasattr(module.config, "output_router_logits"):
+            self._fixed["output_router_logits"] = False
+        self._waiting: deque[RunningRow] = deque()
+        self._running: list[RunningRow] = []
+        self._cache = RowCache(self._layers)
+        self._joining: list[RunningRow] = []
+        self._joining_cache = RowCache(self._layers)
+        self._ended: list[RunningRow] = []
+        self._kind = ForwardKind.IDLE
+        self._after_prefill = False
+        """True if the latest forward computed prompts."""
+        self.computed = 0
+        """Tokens of prompts so far, and tokens after which a next one was chosen."""
+
+    def add(self, request: Request, settings: GenerationConfig) -> None:
+        """Take on a request, whose settings, which were checked, are nobody else's from now on."""
+        row = RunningRow(
+            request=request,
+            sampler=RowSampler.of(self._module, settings, request.tokens, request.seed, self._device),
+            ends=ends_of(settings),
+            limit=most_new_tokens(settings, len(request.tokens)),
+            tokens=list(request.tokens),
+        )
+        self._waiting.append(row)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """End requests between forwards; those of other batches are passed over."""
+        for row in self._rows:
+            if row.request.number in numbers and row.finish is None:
+                row.finish = "cancelled"
+        self._ended += [row for row in self._waiting if row.finish]
+        self._waiting = deque(row for row in self._waiting if not row.finish)
+
+    @property
+    def _rows(self) -> list[RunningRow]:
+        return [*self._waiting, *self._joining, *self._running]
+
+    @property
+    def busy(self) -> bool:
+        """True if any request has not ended."""
+        return bool(self._waiting or self._joining or self._running)
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens that are still to be computed at most."""
+        return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in self._rows)
+
+    def plan(self, *, eager: bool) -> ForwardKind:
+        """Decide on the next forward. `eager`: requests join as soon as a row is free, and not when several are."""
+        if not self._joining and self._waiting:
+            self._admit(eager=eager)
+        if self._joining and not self._columns():
+            self._join()
+        if self._joining and not (self._running and self._after_prefill):
+            self._kind = ForwardKind.PREFILL
+        else:
+            self._kind = ForwardKind.DECODE if self._running else ForwardKind.IDLE
+        return self._kind
+
+    def _admit(self, *, eager: bool) -> None:
+        """Choose who joins next: as many as there is room for, of prompts that are not much shorter than the first one's."""
+        free = self._most_rows - len(self._running)
+        if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._most_rows // 8))):
+            return
+        running = max((row.cached + row.left for row in self._running), default=0)
+        longest = len(self._waiting[0].tokens)
+        for row in list(self._waiting)[: 2 * free]:
+            length = len(row.tokens)
+            width = max(running, *(each.limit + len(each.tokens) for each in (*self._joining, row)))
+            rows = len(self._running) + len(self._joining) + 1
+            if len(self._joining) == free or (rows > 1 and rows * width > self._cache_tokens):
+                break
+            if longest <= 2 * length and length <= 2 * longest:
+                self._joining.append(row)
+                self._waiting.remove(row)
+
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the forward that was decided on."""
+        if self._kind is ForwardKind.PREFILL:
+            return len(self._joining), self._columns()
+        return max(1, len(self._running)), 1
+
+    def _columns(self) -> int:
+        """Columns of the next chunk of prompts; 0 where they are over."""
+        left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.width
+        return min(left, max(1, self._prefill_tokens // len(self._joining)))
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of that forward; of an idle batch, something that nothing is kept of."""
+        if self._kind is ForwardKind.IDLE:
+            one = torch.ones(1, 1, dtype=torch.long)
+            return self._arguments(0 * one, one, 0 * one) | {"use_cache": False}
+        rows, cache = self._running, self._cache
+        if self._kind is ForwardKind.PREFILL:
+            rows, cache, new = self._joining, self._joining_cache, self._columns()
+            begin, end = cache.width, cache.width + new
+            chunks = [row.request.tokens[begin : min(end, len(row.request.tokens) - 1)] for row in rows]
+            ids = torch.tensor([[*chunk, *[0] * (new - len(chunk))] for chunk in chunks])
+            positions = torch.arange(begin, end).expand(len(rows), -1)
+            mask = torch.ones(len(rows), end, dtype=torch.long)
+        else:
+            new, width = 1, cache.width
+            ids = torch.tensor([row.tokens[-1:] for row in rows])
+            # A row that has ended may be computed in vain beyond the positions that the model has.
+            positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in rows])
+            mask = (torch.arange(width + 1) >= torch.tensor([[width - row.cached] for row in rows])).long()
+        cache.make_room(new)
+        return self._arguments(ids, mask, positions) | {"past_key_values": cache}
+
+    def _arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        """The arguments of a forward, but for the cache, from tensors `[rows, columns]` on the CPU."""
+        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._fixed}
+        return found | ({"position_ids": positions.to(self._device)} if self._takes_positions else {})
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose by logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64, the next tokens and the logarithms
+        of their probabilities. After prompts nothing is chosen."""
+        chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
+        if self._kind is ForwardKind.DECODE:
+            logits = widened(logits)
+            tokens = logits.argmax(dim=-1)
+            for index, row in enumerate(self._running):
+                if not row.sampler.is_plain:
+                    tokens[index] = row.sampler.choose(logits[index], row.tokens)
+            chosen[0], chosen[1] = tokens, logprobs_of(logits, tokens)
+        return chosen
+
+    def take(self, chosen: torch.Tensor) -> None:
+        """Take what `choose` has returned, after the forward."""
+        if self._kind is ForwardKind.IDLE:
+            return
+        self._after_prefill = self._kind is ForwardKind.PREFILL
+        if self._after_prefill:
+            begin, new = self._joining_cache.width, self._columns()
+            self.computed += sum(max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining)
+            self._joining_cache.added(len(self._joining), new)
+        else:
+            self.computed += sum(row.finish is None for row in self._running)
+            self._cache.added(len(self._running), 1)
+            for row, token, logprob in zip(self._running, chosen[0].tolist(), chosen[1].tolist(), strict=True):
+                row.cached += 1
+                row.add(int(token), logprob)
+
+    def _join(self) -> None:
+        """Let the rows whose prompts are over run."""
+        for row in self._joining:
+            row.cached = len(row.request.tokens) - 1
+        lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
+        self._cache.merge(self._joining_cache, *lengths, most_rows=self._most_rows)
+        self._running += self._joining
+        self._joining, self._joining_cache = [], RowCache(self._layers)
+
+    def settle(self) -> None:
+        """Take out the rows that have ended."""
+        for index in range(len(self._running) - 1, -1, -1):
+            row = self._running[index]
+            if row.finish is not None:
+                self._ended.append(row)
+                self._running[index] = self._running[-1]
+                self._running.pop()
+                self._cache.remove(index, [each.cached for each in self._running])
+
+    def steady_forwards(self, *, fewest: int) -> int:
+        """For how many forwards shapes stay as they are: one while prompts wait, else until some row comes to its limit, or
+        `fewest`, in the last of which such a row is computed in vain."""
+        if self._kind is not ForwardKind.DECODE or self._joining:
+            return 1
+        return max(fewest, min((row.left for row in self._running if row.finish is None), default=1))
+
+    def most_forwards(self) -> int:
+        """Forwards until all that it has is over at most."""
+        prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
+        chunks = -(-prompts // self._prefill_tokens) + len(self._waiting) + len(self._joining)
+        return sum(row.left for row in self._rows) + chunks
+
+    def progress(self) -> list[Progress]:
+        """Return the progress of all requests since the last call."""
+        rows, self._ended = [*self._ended, *self._joining, *self._running], []
+        return [row.progress() for row in rows if row.finish or len(row.logprobs) > row.reported]

@@ -1,0 +1,282 @@
+"""`ModelOnMesh`: what is done with a model whose parameters are divided over the ranks of a mesh, be it trained or generated with.
+
+`PlacedModel` is the part of such a model that one rank has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zeromesh.errors import ConfigError, PhaseError, StorageError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import available_bytes
+from zeromesh.offload.accelerator import device_memory, is_accelerator
+from zeromesh.parallelize import Divided
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.formatting import human_bytes
+from zeromesh.trainer.models.generation import check_arguments, generate
+from zeromesh.trainer.models.hub_form import HubForm
+from zeromesh.trainer.models.save_pretrained import save_model
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.full_state import saved_buffers
+from zeromesh.zero.weight_digests import require_same_weights
+
+
+class ModelOnMesh(ABC):
+    """The verbs of a model on the ranks of a mesh. All ranks call each of them alike."""
+
+    @property
+    @abstractmethod
+    def placed(self) -> PlacedModel:
+        """This rank's part of the model. Raises `PhaseError` once that is over."""
+
+    def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
+        """Write the model as a Hugging Face model directory, one parameter at a time.
+
+        `ema`: with averaged weights, before and after the end of `fit`.
+
+        Raises:
+            ConfigError: for `ema` in a run without `ema.decay`.
+            StorageError: when it cannot be written.
+        """
+        placed = self.placed
+        placed.require_average(ema)
+        averaged = ema and placed.engine is None
+        with placed.guarded(f"{placed.owner}.save()"), placed.averaged() if averaged else nullcontext():
+            state, tokenizer = placed.state(ema), placed.processing_class
+            failure = save_model(placed.module, state, Path(path).expanduser(), placed.mesh, processing_class=tokenizer)
+        if failure:
+            raise StorageError(failure)
+
+    def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
+
+        Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
+        holds the whole model on every rank. `ema`: averaged weights instead.
+
+        Raises:
+            ConfigError: for `ema` in a run without `ema.decay`.
+        """
+        placed = self.placed
+        placed.require_average(ema)
+        if placed.engine is None:
+            averages = placed.averages if ema else {}
+            yield from ((name, averages.get(name, own.detach())) for name, own in placed.module.named_parameters())
+            return
+        with placed.mesh.call(f"{placed.owner}.state_dict()"):
+            yield from placed.state(ema).parameters()
+
+    def check_weights(self) -> None:
+        """Compare the weights of all ranks that hold the same ones, by digests, between steps.
+
+        Raises:
+            WeightsDifferError: with the tensors and the ranks that differ.
+            PhaseError: once the model is whole, after `fit`.
+        """
+        placed = self.placed
+        placed.require_sound()
+        engine = placed.require_engine()
+        with placed.mesh.call(f"{placed.owner}.check_weights()"):
+            require_same_weights(engine)
+
+    def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
+
+        Names and shapes are those of files on the Hub, and adapters are merged. Beside its part a rank has one bucket in memory at
+        a time, and where weights are converted or merged, those that belong together. `part_of(name)` is `(dim, index, parts)`
+        where a rank wants a part of a tensor. A tensor may change with the next step: copy it to keep it.
+
+        Raises:
+            ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
+        """
+        placed = self.placed
+        compute: torch.dtype = getattr(torch, placed.config.precision.compute)
+        with placed.mesh.call(f"{placed.owner}.stream_weights()") if placed.engine is not None else nullcontext():
+            if placed.engine is not None:
+                weights = placed.engine.state.stored()
+            else:
+                tensors = {**dict(placed.module.named_parameters()), **saved_buffers(placed.module)}
+                weights = ((name, own.detach()) for name, own in tensors.items())
+            yield from parts_of_weights(placed.hub_form.of(weights, compute), part_of)
+
+    def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
+        """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns how many tensors.
+
+        No rank has more of the model than its own part and what `stream_weights` keeps.
+
+        Args:
+            addresses: paths of Unix sockets, or `HOST:PORT`.
+            token: the one that receivers were given.
+            timeout_seconds: how long a receiver may be silent.
+
+        Raises:
+            TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
+        """
+        weights, mesh = self.stream_weights(), self.placed.mesh
+        return send_weights(weights, mesh, addresses, token=token, timeout_seconds=timeout_seconds)
+
+    @contextmanager
+    def gathered(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
+
+        They are copies, so an exception that is caught outside the block ends nothing.
+
+        Raises:
+            StorageError: when they would not fit in memory.
+            PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
+        """
+        placed, names = self.placed, list(names)
+        if placed.engine is None:
+            yield
+            return
+        needed = placed.engine.state.nbytes_of(names)
+        quoted = ", ".join(map(repr, names))
+        shown = quoted[:100] + " ..." if len(quoted) > 100 else quoted
+        with placed.mesh.call(f"{placed.owner}.gathered([{shown}])"):
+            free = least_free_bytes(placed.mesh)
+            if free and needed > free:
+                raise StorageError(
+                    f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
+                    f"{human_bytes(free)} free"
+                )
+            with placed.engine.gathered(names):
+                yield
+
+
+@dataclass(kw_only=True)
+class PlacedModel(ModelOnMesh):
+    """This rank's part of a model, and what all ranks do with the whole of it. `engine` is None once it is whole."""
+
+    owner: ClassVar[str] = "generator"
+    """Begins the names of the calls that all ranks make."""
+    config: TrainerConfig
+    mesh: Mesh
+    console: Console
+    module: Any
+    hub_form: HubForm
+    divided: Divided
+    engine: ZeroEngine | None
+    processing_class: Any
+    """The tokenizer that is saved with the model."""
+    failure: str = ""
+    """The error after which nothing can be done with the model."""
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    """Averages of the weights by name, once the model is whole."""
+
+    @property
+    def placed(self) -> PlacedModel:
+        return self
+
+    def require_engine(self) -> ZeroEngine:
+        """The engine. Raises `PhaseError` once the model is whole."""
+        if self.engine is None:
+            raise PhaseError("the model is whole again, and no longer trained")
+        return self.engine
+
+    def require_average(self, ema: bool) -> None:
+        """Raise `ConfigError` where averaged weights (`ema`) are asked for and the run makes none."""
+        if ema and not self.config.ema.decay:
+            raise ConfigError(
+                "there are no averaged weights: set ema.decay, such as 0.999, for the run that makes them"
+            )
+
+    def state(self, ema: bool = False) -> Any:
+        """The whole weights, or their averages; None once the model is whole. All ranks call it."""
+        return self.engine and (self.engine.averaged_state if ema else self.engine.state)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block the model has its averaged weights; all ranks enter it."""
+        if self.engine is not None:
+            with self.engine.averaged():
+                yield
+            return
+        weights = {name: self.module.get_parameter(name).data for name in self.averages}
+        try:
+            for name, average in self.averages.items():
+                self.module.get_parameter(name).data = average
+            yield
+        finally:
+            for name, weight in weights.items():
+                self.module.get_parameter(name).data = weight
+
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` or `DataError` for what `generate` cannot be given in this layout."""
+        check_arguments(self.module, arguments, self.mesh if self.engine is not None else None)
+
+    def continue_prompts(
+        self,
+        arguments: Mapping[str, Any],
+        seed: Callable[[], object],
+        see: Callable[[Tensor], object] = lambda logits: None,
+    ) -> Any:
+        """Return what the model's own `generate` makes of these arguments; see `models.generation.generate`."""
+        pipeline = self.divided.pipeline
+        return generate(self.module, self.mesh, arguments, seed=seed, engine=self.engine, pipeline=pipeline, see=see)
+
+    # Errors
+
+    def require_sound(self) -> None:
+        """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
+        if self.failure:
+            raise PhaseError(self.over())
+
+    def over(self) -> str:
+        """Say why nothing can be done with the model any more."""
+        return f"this generator ended with {self.failure}; make a new one"
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error that is raised in place of another one, or that one."""
+        return error
+
+    @contextmanager
+    def guarded(self, call: str) -> Iterator[None]:
+        """A call that all ranks make, such as `trainer.fit()`; "" where a rank may make it alone.
+
+        After an error that leaves something half done that ranks do together the model is over, and the other ranks learn of it.
+        A call that is refused before that has changed nothing. A single rank has lost nothing but the step that it was in.
+        """
+        self.require_sound()
+        watch = self.mesh.watch
+        begun = watch.begun
+        try:
+            with self.mesh.call(call) if call else nullcontext():
+                yield
+        except BaseException as error:
+            shown = self.explain(error)
+            half_done = watch.begun != begun or watch.in_doubt
+            if half_done:
+                self.mesh.fail(shown)
+            if half_done or (self.engine is not None and not self.engine.abandon_pass()):
+                self.failure = f"{type(shown).__name__}: {shown}".removesuffix(": ")
+            if shown is error:
+                raise
+            raise shown from error
+        finally:
+            self.console.close()
+
+    def close(self) -> None:
+        """Give back what the model has taken: files, shared memory."""
+        if self.engine is not None:
+            self.engine.close()
+        self.divided.close()
+
+
+def least_free_bytes(mesh: Mesh) -> int:
+    """Free bytes of the rank that has least, when all ranks of a host take as much as it does; 0: not known. All ranks call it."""
+    if is_accelerator(mesh.device):
+        free = device_memory(mesh.device).free
+    else:
+        free = available_bytes() // max(1, mesh.environment.local_world_size)
+    return -int(mesh.world.max_(torch.tensor([-free]), "free memory")[0])

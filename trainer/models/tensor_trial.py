@@ -1,0 +1,98 @@
+"""The trial, on a small copy, of whether a model computes the same where ranks divide its layers by their shapes, or by a user's
+rules."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.tensor.plan.recognition import goes_by_shape, recognised
+from zeromesh.tensor.trial import difference_when_divided
+from zeromesh.trainer.models.small_copy import InFloat64, small_copy, vary
+from zeromesh.trainer.models.user_model import integer, positive, text_part
+from zeromesh.zero.hooks import tensors_in
+
+_RANKS, _LENGTH, _FIRST_ID = 2, 8, 3
+
+
+def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
+    """Run a small copy of a model whole, and divided among two ranks; outputs and gradients must agree.
+
+    `rules` are the user's own; without any, models with a plan of their own are not tried. `sequence`: blocks pass on shares of
+    the sequence.
+
+    Raises:
+        ConfigError: where they differ, by the name of the module that does, and for shapes that nothing could be tried of.
+    """
+    by_shape = goes_by_shape(model)
+    if not by_shape and not rules:
+        return
+    # Blocks of the copy have other numbers.
+    plan = {re.sub(r"\.\d+(?=\.|$)", ".*", name): style for name, style in recognised(model).items() if by_shape}
+    small = small_copy(model, lambda each: torch.cat([out.flatten() for out in _outputs(each)]))
+    if isinstance(small, str):
+        if rules or not plan:
+            return
+        raise ConfigError(_refused(model, f"no small copy of it could be tried ({small})"), where="parallel.tensor")
+    vary(small)
+    for shares in dict.fromkeys((sequence, False)):
+        try:
+            divided = plan_tensor(small, _RANKS, {**plan, **rules})
+            found = difference_when_divided(small, divided, _outputs, sequence=shares)
+        except LayoutError:  # The copy cannot be divided so; what the model itself cannot is refused as it is divided.
+            continue
+        if found:
+            raise ConfigError(_refused(model, found), where="parallel.plan" if rules else "parallel.tensor")
+        return
+
+
+def _refused(model: nn.Module, reason: str) -> str:
+    return (
+        f"{type(model).__name__} has layers that ranks could divide by their shapes or by your rules, and in a trial on a small "
+        f"copy {reason}; give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1"
+    )
+
+
+def _outputs(small: Any) -> list[Tensor]:
+    with InFloat64():
+        return [each for each in tensors_in(small(**dict(_inputs(small)))) if each.is_floating_point()]
+
+
+def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a forward: tokens, pictures or sound for two samples, always the same."""
+    config, names = small.config, inspect.signature(type(small).forward).parameters
+    generator = torch.Generator().manual_seed(0)
+    main = getattr(small, "main_input_name", "input_ids")
+    text, vision = (
+        text_part(config),
+        getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config,
+    )
+    most = positive(text, "vocab_size") or 2 * _FIRST_ID
+    ids = torch.randint(_FIRST_ID, most, (2, _LENGTH), generator=generator)
+    ids[:, -1] = integer(text, "eos_token_id") or ids[0, -1]
+    if main == "input_ids" or (config.model_type.startswith(("clip", "siglip", "metaclip")) and "input_ids" in names):
+        yield "input_ids", ids
+    if config.is_encoder_decoder or (main != "input_ids" and "decoder_input_ids" in names):
+        yield "decoder_input_ids", ids[:, :6]
+    sizes: dict[str, tuple[int, ...]] = {}
+    if "pixel_values" in names and (main == "pixel_values" or vision is not config):
+        size = getattr(vision, "image_size", 32)
+        picture = (getattr(vision, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
+        frames = positive(config, "num_frames")
+        sizes["pixel_values"] = (frames, *picture) if frames else picture
+    elif main == "input_values":
+        bins = positive(config, "num_mel_bins")
+        sizes[main] = (config.max_length, bins) if bins and hasattr(config, "max_length") else (3200,)
+    elif main == "input_features":
+        bands = positive(config, "num_mel_bins", "input_feat_per_channel", "feature_size")
+        whisper = positive(config, "num_mel_bins") > 0
+        sizes[main] = (bands, 2 * config.max_source_positions) if whisper else (64, bands)
+    for name, shape in sizes.items():
+        yield name, torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    if "use_cache" in names:
+        yield "use_cache", False

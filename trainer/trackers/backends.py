@@ -1,0 +1,348 @@
+"""The trackers that a run can send figures to: `TRACKERS` has a row for each, and adding one is a row, or a class and a row.
+
+Nothing of the machine, the command line, the code, the repository or the output goes to a tracker. Most look at all of that unless
+they are told not to, each in words of its own. This file knows no configuration: the names that one may hold are read from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+from zeromesh.files import read_whole, write_whole
+
+if TYPE_CHECKING:
+    from psutil import Process
+
+GLOBAL_STEP = "train/global_step"
+"""The name under which each row says its step; transformers' own callback calls it the same."""
+_EVALUATED = "eval/global_step"
+"""The same of evaluations alone, in wandb."""
+_WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
+"""The first: wandb's service writes a row down at once, so that a kill loses none that `tracking-wandb.json` counts as sent."""
+_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
+
+
+class Place(NamedTuple):
+    """The place of a row among all rows: first that of a step, then that of the evaluation after it."""
+
+    step: int
+    evaluation: bool = False
+
+
+UNKNOWN = Place(-1)
+"""How far a tracker has got of which nobody knows that."""
+
+
+class TrackedRow(NamedTuple):
+    """Figures of a step, or of an evaluation after it."""
+
+    place: Place
+    values: Mapping[str, float]
+    samples: tuple[tuple[str, str], ...] = ()
+    """Prompts and what the model has written to them, which trackers with tables or text show."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """The facts that trackers know about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
+
+    ident: str
+    name: str
+    project: str
+    tags: tuple[str, ...]
+    online: bool
+    directory: Path
+    step: int
+    config: Mapping[str, Any]
+    settings: Mapping[str, str | int | float] = field(default_factory=dict)
+    """The configuration by whole keys, for trackers that have no nested ones."""
+
+    def folder(self, name: str) -> str:
+        """The place in the run's directory where a tracker keeps what it writes."""
+        return str(self.directory / name)
+
+
+class Tracker:
+    """One of accelerate's trackers in a run, by the calls that all of them have; `TRACKERS` has what each begins with.
+
+    Few can be asked how far they have got, so a file of the run's directory says it. Any call may raise anything that the tracker's
+    own library does.
+    """
+
+    def __init__(self, name: str, run: TrackedRun, *, sent: Place = UNKNOWN, tracker: Any = None) -> None:
+        self.name, self.run, self.tracker = name, run, tracker
+        self.sent = sent
+        """The last row that the tracker has got."""
+
+    def start(self) -> None:
+        """Begin, or go on with a run of this id."""
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        run, kind = self.run, LOGGER_TYPE_TO_CLASS[self.name]
+        folder = [run.folder(self.name)] if kind.requires_logging_directory else []
+        self._make(run.project, *folder, **kind_of(self.name).arguments(run))
+        self.tracker.store_init_configuration(dict(run.settings))
+        self.sent, _ = self._noted()
+
+    def log(self, row: TrackedRow) -> None:
+        """Hand a row over."""
+        self._note(row.place)
+        if row.values:
+            self.tracker.log(dict(row.values), step=row.place.step)
+
+    def finish(self) -> None:
+        """Hand over what is left, and end."""
+        self.tracker.finish()
+
+    def give_up(self, error: BaseException) -> None:
+        """A call has raised `error`, and none will follow."""
+
+    def abandon(self) -> None:
+        """A call has not returned for so long that nobody waits for it any more, and the end of the process should not either."""
+
+    def _make(self, *arguments: Any, **keywords: Any) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        self.tracker = LOGGER_TYPE_TO_CLASS[self.name](*arguments, **keywords)
+        self.tracker.start()
+
+    def _noted(self) -> tuple[Place, int]:
+        """The last row by the file, and the number that the tracker has given it."""
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            ident, step, evaluated, *number = json.loads(read_whole(self._file))
+            if ident == self.run.ident and int(step) >= 0:
+                return Place(int(step), bool(evaluated)), int(*number or [-1])
+        if self.run.step:
+            return UNKNOWN, -1
+        self._note(Place(0))
+        return Place(0), -1
+
+    def _note(self, place: Place, *number: int) -> None:
+        """Write down that a row is about to be handed over: a kill just now rather loses it than has it there twice."""
+        write_whole(self._file, json.dumps([self.run.ident, *place, *number]).encode(), sync=False)
+
+    @property
+    def _file(self) -> Path:
+        return self.run.directory / f"tracking-{self.name}.json"
+
+
+_FRAMEWORKS = (
+    "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
+    "catboost gradio jsonargparse"
+)
+"""The names of what ClearML would watch; only all of them keep it from the repository and from files that are saved."""
+_COMET_WATCHES = (
+    "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
+    "auto_metric_logging auto_log_co2"
+)
+
+
+class WandbTracker(Tracker):
+    """wandb, which numbers rows itself; the step is one of their values. Nothing of the machine or the code goes to it."""
+
+    _next: int | None = None
+
+    def start(self) -> None:
+        import wandb
+
+        run, (sent, number) = self.run, self._noted()
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_transaction_log_flush_interval=_WRITE_SECONDS,
+            x_file_stream_transmit_interval=_FLUSH_SECONDS,
+            login_timeout=_WAIT_SECONDS,
+            finish_timeout=_WAIT_SECONDS,
+            reinit="default" if wandb.run is None else "create_new",
+        )
+        self._make(
+            run.project,
+            id=run.ident,
+            name=run.name,
+            tags=list(run.tags),
+            dir=str(run.directory),
+            mode="online" if run.online else "offline",
+            resume="allow",
+            config=dict(run.config),
+            settings=settings,
+        )
+        made = self.tracker.tracker
+        made.define_metric(GLOBAL_STEP)
+        made.define_metric("*", step_metric=GLOBAL_STEP)
+        if not run.online:
+            self.sent, self._next = sent, number + 1
+        elif made.resumed:
+            summary = dict(made.summary)  # The server's: the latest value of each name.
+            step = summary.get(GLOBAL_STEP)
+            if isinstance(step, int):
+                self.sent = Place(step, summary.get(_EVALUATED) == step)
+
+    def log(self, row: TrackedRow) -> None:
+        # The number of the first row alone is given: after it wandb counts, beside what callbacks log.
+        first, self._next = self._next, None
+        step, evaluation = row.place
+        self._note(row.place, self.tracker.tracker.step if first is None else first)
+        where = {GLOBAL_STEP: step, **({_EVALUATED: step} if evaluation else {})}
+        table: dict[str, Any] = {}
+        if row.samples:
+            import wandb
+
+            table["samples"] = wandb.Table(["step", "prompt", "completion"], [[step, *each] for each in row.samples])
+        self.tracker.log({**where, **row.values, **table}, step=first, commit=True)
+
+    def give_up(self, error: BaseException) -> None:
+        if not _services():
+            import wandb
+
+            wandb.teardown()  # Its service is gone, and would be called once more when this process ends.
+
+    def abandon(self) -> None:
+        for each in _services():
+            each.kill()
+
+
+def _services() -> list[Process]:
+    """The processes that wandb has started in this one, and that have not ended."""
+    import psutil
+
+    children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in children if "wandb-core" in each.name()]
+
+
+class TensorBoardTracker(Tracker):
+    """TensorBoard, which can be told to leave out what earlier processes have written from some step on; they are written anew."""
+
+    def start(self) -> None:
+        run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._noted()
+        first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
+        self.sent = Place(max(0, first - 1), first > 0)
+        _pass_second(folder)
+        self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
+        text = yaml.safe_dump(dict(run.config), sort_keys=False)
+        self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
+
+    def log(self, row: TrackedRow) -> None:
+        super().log(row)
+        for number, (prompt, completion) in enumerate(row.samples):
+            shown = f"**{prompt}**\n\n{completion}"
+            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
+
+
+def _pass_second(folder: Path) -> None:
+    """Wait until a new file of events is named by a later second than all that are there.
+
+    TensorBoard reads them in the order of their names, `events.out.tfevents.SECOND.HOST.PID...`: of two that began within one
+    second the later could come first, and the other would purge what it says.
+    """
+    started = [int(match[1]) for path in folder.glob("events.out.tfevents.*") if (match := _EVENTS.match(path.name))]
+    wait = max(started, default=0) + 1 - time.time()
+    if wait > _WAIT_SECONDS:
+        raise RuntimeError(
+            f"files in {folder} are {wait:.0f} seconds ahead of this machine's clock, and TensorBoard would read them last; "
+            f"set the clock, or move them away"
+        )
+    time.sleep(max(0.0, wait))
+
+
+def _clearml(run: TrackedRun) -> dict[str, Any]:
+    if not run.online:
+        from clearml import Task
+
+        Task.set_offline(True)
+    return {
+        "task_name": run.name,
+        "tags": list(run.tags),
+        "reuse_last_task_id": False,
+        "auto_connect_arg_parser": False,
+        "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False),
+        "auto_resource_monitoring": False,
+        "auto_connect_streams": False,
+    }
+
+
+def _comet_ml(run: TrackedRun) -> dict[str, Any]:
+    from comet_ml import ExperimentConfig
+
+    settings = ExperimentConfig(
+        name=run.name,
+        tags=list(run.tags),
+        offline_directory=run.folder("comet_ml"),
+        display_summary_level=0,
+        **dict.fromkeys(_COMET_WATCHES.split(), False),
+    )
+    # A key has 32 characters at least.
+    key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
+    where = {} if run.online else {"online": False}
+    return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
+
+
+def _swanlab(run: TrackedRun) -> dict[str, Any]:
+    from swanlab import Settings
+
+    hidden = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
+    settings = Settings(probe=hidden, terminal={"proxy_type": "none"})
+    where = {} if run.online else {"mode": "offline"}
+    known = {"name": run.name, "tags": list(run.tags), "id": run.ident, "resume": "allow"}
+    return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerKind:
+    """A row of the table of trackers."""
+
+    arguments: Callable[[TrackedRun], dict[str, Any]] = lambda run: {}
+    """Keyword arguments for accelerate's class."""
+    make: type[Tracker] = Tracker
+    modules: tuple[str, ...] = ()
+    """The modules of which one has to be installed; by default that of the tracker's name."""
+
+
+TRACKERS = {
+    "aim": TrackerKind(
+        lambda run: {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
+    ),
+    "clearml": TrackerKind(_clearml),
+    "comet_ml": TrackerKind(_comet_ml),
+    # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
+    # each file once more with every step.
+    "dvclive": TrackerKind(
+        lambda run: (
+            {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}
+            | {"resume": run.step > 0, "save_dvc_exp": False}
+        )
+    ),
+    # Its tags have names, of few characters.
+    "mlflow": TrackerKind(
+        lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
+    ),
+    "swanlab": TrackerKind(_swanlab),
+    "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
+    # It knows runs by their names alone.
+    "trackio": TrackerKind(
+        lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
+    ),
+    "wandb": TrackerKind(make=WandbTracker),
+}
+"""The trackers that `tracking.backends` may name, beside those that a user has registered with accelerate."""
+
+
+def kind_of(name: str) -> TrackerKind:
+    """The row of a tracker; of one that a user has registered, the row without anything special."""
+    return TRACKERS.get(name, TrackerKind())

@@ -1,0 +1,104 @@
+"""Exchanges columns for rows: what tensor ranks hold inside of a tensor's rows becomes runs of a file before it is written.
+
+    each row of the tensor    rank 0 | rank 1 | rank 0 | rank 1        as tensor parallelism divides it
+    after the exchange        rows 0 to n: rank 0,  rows n to 2n: rank 1
+
+In a file, which has whole tensors, the ranks' bytes would otherwise alternate in runs of a few KB, each with a checksum of its own.
+Each rank gets as many rows as the others, as a copy in the host's memory that no update changes. It goes when it has been written.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.errors import StorageError
+from zeromesh.flat.layout import Region, StridedRows
+from zeromesh.intervals import Interval
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload import TieredTensor, allocate_lasting
+from zeromesh.telemetry.step_recorder import Collective
+
+LONGEST_ROW = 512 << 10
+"""Bytes. Runs of longer rows are few enough to be pieces of their own."""
+
+
+def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
+    """Return the shards that this rank writes after the exchange over the tensor axis; all its ranks call it.
+
+    Rows that some rank has no part of, such as the first and the last one of a shard, stay where they are.
+
+    Raises:
+        StorageError: after the exchange, where this rank could not read its own values.
+    """
+    found, columns = list(shards), dict[str, tuple[int, StridedRows]]()
+    failures: list[StorageError] = []
+    for number, shard in enumerate(found if axis.size > 1 else ()):
+        rows, spec = shard.region.rows(), shard.spec
+        if rows is not None and shard.region.is_strided and rows.width * spec.dtype.itemsize <= LONGEST_ROW:
+            columns[f"{spec.kind} {spec.name}"] = number, rows
+    own = {name: _describe(rows, found[number].interval) for name, (number, rows) in columns.items()}
+    everyone = axis.gather_json(own, "columns of divided tensors") if axis.size > 1 else [{}]
+    for name in sorted(set.intersection(*map(set, everyone))):
+        parts = [row[name] for row in everyone]
+        first = max(part["first"] for part in parts)
+        last = min(part["last"] for part in parts)
+        number, rows = columns[name]
+        if last <= first or sum(part["taken"] for part in parts) != rows.width:
+            continue
+        shard, start = found[number], found[number].interval.start
+        edges = [(start, first * rows.taken), (last * rows.taken, shard.interval.end)]
+        given = shard.values.slice(edges[0][1] - start, edges[1][0] - start)
+        cuts = [first + (last - first) * each // axis.size for each in range(axis.size + 1)]
+        for begin, end in edges:
+            rest = shard.values.slice(begin - start, end - start)
+            found.append(replace(shard, interval=Interval(start=begin, end=end), values=rest))
+        there = given.whole(device) if given.dtype == shard.spec.dtype else None
+        values = torch.empty(given.numel, dtype=shard.spec.dtype, device=device) if there is None else there
+        try:
+            if there is None:
+                given.read(0, values).wait()
+        except StorageError as error:  # The other ranks go on, and this one with them.
+            failures.append(error)
+        whole = _exchange(values, rows, cuts, [part["columns"] for part in parts], axis)
+        interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
+        region = Region.whole(shard.spec.shape)
+        found[number] = TensorShard(spec=shard.spec, region=region, interval=interval, values=TieredTensor.of(whole))
+    if failures:
+        raise failures[0]
+    return found
+
+
+def _describe(rows: StridedRows, interval: Interval) -> dict[str, Any]:
+    """Tell other ranks which columns this one has, and of which rows all of them."""
+    first, last = -(-interval.start // rows.taken), interval.end // rows.taken
+    columns = [[each.start, each.end] for each in rows.columns]
+    return {"taken": rows.taken, "first": first, "last": last, "columns": columns}
+
+
+def _exchange(
+    values: torch.Tensor,
+    rows: StridedRows,
+    cuts: Sequence[int],
+    columns: Sequence[Sequence[Sequence[int]]],
+    axis: ProcessSet,
+) -> torch.Tensor:
+    """Return the whole rows of this rank, flat and on the CPU, given its columns of all; each rank's begin at one of `cuts`."""
+    count = cuts[axis.index + 1] - cuts[axis.index]
+    widths = [[end - begin for begin, end in each] for each in columns]
+    received = values.new_empty(count * sum(map(sum, widths)))
+    gets = [count * sum(each) * values.itemsize for each in widths]
+    gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
+    # Of bytes a collective changes no bit, NaNs' neither.
+    out, given = received.view(torch.uint8), values.view(torch.uint8)
+    what = "rows of divided tensors"
+    axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives).wait()
+    parts = torch.split(received, [count * sum(each) for each in widths])
+    whole = allocate_lasting((count, rows.width), values.dtype, torch.device("cpu"))
+    for part, width, places in zip(parts, widths, columns, strict=True):
+        for (begin, end), column in zip(places, torch.split(part.view(count, sum(width)), width, 1), strict=True):
+            whole[:, begin:end] = column
+    return whole.view(-1)

@@ -1,0 +1,284 @@
+"""`SharedRing`: what ranks of one host write in turn, into memory that all of them read.
+
+    slots   of each rank, one segment each:   | a tensor |        filled by their rank, read by all
+    words   one segment, per rank:            published | consumed | entries, a ring of them
+
+Number n of a rank is described by an entry: in which slot it lies, and what the caller says of it. `published` counts what a rank
+has written, `consumed` what it will read no more, in order. Counters only grow, and each has one writer. A slot is free once all
+have consumed what it held. Where there is none that is free and large enough a rank makes one, and the others map it when they
+meet it in an entry: so to write never waits for a peer, and may be read in any order.
+
+The counters order memory as x86 does (stores are seen in order); `choose_transport` takes gloo on other processors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import weakref
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload.memory.allocation import PAGE, SharedSegment
+
+_FUTEX = 202
+"""The number of futex(2) on x86-64, the one kind of processor that has this transport."""
+_WAIT, _WAKE = 0, 1
+_EVERYONE = 2**31 - 1
+_LOW_HALF = 0xFFFFFFFF
+
+
+_TIME = struct.Struct("ll")
+"""struct timespec: seconds and nanoseconds."""
+_system_call = ctypes.CDLL(None).syscall
+"""`_system_call(_FUTEX, address, operation, value, timeout)`, with which these operations end."""
+_system_call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+_system_call.restype = ctypes.c_long
+
+
+class Futex:
+    """One 64-bit word, little-endian, that grows; a futex is its lower half.
+
+    Whoever polls with short sleeps takes processor time from the rank that it waits for, and gets its turn late where more
+    processes than cores want to run. A process that waits on a futex is woken when the word has been written.
+    """
+
+    def __init__(self, words: memoryview, place: int) -> None:
+        """`words` are shared memory, seen as 64-bit words, which stays mapped for as long as this lives."""
+        self._half = ctypes.c_uint32.from_buffer(words, place * words.itemsize)
+        self._address = ctypes.addressof(self._half)
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleep for at most `seconds`, below one, unless the word is not `seen` any more; a signal ends it too."""
+        _system_call(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, _TIME.pack(0, int(1e9 * seconds)))
+
+    def wake(self) -> None:
+        """Wake all that wait for the word, which has been written."""
+        _system_call(_FUTEX, self._address, _WAKE, _EVERYONE, None)
+
+
+LINE = 8
+"""Words in a cache line: counters of different writers never share one."""
+
+
+class Counters:
+    """One growing counter per rank, in shared words, a cache line apart."""
+
+    def __init__(self, words: memoryview, base: int, group: ProcessSet) -> None:
+        self._words = words
+        self._places = [base + rank * LINE for rank in range(group.size)]
+        self._index = group.index
+        self._ranks = group.ranks
+        self._watch = group.watch
+        self._futexes = [Futex(words, place) for place in self._places]
+
+    def set(self, value: int) -> None:
+        """Set this rank's counter, and wake those that sleep until it changes."""
+        self._words[self._places[self._index]] = value
+        self._futexes[self._index].wake()
+
+    def own(self) -> int:
+        """This rank's counter."""
+        return self._words[self._places[self._index]]
+
+    def lowest(self) -> int:
+        """Return the counter of the last of the ranks."""
+        words = self._words
+        return min(words[place] for place in self._places)
+
+    def reached(self, value: int) -> bool:
+        """Return True if all ranks have got to `value`."""
+        words = self._words
+        for place in self._places:  # noqa: SIM110 - a third of the time of `all`, in the loop of every wait
+            if words[place] < value:
+                return False
+        return True
+
+    def wait(self, value: int, what: str) -> None:
+        """Wait until all ranks have got to `value`; the ranks that have not are the ones that an error names."""
+        if self.reached(value):
+            return
+        words = self._words
+
+        def behind() -> list[int]:
+            return [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
+
+        def pause(seconds: float) -> None:
+            for place, futex in zip(self._places, self._futexes, strict=True):
+                if (seen := words[place]) < value:
+                    futex.wait(seen, seconds)
+                    return
+
+        self._watch.wait(lambda: self.reached(value), behind(), what, pause, behind)
+
+
+def shared_segments(
+    group: ProcessSet, label: str, nbytes: int, *, of_first: bool = False, reserve: bool = True
+) -> list[SharedSegment]:
+    """Segments of `nbytes` that all ranks map, in the order of the ranks that make them: each one, or `of_first` the first alone.
+
+    Raises:
+        StorageError: when memory is short, or a peer's segment cannot be mapped.
+    """
+    own = SharedSegment.create(label, nbytes, reserve=reserve) if group.index == 0 or not of_first else None
+    rows = group.gather_integers([os.getpid(), own.descriptor if own else -1])
+    found = [
+        own if own is not None and index == group.index else SharedSegment.attach(pid, descriptor, nbytes, label)
+        for index, (pid, descriptor) in enumerate(rows[:1] if of_first else rows)
+    ]
+    group.barrier("mapping of shared memory")
+    return found
+
+
+IN_FLIGHT = 64
+"""Entries of a ring at least. With more under way, writing one waits for the oldest to be read."""
+_ENTRY = 16
+"""Words of an entry: number of the slot, its serial number, descriptor and bytes; then `ABOUT` words of what is in it."""
+ABOUT = _ENTRY - 4
+_SMALLEST = 16 * PAGE
+_VIEWS = 32
+
+
+class RingSlot:
+    """A mapped segment that holds number `sequence` of its rank, seen as tensors.
+
+    What was seen lately is kept: making a view costs as much as summing a small tensor.
+    """
+
+    def __init__(self, segment: SharedSegment, serial: int) -> None:
+        self.segment = segment
+        self.serial = serial
+        self.sequence = -1
+        self.raw = segment.tensor(0, segment.nbytes, torch.uint8)
+        self.seen = lru_cache(_VIEWS)(partial(_seen_as, self.raw))
+
+
+def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The first bytes of `raw` as a contiguous tensor."""
+    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class SharedRing:
+    """The ring of a process set on one host. Every rank of `group` makes one, in the same order.
+
+    Its memory goes once nobody refers to it on any rank, or with `close`.
+
+    Raises:
+        StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
+    """
+
+    def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
+        """`label` says what the slots are for; so many of `nbytes` each are there, and mapped by all, from the start."""
+        self._label = label
+        self._index = group.index
+        self._room = max(IN_FLIGHT, slots)
+        size = group.size * (2 * LINE + self._room * _ENTRY) * 8
+        (segment,) = shared_segments(group, f"entries of {label}", size, of_first=True)
+        self._pids = [row[0] for row in group.gather_integers([os.getpid()])]
+        self._words = segment.words()
+        self.published, self.consumed = (Counters(self._words, row * group.size * LINE, group) for row in range(2))
+        self._entries = 2 * group.size * LINE
+        self.next = 0
+        """The number that this rank writes next."""
+        self._finished: set[int] = set()
+        self._behind = 0
+        """The first number that this rank has not consumed."""
+        self.own: list[RingSlot] = []
+        self._met: dict[tuple[int, int], RingSlot] = {}
+        """The slots of other ranks that this one has met, by rank and number."""
+        for number in range(slots):
+            for rank, found in enumerate(shared_segments(group, label, nbytes)):
+                self._met[rank, number] = RingSlot(found, number)
+            self.own.append(self._met[group.index, number])
+        self._serial = slots
+        _sweep()
+        self._left: _Left = (segment, self.own, self.published, self.consumed)
+        self._finalizer = weakref.finalize(self, _sweep, self._left)
+
+    def free_slot(self, nbytes: int) -> int:
+        """The number of the smallest slot that is free and large enough, made if there is none; in place of a free one that is too
+        small."""
+        low = self.consumed.lowest()
+        free = [(slot.segment.nbytes, number) for number, slot in enumerate(self.own) if slot.sequence < low]
+        fitting = [each for each in free if each[0] >= nbytes]
+        if fitting:
+            return min(fitting)[1]
+        capacity = max(_SMALLEST, -(-nbytes // PAGE) * PAGE)
+        slot = RingSlot(SharedSegment.create(self._label, capacity), self._serial)
+        self._serial += 1
+        number = max(free)[1] if free else len(self.own)
+        for old in self.own[number : number + 1]:
+            old.segment.close()
+        self.own[number : number + 1] = [slot]
+        return number
+
+    def publish(self, number: int, about: Sequence[int] = (0,) * ABOUT) -> None:
+        """Let all read what this rank has written into its slot of that number, with `ABOUT` words on what it is."""
+        slot = self.own[number]
+        slot.sequence = self.next
+        where = [number, slot.serial, slot.segment.descriptor, slot.segment.nbytes]
+        place = self._entry(self._index, self.next)
+        self._words[place : place + _ENTRY] = memoryview(array("q", [*where, *about]))
+        self.next += 1
+        self.published.set(self.next)
+
+    def read(self, rank: int, sequence: int) -> tuple[RingSlot, list[int]]:
+        """What the rank at position `rank` has published under a number, and what it says of it.
+
+        Raises:
+            StorageError: when its memory cannot be mapped any more.
+        """
+        place = self._entry(rank, sequence)
+        number, serial, descriptor, capacity, *about = self._words[place : place + _ENTRY].tolist()
+        if rank == self._index:
+            return self.own[number], about
+        slot = self._met.get((rank, number))
+        if slot is None or slot.serial != serial:
+            segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, self._label)
+            slot = self._met[rank, number] = RingSlot(segment, serial)
+            segment.close()  # The mapping stays for as long as the tensor.
+        return slot, about
+
+    def consume(self, sequence: int) -> None:
+        """Note that this rank will not read what has this number any more."""
+        self._finished.add(sequence)
+        while self._behind in self._finished:
+            self._finished.discard(self._behind)
+            self._behind += 1
+        self.consumed.set(self._behind)
+
+    def oldest(self) -> int:
+        """The number whose entry the next one takes; below 0 where it is free. All have to have consumed it."""
+        return self.next - self._room
+
+    def close(self) -> None:
+        """Give back the descriptors, when no rank will meet a slot of this one for the first time."""
+        self._finalizer.detach()
+        for segment in (self._left[0], *(slot.segment for slot in (*self.own, *self._met.values()))):
+            segment.close()
+
+    def _entry(self, rank: int, sequence: int) -> int:
+        """The first word of an entry."""
+        return self._entries + (rank * self._room + sequence % self._room) * _ENTRY
+
+
+_Left = tuple[SharedSegment, list[RingSlot], Counters, Counters]
+_LEFT: list[_Left] = []
+"""The segments that forgotten rings have left: their last tensors stay until the peers, too, have read them."""
+
+
+def _sweep(*more: _Left) -> None:
+    """Close what nobody needs. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
+    _LEFT.extend(more)
+    for left in list(_LEFT):
+        words, slots, published, consumed = left
+        if consumed.lowest() >= published.own() and left in _LEFT:
+            _LEFT.remove(left)
+            for segment in (words, *(slot.segment for slot in slots)):
+                segment.close()

@@ -1,0 +1,150 @@
+"""`redistribute`: the one verb that turns a placement of a flat tensor over the ranks of an axis into another.
+
+A placement has, for each rank, the intervals of the tensor that the rank holds, one after the other in its memory.
+
+    from              to                 by
+    anything          the same           nothing
+    sharded           replicated         all-gather
+    on one rank       replicated         broadcast
+    anything          anything           all-to-all of what a rank does not hold itself
+
+Nothing is added up here: summands become sums in a `Reducer`, or an `Exchange`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.layout import BucketLayout, Region
+from zeromesh.intervals import Interval
+from zeromesh.mesh.process_groups import GroupPurpose
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload.accelerator import on_accelerator
+from zeromesh.telemetry.step_recorder import Collective
+
+Spans = tuple[Interval, ...]
+FlatPlacement = tuple[Spans, ...]
+
+
+def replicated(numel: int, ranks: int) -> FlatPlacement:
+    """Every rank holds all elements."""
+    return ((Interval(start=0, end=numel),),) * ranks
+
+
+def on_one_rank(numel: int, ranks: int, index: int) -> FlatPlacement:
+    """The rank at position `index` holds all elements."""
+    return tuple((Interval(start=0, end=numel),) if each == index else () for each in range(ranks))
+
+
+def one_after_another(lengths: Sequence[int]) -> FlatPlacement:
+    """Each rank holds so many elements, after those of the ranks before it."""
+    ends = zip(accumulate(lengths), lengths, strict=True)
+    return tuple((Interval(start=end - length, end=end),) for end, length in ends)
+
+
+def of_bucket(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPlacement:
+    """A bucket's shards, or all of it on every rank."""
+    return replicated(layout.padded, ranks) if whole else tuple((layout.shard(index),) for index in range(ranks))
+
+
+def redistribute(
+    flat: torch.Tensor, before: FlatPlacement, after: FlatPlacement, group: ProcessSet, what: str
+) -> torch.Tensor:
+    """Return what this rank holds of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike.
+
+    `flat`, 1-D, is what it holds in `before`, or may be returned itself. Where nothing is held it is empty.
+
+    Raises:
+        LayoutError: for elements that are wanted and that no rank holds.
+        CollectiveError: when a rank is gone or late.
+    """
+    own, here, wanted = group.index, before[group.index], after[group.index]
+    if before == after:
+        return flat
+    # Of a CPU tensor beside an accelerator's groups, the group for agreements takes care.
+    purpose: GroupPurpose = "data" if on_accelerator(flat) or not group.on_stream else "control"
+    out = flat if here == wanted else flat.new_empty(_length(wanted))
+    if after.count(after[0]) == len(after) and _joined(before) == _joined(after[:1]):
+        received = [_length(spans) for spans in before]
+        kind = Collective.ALL_GATHER if sum(map(bool, received)) > 1 else Collective.BROADCAST
+        group.start(kind, out, None if out is flat else flat, what, received=received, purpose=purpose).wait()
+        return out
+    moves = [_moves(before, after, index) for index in range(group.size)]
+    for each in moves[own] if out is not flat else ():
+        if each.source == own:
+            out[each.to : each.to + each.length] = flat[each.at : each.at + each.length]
+    gets = [[each for each in moves[own] if each.source == index != own] for index in range(group.size)]
+    gives = [[each for each in moves[index] if each.source == own != index] for index in range(group.size)]
+    if any(each.source != index for index, found in enumerate(moves) for each in found):
+        given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for found in gives for each in found)])
+        received, sent = ([sum(each.length for each in found) for found in side] for side in (gets, gives))
+        arrived = flat.new_empty(sum(received))
+        group.start(Collective.ALL_TO_ALL, arrived, given, what, received=received, sent=sent, purpose=purpose).wait()
+        parts = [each for found in gets for each in found]
+        for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
+            out[each.to : each.to + each.length] = part
+    return out
+
+
+def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessSet, what: str) -> torch.Tensor:
+    """Return the whole tensor of which each rank of `group` has one of `regions`, and this rank `local`, flat; on all of them."""
+    lengths = [region.numel for region in regions]
+    everyone = redistribute(local, one_after_another(lengths), replicated(sum(lengths), group.size), group, what)
+    whole = local.new_empty(regions[0].shape)
+    for region, flat in zip(regions, torch.split(everyone, lengths), strict=True):
+        part = flat.view(region.local_shape)
+        for here, there in region.boxes():
+            whole[there] = part[here]
+    return whole
+
+
+class _Move(NamedTuple):
+    """Elements on their way: from the place `at` in the memory of the rank at position `source` to the place `to` in another's."""
+
+    source: int
+    at: int
+    to: int
+    length: int
+
+
+@lru_cache(maxsize=1024)
+def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
+    """What the rank at `index` gets, in order: from itself what it has already, else from the first rank that has it."""
+    order = [index, *(each for each in range(len(before)) if each != index)]
+    holders = [
+        (held, source, end - held.length)
+        for source in order
+        for held, end in zip(before[source], accumulate(each.length for each in before[source]), strict=True)
+    ]
+    found: list[_Move] = []
+    place = 0
+    for wanted in after[index]:
+        begin = wanted.start
+        while begin < wanted.end:
+            holder = next((each for each in holders if each[0].start <= begin < each[0].end), None)
+            if holder is None:
+                raise LayoutError(f"no rank holds element {begin}, which the rank at position {index} is to get")
+            held, source, at = holder
+            length = min(held.end, wanted.end) - begin
+            found.append(_Move(source, at + begin - held.start, place, length))
+            place, begin = place + length, begin + length
+    return found
+
+
+def _joined(placement: FlatPlacement) -> list[Interval]:
+    """The intervals of all ranks in order, neighbours joined."""
+    found: list[Interval] = []
+    for each in (each for spans in placement for each in spans if each.length):
+        if found and found[-1].end == each.start:
+            found[-1] = Interval(start=found[-1].start, end=each.end)
+        else:
+            found.append(each)
+    return found
+
+
+def _length(spans: Sequence[Interval]) -> int:
+    return sum(each.length for each in spans)

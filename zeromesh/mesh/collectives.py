@@ -1,0 +1,109 @@
+"""The one table that starts collectives: which function launches which, between processors and between devices.
+
+    given   what this rank sends      [n]: to all, or one part for each rank
+    out     what arrives              [m]: the parts of all ranks one after the other, or their sum
+
+A row takes flat tensors and returns what is in flight. A codec is a row, too: a function around another one, which launches the
+bytes that it makes of `given`, and whose `finish` makes `out` of those that have come.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.telemetry.step_recorder import Collective
+from zeromesh.telemetry.watchdog import AsyncWork
+
+# torch 2.13 deprecates the names that torch 2.11 has alone.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCall:
+    """The tensors of a collective, 1-D and contiguous, and the ranks between which it runs."""
+
+    out: torch.Tensor
+    given: torch.Tensor
+    """The tensor that is sent. It may be this rank's part of `out`, or `out` itself; a broadcast leaves that part as it is."""
+    received: Sequence[int]
+    """Elements of `out` that come from each rank."""
+    sent: Sequence[int]
+    """Elements of `given` that go to each rank, where these get different ones."""
+    ranks: Sequence[int]
+    index: int
+    """This rank's position in `ranks`."""
+    group: dist.ProcessGroup | None
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A collective in flight: `finish` completes `out` once all of `works` are done. `nbytes` is what its traffic counts as."""
+
+    call: CollectiveCall | None
+    """Keeps the tensors that go round."""
+    works: Sequence[AsyncWork]
+    nbytes: int
+    finish: Callable[[], object] = lambda: None
+
+
+def _broadcasts(call: CollectiveCall) -> Launched:
+    """Broadcast each part that is not empty: gloo's own all-gather has memory as large as the whole, and copies from there."""
+    parts = list(torch.split(call.out, list(call.received)))
+    if call.received[call.index]:
+        parts[call.index] = call.given
+    pairs = zip(call.ranks, parts, strict=True)
+    works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in pairs if part.numel()]
+    return Launched(call=call, works=works, nbytes=call.out.nbytes)
+
+
+def _all_gather(call: CollectiveCall) -> Launched:
+    if len(set(call.received)) > 1:
+        return _broadcasts(call)
+    work = _all_gather_single(call.out, call.given, group=call.group, async_op=True)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
+
+
+def _all_reduce(call: CollectiveCall) -> Launched:
+    work = dist.all_reduce(call.out, op=call.op, group=call.group, async_op=True)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
+
+
+def _reduce_scatter(call: CollectiveCall) -> Launched:
+    work = _reduce_scatter_single(call.out, call.given, group=call.group, async_op=True)
+    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
+
+
+def _all_to_all(call: CollectiveCall) -> Launched:
+    even = len({*call.received, *call.sent}) == 1
+    received, sent = (None, None) if even else (list(call.received), list(call.sent))
+    work = dist.all_to_all_single(call.out, call.given, received, sent, group=call.group, async_op=True)
+    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
+
+
+def _small_gather(call: CollectiveCall) -> Launched:
+    parts = list(torch.split(call.out, list(call.received)))
+    work = dist.all_gather(parts, call.given, group=call.group, async_op=True)
+    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
+
+
+Row = Callable[[CollectiveCall], Launched]
+COLLECTIVES: Mapping[tuple[Collective, bool], Row] = {
+    (Collective.ALL_GATHER, False): _broadcasts,
+    (Collective.ALL_GATHER, True): _all_gather,
+    (Collective.ALL_REDUCE, False): _all_reduce,
+    (Collective.ALL_REDUCE, True): _all_reduce,
+    (Collective.REDUCE_SCATTER, True): _reduce_scatter,
+    (Collective.ALL_TO_ALL, False): _all_to_all,
+    (Collective.ALL_TO_ALL, True): _all_to_all,
+    (Collective.BROADCAST, False): _broadcasts,
+    (Collective.BROADCAST, True): _broadcasts,
+    (Collective.POINT_TO_POINT, False): _broadcasts,
+    (Collective.POINT_TO_POINT, True): _broadcasts,
+    (Collective.AGREEMENT, False): _small_gather,
+}
+"""By the collective, and by whether a device carries it out. Between processors nothing adds but `ALL_REDUCE`, in an order of
+gloo's own: sums in the order of ranks are made of what `ALL_TO_ALL` and `ALL_GATHER` bring."""

@@ -1,0 +1,132 @@
+"""Recognises plain attention and MLPs in the blocks of a model by their shape, and names a style for each of their layers.
+
+    attention   q, k and v of one module, or all three in one layer; what follows takes as many inputs as queries have outputs
+    MLP         up, of the width that passes through the block, or several of them or two in one; down, from there back to it
+
+A shape says how a layer may be divided, not what the code around it computes. So a recognised plan is tried on a small copy of the
+model before it is used (`zeromesh/tensor/trial.py`), and a module that then computes something else refuses it.
+"""
+
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from zeromesh.tensor.plan.attention_split import count_heads, linear_form
+from zeromesh.units.plan import block_modules
+
+Rules = Mapping[str, str]
+QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
+KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
+FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
+"""Names of layers that project queries, keys and values: squares of one size, of which the shape does not say which is which."""
+_BY_SHAPE = ("phi3",)
+"""Types whose plan of transformers gathers outputs that the next layer could take in parts."""
+OWN: Mapping[str, Rules] = {
+    "deepseek_v3": {
+        **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
+        "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "*.self_attn.o_proj": "rowwise",
+    }
+}
+"""By `config.model_type`, what the plan of transformers lacks: patterns of names with the style of what they match."""
+
+
+def goes_by_shape(model: nn.Module) -> bool:
+    """Return True for a model of transformers whose plan, where the user gives none, is that of its shapes."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return bool(kind) and (kind in _BY_SHAPE or not getattr(model, "tp_plan", None))
+
+
+def recognised(model: nn.Module) -> dict[str, str]:
+    """Return the style of each layer of plain attention and of plain MLPs in the blocks of a model, by its FQN."""
+    modules = dict(model.named_modules())
+    lists = (each for each in modules.values() if isinstance(each, nn.ModuleList))
+    blocks = {id(each) for each in chain(block_modules(model), *(each.children() for each in lists))}
+    # Types name the blocks of one of their stacks alone; a list inside a block is looked at with it.
+    found = [name for name, module in modules.items() if id(module) in blocks]
+    outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    styles = dict(chain(*(_styles(modules[name], name) for name in outermost)))
+    attentions = {name.rpartition(".")[0] for name in styles if name.rpartition(".")[2] in QUERIES}
+    heads = {
+        count_heads(modules[name])
+        for name in attentions
+        if "position_bias" in signature(modules[name].forward).parameters
+    }
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding) and module.embedding_dim in heads and name not in styles:
+            styles[name] = "replicated_with_grad_allreduce"  # Each rank uses the biases of its own heads alone.
+    return styles
+
+
+def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    modules = dict(block.named_modules())
+    linear = {name: _sizes(module) for name, module in modules.items() if linear_form(module) is not None}
+    order, left = list(linear), dict(linear)
+    width = 0
+    for parent, attention in modules.items():
+        inside = f"{parent}." if parent else ""
+        own = {name: leaf for leaf, _ in attention.named_children() if (name := f"{inside}{leaf}") in left}
+        fused = [name for name, leaf in own.items() if leaf in FUSED]
+        queries = [name for name, leaf in own.items() if leaf in QUERIES]
+        keys = [name for name, leaf in own.items() if leaf in KEYS]
+        if not fused and not (queries and keys):
+            continue
+        columns = fused or [*queries, *keys]
+        width = linear[columns[0]][1]
+        for name in fused:
+            yield f"{prefix}.{name}", _fused_style(attention, own[name])
+        for name in queries + keys if not fused else ():
+            yield f"{prefix}.{name}", "colwise"
+        features = linear[queries[0]][0] if queries else width
+        rest = [name for name in own if name not in columns and linear[name][1] == features]
+        after = [name for name in order[order.index(columns[-1]) + 1 :] if linear[name] == (width, features)]
+        if rest or after:
+            row = (rest or after)[0]
+            yield f"{prefix}.{row}", "rowwise" if rest else "rowwise_heads"
+            columns = [*columns, row]
+        for leaf, child in attention.named_children():
+            if isinstance(child, nn.Embedding) and child.embedding_dim == count_heads(attention):
+                yield f"{prefix}.{inside}{leaf}", "embedding_heads"
+        for name in columns:
+            left.pop(name, None)
+    yield from ((f"{prefix}.{name}", style) for name, style in _mlps(modules, left, width))
+
+
+def _mlps(
+    modules: Mapping[str, nn.Module], linear: Mapping[str, tuple[int, int]], width: int
+) -> Iterator[tuple[str, str]]:
+    """Yield the layers of MLPs: those that widen what passes through the block, and the one after them that narrows it again."""
+    ups: list[str] = []
+    for name, (outputs, inputs) in linear.items():
+        wide = [up for up in ups if linear[up][0] in (inputs, 2 * inputs) and linear[up][1] == outputs]
+        if wide and all(_is_plain(modules, each, linear) for each in (*wide, name)):
+            for up in wide:
+                yield up, "colwise" if linear[up][0] == inputs else "packed_colwise"
+            yield name, "rowwise"
+            ups = []
+        elif not width or inputs == width:
+            ups.append(name)
+
+
+def _is_plain(modules: Mapping[str, nn.Module], name: str, linear: Mapping[str, tuple[int, int]]) -> bool:
+    """Return True if a layer of an MLP has no other matrices beside it, as recurrent and convolutional mixers have."""
+    parent = name.rpartition(".")[0]
+    around = modules[parent]
+    held = [each for each in around.children() if linear_form(each) is None and not [*each.children()]]
+    matrices = any(parameter.dim() > 1 for each in held for parameter in each.parameters())
+    return not parent or not (matrices or [*around.parameters(recurse=False)])
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    outputs, inputs = module.weight.shape[::-1] if linear_form(module) else module.weight.shape
+    return outputs, inputs
+
+
+def _fused_style(attention: nn.Module, leaf: str) -> str:
+    if hasattr(attention, "multi_query"):
+        return "qkv_falcon"
+    return "qkv_by_head" if leaf == "query_key_value" else "qkv_stacked"
