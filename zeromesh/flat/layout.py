@@ -196,11 +196,6 @@ class Region:
         split = self._last_split()
         return split > 0 and prod(self.shape[:split]) > 1
 
-    @property
-    def row_numel(self) -> int:
-        """Elements of the whole tensor that have the same index in the dims before the last one that is divided."""
-        return prod(self.shape[max(0, self._last_split()) :])
-
     def rows(self) -> StridedRows | None:
         """The region as columns of rows, if it has elements and is just that: one dim is divided, into slices in order."""
         split = self._last_split()
