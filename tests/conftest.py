@@ -40,9 +40,10 @@ _tests_own_environment()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from workers import Workers  # noqa: E402
 
-pytest.register_assert_rewrite("doc_pages")
+from tests.support.workers import Workers  # noqa: E402
+
+pytest.register_assert_rewrite("tests.support.doc_pages")
 # A machine that does other things as well makes any example slow.
 settings.register_profile("zeromesh", deadline=None)
 settings.load_profile("zeromesh")
@@ -75,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "accelerator":
         os.environ.update(dict.fromkeys(_VISIBLE, ""))
     if config.getoption("--device") == "sim":
-        from simulated import device
+        from tests.simulated import device
 
         if device.compiler() is None:
             pytest.exit("the simulated device needs a C++ compiler (g++ or clang++), and there is none", returncode=0)
@@ -117,7 +118,7 @@ def judged(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.getoption("--device") != "sim":
         yield
         return
-    from simulated import device
+    from tests.simulated import device
 
     with device.judged():
         yield
@@ -126,7 +127,7 @@ def judged(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint, not to be changed but for a moment."""
-    from damage_cases import made
+    from tests.support.damage_cases import made
 
     return made(tmp_path_factory.mktemp("original"), 7, 1)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from workers import Workers
+
+from tests.support.workers import Workers
 
 from .recipe import LEARNING_RATE, Extra, Layout, Problem
 

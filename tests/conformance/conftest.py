@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from workers import Pool, PoolOptions, Workers
+
+from tests.support.workers import Pool, PoolOptions, Workers
 
 from .checks import Laboratory
 from .recipe import Problem

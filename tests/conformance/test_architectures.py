@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from architectures import ARCHITECTURES
-from workers import Workers
+
+from tests.support.architectures import ARCHITECTURES
+from tests.support.workers import Workers
 
 STAGES = (1, 2, 3)
 EXACT = 1e-9

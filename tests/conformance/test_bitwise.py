@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from devices import DEVICE
+
+from tests.support.devices import DEVICE
 
 from .checks import Laboratory, Result, check_ranks_agree, check_same_bits, whole_product
 from .recipe import Extra, Layout, Problem

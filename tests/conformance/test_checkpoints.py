@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from workers import Pool, Workers
 
+from tests.support.workers import Pool, Workers
 from zeromesh.checkpoint.parts import merge, open_parts
 
 from .recipe import LEARNING_RATE, Layout, Problem
@@ -48,7 +48,7 @@ def check_relay(workers: Workers, folder: Path, problem: Problem, stops: tuple[S
     checkpoint = folder
     for number, (size, axes, layout) in enumerate(stops):
         first = number * steps
-        found = workers.run(size, "conformance.stores:relay", layout=asdict(layout), first=first, **axes, **case)
+        found = workers.run(size, "tests.conformance.stores:relay", layout=asdict(layout), first=first, **axes, **case)
         assert [rank["wrong"] for rank in found] == [[]] * size, (size, axes)
         assert any(rank["exchanged"] for rank in found) == (axes.get("tensor", 1) > 1)
         assert found[0]["aliases"] == TIED.get(problem.model.removesuffix("-deep"), {})
@@ -83,7 +83,7 @@ def test_any_layout_loads_what_any_other_has_stored(
 ) -> None:
     problem = Problem(model=model, samples=8, precision=precision)
     checkpoint = check_relay(workers, tmp_path, problem, stops, 2)
-    assert workers.run(1, "conformance.stores:opened", checkpoint=str(checkpoint)) == [[]]
+    assert workers.run(1, "tests.conformance.stores:opened", checkpoint=str(checkpoint)) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_is_stored_is_what_one_process_has(
     found = stored(check_relay(workers, tmp_path / "turns", problem, stops, 2))
     case: dict[str, Any] = {"problem": asdict(problem), "layout": asdict(Layout(stage=1)), "first": 0}
     steps = 2 * len(stops)
-    workers.run(1, "conformance.stores:relay", folder=str(tmp_path / "one"), steps=steps, **case)
+    workers.run(1, "tests.conformance.stores:relay", folder=str(tmp_path / "one"), steps=steps, **case)
     wanted = stored(tmp_path / "one" / f"step-{steps:08d}")
     assert found.keys() == wanted.keys()
     for (kind, name), value in wanted.items():
@@ -116,7 +116,7 @@ def test_what_is_stored_is_what_one_process_has(
 def test_what_one_rank_cannot_read_ends_the_save_of_all_before_it_is_a_checkpoint(
     workers: Workers, tmp_path: Path
 ) -> None:
-    for found in workers.run(2, "conformance.stores:unread", tensor=2, folder=str(tmp_path)):
+    for found in workers.run(2, "tests.conformance.stores:unread", tensor=2, folder=str(tmp_path)):
         assert "rank 1: the disk is gone" in found["failure"]
         assert found["left"] == []
         assert not found["again"]
@@ -130,8 +130,8 @@ def test_hosts_with_a_disk_each(workers: Workers, fresh_pool: Callable[..., Pool
     size, axes, layout = DATA_TENSOR
     one = {"folder": str(tmp_path / "one"), "first": 0, **case, "layout": asdict(layout)}
     two = {**one, "folder": str(tmp_path / "two"), "disks": [0, 0, 1, 1]}
-    workers.run(size, "conformance.stores:relay", **axes, **one)
-    found = fresh_pool(size, hosts=2, **axes).run("conformance.stores:relay", **two)
+    workers.run(size, "tests.conformance.stores:relay", **axes, **one)
+    found = fresh_pool(size, hosts=2, **axes).run("tests.conformance.stores:relay", **two)
     assert any(rank["exchanged"] for rank in found)
 
     def merged(step: int, folder: Path) -> Path:
@@ -144,6 +144,6 @@ def test_hosts_with_a_disk_each(workers: Workers, fresh_pool: Callable[..., Pool
     check_same(stored(whole), stored(tmp_path / "one" / "step-00000002"))
     size, axes, layout = PIPELINE
     two |= {"first": 2, "layout": asdict(layout), "disks": [1, 0], "whole": str(whole)}
-    found = fresh_pool(size, hosts=1, **axes).run("conformance.stores:relay", **two)
+    found = fresh_pool(size, hosts=1, **axes).run("tests.conformance.stores:relay", **two)
     assert [rank["wrong"] for rank in found] == [[], []]
     check_same(stored(whole), stored(merged(2, Path("mirror"))))

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 
 import pytest
-from devices import DEVICE
-from workers import Pool
+
+from tests.support.devices import DEVICE
+from tests.support.workers import Pool
 
 from .checks import Laboratory, check_ranks_agree, check_same_bits, whole_product
 from .recipe import Extra, Layout, Problem, as_arguments
@@ -41,7 +42,7 @@ def test_stop_raises_on_all_ranks(fresh_pool: Callable[..., Pool], in_backward: 
     layout = Layout(on_nonfinite="stop", in_backward=in_backward)
     arguments = as_arguments(problem, layout, Extra(gradient_step=-1, infinite={"rank": 1, "step": BAD}))
     pool = fresh_pool(2)
-    outcomes = pool.outcomes("conformance.scenes:stop_on_infinity", **arguments)
+    outcomes = pool.outcomes("tests.conformance.scenes:stop_on_infinity", **arguments)
     assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
     for outcome in outcomes:
         assert outcome.result["step"] == BAD
@@ -57,7 +58,7 @@ def test_a_microbatch_without_targets_adds_zeros(fresh_pool: Callable[..., Pool]
     """Its loss may be a constant, which has no backward; its peers' backward gathers parameters all the same."""
     pool = fresh_pool(2)
     found = {
-        kind: pool.run("conformance.scenes:without_targets", stage=stage, transport=transport, kind=kind)
+        kind: pool.run("tests.conformance.scenes:without_targets", stage=stage, transport=transport, kind=kind)
         for kind in ("computed", "constant")
     }
     assert found["constant"] == found["computed"]

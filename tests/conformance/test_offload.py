@@ -4,8 +4,9 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-from devices import DEVICE
-from workers import Workers
+
+from tests.support.devices import DEVICE
+from tests.support.workers import Workers
 
 from .checks import Laboratory, Result, check_ranks_agree, check_same_bits
 from .recipe import Extra, Layout, Problem
@@ -129,7 +130,7 @@ def test_a_device_with_room_for_a_part_of_the_states_trains_when_they_rest_elsew
     problem = Problem(model="llama", clip=0.3, steps=2, samples=12, precision="bfloat16")
     layouts = [Layout(transport="gloo", accumulation=accumulation, offload=choice, budget=0) for choice in ("", ALL)]
     given = {"problem": asdict(problem), "layouts": [asdict(layout) for layout in layouts]}
-    for resident, away in workers.run(2, "conformance.cases:in_arena", **given):
+    for resident, away in workers.run(2, "tests.conformance.cases:in_arena", **given):
         assert "do not fit into the device tier" in resident["refused"]
         assert math.isfinite(away["loss"])
 

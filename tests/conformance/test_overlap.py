@@ -1,8 +1,9 @@
 """What is called asynchronous is: a delayed peer shows it."""
 
 import pytest
-from devices import DEVICE
-from workers import Workers
+
+from tests.support.devices import DEVICE
+from tests.support.workers import Workers
 
 from .checks import whole_product
 
@@ -22,14 +23,14 @@ def when(entries: Entries, text: str) -> float:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_reductions_start_and_end_while_backward_goes_on(workers: Workers, transport: str, stage: int) -> None:
-    case = "conformance.timeline:reductions"
+    case = "tests.conformance.timeline:reductions"
     for entries in workers.run(2, case, transport=transport, stage=stage, overlap=True):
         assert place(entries, "launch blocks.3") < place(entries, "gradient 2")
         assert place(entries, "finish blocks.3") < place(entries, "gradient 0")
 
 
 def test_without_overlap_reductions_wait_for_the_end_of_backward(workers: Workers) -> None:
-    case = "conformance.timeline:reductions"
+    case = "tests.conformance.timeline:reductions"
     for entries in workers.run(2, case, transport="shared", stage=2, overlap=False):
         names = [name for _, name in entries]
         assert all(not name.startswith("launch") for name in names[: names.index("flush")])
@@ -43,7 +44,7 @@ def test_a_delayed_peer_blocks_backward_when_it_holds_the_slots(
     workers: Workers, way: tuple[str, int], slots: int
 ) -> None:
     """The gradients of one more unit stay where autograd put them; a rank that went on would end with all of them in memory."""
-    case = "conformance.timeline:delayed_peer"
+    case = "tests.conformance.timeline:delayed_peer"
     arguments = {"transport": way[0], "stage": way[1], "slots": slots}
     delayed = workers.run(2, case, **arguments, seconds=0.5)
     undelayed = workers.run(2, case, **arguments, seconds=0.0)
@@ -61,7 +62,7 @@ def test_a_delayed_peer_blocks_backward_when_it_holds_the_slots(
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Workers, transport: str) -> None:
-    case = "conformance.timeline:gathers"
+    case = "tests.conformance.timeline:gathers"
     for found in workers.run(2, case, transport=transport, prefetch=1, delay=""):
         entries = found["entries"]
         backward = entries[place(entries, "forward 3") :]
@@ -72,7 +73,7 @@ def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Work
 
 
 def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers) -> None:
-    case = "conformance.timeline:gathers"
+    case = "tests.conformance.timeline:gathers"
     for found in workers.run(2, case, transport="gloo", prefetch=0, delay=""):
         entries = found["entries"]
         for number in range(3):
@@ -81,7 +82,7 @@ def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers)
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport: str) -> None:
-    case = "conformance.timeline:gathers"
+    case = "tests.conformance.timeline:gathers"
     delayed = workers.run(2, case, transport=transport, prefetch=1, delay="blocks.2")
     undelayed = workers.run(2, case, transport=transport, prefetch=1, delay="")
     assert [rank["digest"] for rank in delayed] == [rank["digest"] for rank in undelayed]
@@ -96,7 +97,7 @@ def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport
 def test_at_most_one_unit_and_the_prefetched_are_live(
     workers: Workers, model: str, checkpointing: str, prefetch: int
 ) -> None:
-    case = "conformance.timeline:live_units"
+    case = "tests.conformance.timeline:live_units"
     for found in workers.run(2, case, model=model, prefetch=prefetch, checkpointing=checkpointing):
         assert found["live"] == 1 + prefetch
 
@@ -116,5 +117,5 @@ def test_nobody_writes_what_a_delayed_peer_still_reads(
 ) -> None:
     """On shared memory an update, or giving pages back, waits until all have read."""
     arguments = {"stage": stage, "transport": transport, "budget": budget, "in_backward": in_backward}
-    case = "conformance.timeline:late_reader"
+    case = "tests.conformance.timeline:late_reader"
     assert workers.run(2, case, **arguments, seconds=0.05) == workers.run(2, case, **arguments, seconds=0.0)

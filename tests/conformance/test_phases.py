@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 from torch import nn
-from workers import Pool, Workers
 
+from tests.support.workers import Pool, Workers
 from zeromesh.errors import PhaseError
 from zeromesh.offload import Ledger
 from zeromesh.units.unit import Phase, Unit
@@ -33,7 +33,7 @@ def test_the_table_of_transitions(old: Phase, new: Phase) -> None:
 
 @pytest.mark.parametrize(("transport", "budget"), [("shared", None), ("shared", 0), ("gloo", 0), ("gloo", 100_000)])
 def test_parameters_at_rest_name_themselves(workers: Workers, transport: str, budget: int | None) -> None:
-    case = "conformance.scenes:resting_parameters"
+    case = "tests.conformance.scenes:resting_parameters"
     for found in workers.run(2, case, transport=transport, budget=budget):
         for state in found["states"]:
             assert state == {"shapes": True, "silent": [], "model": True, "saved": True, "gradients": []}
@@ -43,7 +43,7 @@ def test_parameters_at_rest_name_themselves(workers: Workers, transport: str, bu
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_not_allowed_says_so(fresh_pool: Callable[..., Pool], stage: int, transport: str) -> None:
     """And training goes on after it."""
-    for found in fresh_pool(2).run("conformance.scenes:phases", stage=stage, transport=transport):
+    for found in fresh_pool(2).run("tests.conformance.scenes:phases", stage=stage, transport=transport):
         assert f"unit {found['unit']} is" in found["transition"]
         assert "outside a training step" in found["outside"]
         assert "outside a training step" in found["outside later"]
@@ -56,25 +56,25 @@ def test_what_is_not_allowed_says_so(fresh_pool: Callable[..., Pool], stage: int
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_model_can_be_used_between_steps(workers: Workers, stage: int, transport: str, budget: int | None) -> None:
-    case = "conformance.scenes:looking"
+    case = "tests.conformance.scenes:looking"
     for found in workers.run(2, case, stage=stage, transport=transport, budget=budget):
         assert math.isfinite(found.pop("norm"))
         assert found == {"loss": True, "tokens": True, "hidden": True, "gathered": [True, True]}
 
 
 def test_backward_belongs_to_the_engine(fresh_pool: Callable[..., Pool]) -> None:
-    (found,) = fresh_pool(1).run("conformance.scenes:misuse_of_backward")
+    (found,) = fresh_pool(1).run("tests.conformance.scenes:misuse_of_backward")
     assert "let the trainer call backward" in found["own"]
     assert "use_reentrant=False" in found["reentrant"]
 
 
 def test_a_users_call_that_fails_does_not_end_training(workers: Workers) -> None:
-    for found in workers.run(2, "conformance.scenes:interrupted_call"):
+    for found in workers.run(2, "tests.conformance.scenes:interrupted_call"):
         assert found["error"]
         assert found["again"]
         assert math.isfinite(found["norm"])
 
 
 def test_a_model_made_whole_is_ordinary(workers: Workers) -> None:
-    for found in workers.run(2, "conformance.scenes:made_whole"):
+    for found in workers.run(2, "tests.conformance.scenes:made_whole"):
         assert found == {"equal": True, "gradients": True}

@@ -113,7 +113,7 @@ def test_float16_with_a_loss_scale(laboratory: Laboratory, stage: int, transport
 
 def test_mixed_dtypes_keep_their_own(laboratory: Laboratory) -> None:
     """Parameters wider than the rest lie in buckets of their own and are not rounded."""
-    (first, *_) = laboratory.workers.run(2, "conformance.scenes:mixed_dtypes")
+    (first, *_) = laboratory.workers.run(2, "tests.conformance.scenes:mixed_dtypes")
     assert first["dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert first["worst"] == 0.0
     assert first["moved"] > 0

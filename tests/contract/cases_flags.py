@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from contract.cases_units import Block, Stack
-from contract.harness import WIDTH, Case
+from tests.contract.cases_units import Block, Stack
+from tests.contract.harness import WIDTH, Case
 from zeromesh.trainer.callbacks.callback import Callback
 
 Flags = Callable[[Any, int], None]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from contract.cases_units import Block, Stack
-from contract.harness import CLASSES, WIDTH, Batch, Case, Refusal, cross_entropy, plain_loop, samples
+from tests.contract.cases_units import Block, Stack
+from tests.contract.harness import CLASSES, WIDTH, Batch, Case, Refusal, cross_entropy, plain_loop, samples
 from zeromesh import Callback, Trainer
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import Plain
 
-from contract.cases_units import Block, Stack
-from contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
+from tests.contract.cases_units import Block, Stack
+from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
+from tests.support.trainer_cases import Plain
 from zeromesh import Callback, Trainer
 
 Found = tuple[torch.Tensor, int]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from contract.harness import Batch, Case
+from tests.contract.harness import Batch, Case
 
 VOCABULARY, LENGTH = 128, 8
 Samples = list[dict[str, Any]]

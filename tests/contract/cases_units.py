@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, Refusal
+from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, Refusal
 from zeromesh import Callback, Trainer
 
 

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trainer_cases import Gradients, Plain, apart, seeded, settings, stacked
 from transformers import get_scheduler
 
+from tests.support.trainer_cases import Gradients, Plain, apart, seeded, settings, stacked
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
@@ -164,7 +164,7 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
         if module.startswith("cases_"):
-            for case in importlib.import_module(f"contract.{module}").CASES:
+            for case in importlib.import_module(f"tests.contract.{module}").CASES:
                 if case.name in found:
                     raise ValueError(f"two cases of the contract are called {case.name!r}")
                 found[case.name] = case

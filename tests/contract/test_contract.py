@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from workers import Workers
 
-from contract.harness import LAYOUTS, Layout, cases, check, short
+from tests.contract.harness import LAYOUTS, Layout, cases, check, short
+from tests.support.workers import Workers
 
 ALIKE = {"DeBERTa"}
 """What others show as well: DeBERTa-v2, with the same head, and DeBERTa with its first head."""
@@ -24,5 +24,5 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize(("name", "layout"), _parameters())
 def test_contract(workers: Workers, name: str, layout: Layout) -> None:
     """Equal to the plain loop, or refused by name."""
-    results = workers.run(layout.ranks, "contract.harness:run", name=name, layout=asdict(layout))
+    results = workers.run(layout.ranks, "tests.contract.harness:run", name=name, layout=asdict(layout))
     check(results, cases()[name].refusal(layout))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import logged_steps, wait_for
 
+from tests.support.waiting import logged_steps, wait_for
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 CONFIG = """\

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from workers import Pool, PoolOptions, Workers
+
+from tests.support.workers import Pool, PoolOptions, Workers
 
 CASES = "example_cases"
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts/examples"

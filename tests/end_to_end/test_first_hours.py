@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_cases import LLAMA, sentences
-from workers import Workers
 
+from tests.support.trainer_cases import LLAMA, sentences
+from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.cli.main import main

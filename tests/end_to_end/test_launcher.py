@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import is_running, wait_for
 
+from tests.support.waiting import is_running, wait_for
 from zeromesh.environment import python_arguments
 from zeromesh.launch.rank_processes import RankProcesses
 from zeromesh.launch.rendezvous import WorkersFailed, launch_workers

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from waiting import is_running, wait_for
 
+from tests.support.waiting import is_running, wait_for
 from zeromesh.environment import RankRange
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import Host, HostProcess, LaunchPlan, Output, supervise

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
-from doc_commands import CommandError, Reader, commands
-from doc_pages import Page, write_files
-from doc_walk import SKIPPED, Walk, why_skipped
-from programs import Programs
-from workers import Workers
 
+from tests.support.doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
+from tests.support.doc_commands import CommandError, Reader, commands
+from tests.support.doc_pages import Page, write_files
+from tests.support.doc_walk import SKIPPED, Walk, why_skipped
+from tests.support.programs import Programs
+from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.data.text_sources import ROW_FILES

@@ -40,7 +40,7 @@ def test_variables_of_a_person_do_not_reach_tests(tmp_path: Path) -> None:
     folder.mkdir()
     inside = tmp_path / "test_inside.py"
     inside.write_text(INSIDE.replace("{NAMES}", repr(set(OTHERS))), encoding="utf-8")
-    shown = ["-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "conftest", "--rootdir", str(tmp_path), "-q"]
+    shown = ["-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path), "-q"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *shown, str(inside)],
         cwd=ROOT, env={**os.environ, **OTHERS, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120,

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
-from workers import PoolOptions, Workers
 
+from tests.support.tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.environment import kept_environment, secret_values
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret

@@ -8,7 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from report_runs import write_run
+
+from tests.support.report_runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"zeromesh": "zeromesh", "trainer": "zeromesh/trainer", "offload": "zeromesh/offload"}

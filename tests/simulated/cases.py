@@ -2,8 +2,8 @@
 
 import torch
 
-from simulated import collectives, device
-from simulated.launches import Launch
+from tests.simulated import collectives, device
+from tests.simulated.launches import Launch
 
 device.load()
 collectives.register()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from simulated import collectives, device
-from simulated.device import ops
+from tests.simulated import collectives, device
+from tests.simulated.device import ops
 from zeromesh.mesh.process_mesh import Mesh
 
 COUNT = 1000

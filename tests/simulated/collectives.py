@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from simulated.device import ops
-from simulated.launches import Launch
+from tests.simulated.device import ops
+from tests.simulated.launches import Launch
 
 launched: list[Launch] = []
 """What this process has launched."""

@@ -3,15 +3,15 @@
 import math
 
 import pytest
-from workers import CaseError, PoolOptions, Workers
 
-from simulated import device
+from tests.simulated import device
+from tests.support.workers import CaseError, PoolOptions, Workers
 
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
 
 
 def run(workers: Workers, case: str, ranks: int = 1) -> list:
-    return workers.run(ranks, f"simulated.checks:{case}", device="sim")
+    return workers.run(ranks, f"tests.simulated.checks:{case}", device="sim")
 
 
 def test_what_is_read_before_its_copy_is_not_there(workers: Workers) -> None:
@@ -57,7 +57,7 @@ def test_a_collective_brings_nothing_before_something_waits(workers: Workers) ->
 @pytest.mark.parametrize(("case", "said"), [("first_use_alone", "did not come"), ("waits_in_slices", "aborted")])
 def test_the_rules_of_nccl(workers: Workers, case: str, said: str) -> None:
     with workers.fresh(PoolOptions(size=2, device="sim")) as pool:
-        outcomes = pool.outcomes(f"simulated.checks:{case}")
+        outcomes = pool.outcomes(f"tests.simulated.checks:{case}")
     assert [said in (outcome.result or outcome.traceback) for outcome in outcomes] == [True, False], outcomes
 
 
@@ -66,4 +66,4 @@ def test_launches_in_different_orders_fail_a_case(workers: Workers) -> None:
         workers.fresh(PoolOptions(size=2, device="sim")) as pool,
         pytest.raises(CaseError, match="ranks 0 and 1 part at launch 2 of 4 and 4"),
     ):
-        pool.run("simulated.checks:parts_from_the_others")
+        pool.run("tests.simulated.checks:parts_from_the_others")

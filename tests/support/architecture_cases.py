@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as tf
-from architectures import ARCHITECTURES
-from tasks import SAMPLES as ROWS
-from tasks import SPEECH, TASKS, spoken
 from torch import nn
-from trainer_cases import Plain, apart, distance, lines_of, settings, stacked
 
+from tests.support.architectures import ARCHITECTURES
+from tests.support.tasks import SAMPLES as ROWS
+from tests.support.tasks import SPEECH, TASKS, spoken
+from tests.support.trainer_cases import Plain, apart, distance, lines_of, settings, stacked
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import fault_injection
 import numpy as np
 import torch
-from trainer_cases import gpt2, llama, sentence_loss, sentences, settings
 from transformers import AutoModelForCausalLM
 
+from tests.support import fault_injection
+from tests.support.trainer_cases import gpt2, llama, sentence_loss, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from stored_cases import small_units, split, values_of, write
 
+from tests.support.stored_cases import small_units, split, values_of, write
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.manifest import checksum
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec

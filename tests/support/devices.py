@@ -23,7 +23,7 @@ def one_race() -> Iterator[None]:
         yield
     torch.accelerator.synchronize()
     if DEVICE.type == "sim":
-        from simulated import device
+        from tests.simulated import device
 
         assert len(device.races()) == 1
         device.clear()

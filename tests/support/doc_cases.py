@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from input_cases import command
-
+from tests.support.input_cases import command
 from zeromesh.environment import kept_environment
 from zeromesh.mesh.process_mesh import Mesh
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
-from doc_blocks import ROOT
 from torch.distributed.run import get_args_parser
 
+from tests.support.doc_blocks import ROOT
 from zeromesh.trainer.cli.main import _parse, make_parser
 from zeromesh.trainer.cli.train import check_mesh
 from zeromesh.trainer.config.consent import Consent

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from doc_blocks import ROOT, Block, Script, blocks_of, scripts_of
-from doc_commands import PLACEHOLDER, Command, Reader, commands
-from workers import Workers
 
+from tests.support.doc_blocks import ROOT, Block, Script, blocks_of, scripts_of
+from tests.support.doc_commands import PLACEHOLDER, Command, Reader, commands
+from tests.support.workers import Workers
 from zeromesh.checkpoint.format import manifest
 from zeromesh.launch.ssh import read_hosts
 from zeromesh.trainer.cli.train import check_mesh

@@ -11,10 +11,10 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
-from doc_blocks import ROOT, Block, blocks_of, links, scripts_of
-from doc_commands import PLACEHOLDER, commands
-from doc_pages import NEEDED, UNDER_TORCHRUN
-from programs import Programs
+from tests.support.doc_blocks import ROOT, Block, blocks_of, links, scripts_of
+from tests.support.doc_commands import PLACEHOLDER, commands
+from tests.support.doc_pages import NEEDED, UNDER_TORCHRUN
+from tests.support.programs import Programs
 
 SKIPPED = {
     r"^make (?!train)|^pip install": "it installs packages, which needs the network, or is this test",

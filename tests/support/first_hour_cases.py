@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from input_cases import command
-from trainer_cases import LLAMA, llama, seeded, sentences, settings
-
+from tests.support.input_cases import command
+from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh

@@ -12,8 +12,8 @@ from typing import Any
 import datasets
 import torch
 from torch import nn
-from trainer_cases import Pictures, gpt2, llama, sentence_loss, sentences, settings
 
+from tests.support.trainer_cases import Pictures, gpt2, llama, sentence_loss, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.cli.main import main

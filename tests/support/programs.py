@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zygote import die_with_parent, import_once
+from tests.support.zygote import die_with_parent, import_once
 
 _CLIENT = """\
 #!{python} -IS
@@ -55,12 +55,11 @@ class Programs:
             (self.bin / name).write_text(text, encoding="utf-8")
             (self.bin / name).chmod(0o755)
         root = Path(__file__).parents[2]
-        tests = os.pathsep.join(map(str, (root, root / "tests", Path(__file__).parent)))
         self._process = subprocess.Popen(
             [sys.executable, __file__, address, str(self.bin)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         )
         if self._process.stdout is None or self._process.stdout.readline() != b"ready\n":
             raise AssertionError("the process that programs are forked from has ended")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import seeded_patches
-from seeded_patches import Swap
+from tests.support import seeded_patches
+from tests.support.seeded_patches import Swap
 
 BASE: Mapping[str, Any] = {
     "model.config": {

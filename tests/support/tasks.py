@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES
-from trainer_cases import stacked
 
+from tests.support.architectures import ARCHITECTURES
+from tests.support.trainer_cases import stacked
 from zeromesh.trainer.config.sections.model import Head
 
 SAMPLES, LENGTH, VOCABULARY = 7, 8, 60

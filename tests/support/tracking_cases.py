@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 import torch
 from accelerate.tracking import GeneralTracker, register_tracker_class
-from checkpoint_cases import Slow, configured
-from trainer_cases import llama, sentences
-from wandb_log import files, rows
 
+from tests.support.checkpoint_cases import Slow, configured
+from tests.support.trainer_cases import llama, sentences
+from tests.support.wandb_log import files, rows
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

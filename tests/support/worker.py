@@ -7,7 +7,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +21,8 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import pick_device
 from zeromesh.trainer.losses import losses, trial
+
+_TESTS = Path(__file__).resolve().parents[1]
 
 
 def serve(address: str, options: dict[str, Any]) -> None:
@@ -85,13 +89,17 @@ def remember_trials() -> None:
 
 def simulate() -> ModuleType:
     """Compute on the simulated device, which sees to what cases do on it."""
-    from simulated import cases
+    from tests.simulated import cases
 
     return cases
 
 
+@cache
 def find(case: str) -> Callable[..., Any]:
-    """The function named `module:function`."""
+    """The function named `module:function`; a module of the tests by its own name alone, which no other one of them has."""
     module, _, name = case.partition(":")
+    if "." not in module:
+        (path,) = _TESTS.rglob(f"{module}.py")
+        module = ".".join(path.relative_to(_TESTS.parent).with_suffix("").parts)
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function

@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from simulated.launches import launch_differences
+from tests.simulated.launches import launch_differences
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent
+ROOT = HERE.parents[1]
 _LAST_LINES = 60
 _START_SECONDS = 60.0
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -242,8 +242,8 @@ class Pool:
 
 
 def _folders() -> list[str]:
-    """The folders of tests and scripts that pytest imports from, which workers import cases from too."""
-    return [entry for entry in sys.path if Path(entry).is_relative_to(TESTS) or Path(entry) == TESTS.parent / "scripts"]
+    """The folders of the repository that pytest imports from, which workers import cases from too."""
+    return [entry for entry in sys.path if Path(entry) == ROOT or Path(entry).is_relative_to(ROOT / "scripts")]
 
 
 class Workers:

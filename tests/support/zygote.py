@@ -27,7 +27,6 @@ def import_once() -> None:
     import torch
     import torch.distributed
     import trainer_cases  # noqa: F401
-    from conformance import cases  # noqa: F401
     from transformers import (
         BertForSequenceClassification,
         GPT2LMHeadModel,
@@ -37,6 +36,7 @@ def import_once() -> None:
     )
 
     import zeromesh.trainer.trainer  # noqa: F401
+    from tests.conformance import cases  # noqa: F401
 
     torch.set_num_threads(1)
     _ = (BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerFast)
@@ -60,7 +60,7 @@ def become_worker(request: dict[str, Any]) -> None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         os.environ.update(request["environment"])
-        from worker import serve
+        from tests.support.worker import serve
 
         serve(request["address"], request["options"])
         code = 0

@@ -21,7 +21,7 @@ from zeromesh.offload import accelerator
 
 _COLLECTIONS, _PAUSE_SECONDS = 3, 0.05
 """One collection does not always find all: other threads let go of graphs a moment later."""
-_TESTS = Path(__file__).resolve().parents[3] / "tests"
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 class Place:
@@ -34,8 +34,8 @@ class Place:
         self.simulated = settings.device == "sim"
         self._races: list[str] = []
         if self.simulated:
-            sys.path.insert(0, str(_TESTS))
-            from simulated import collectives, device
+            sys.path.insert(0, str(_ROOT))
+            from tests.simulated import collectives, device
 
             device.load()
             collectives.register()
@@ -101,7 +101,7 @@ class Place:
     def _judge(self, *, own: bool) -> None:
         """Take what the simulated device has seen."""
         if self.simulated:
-            from simulated import device
+            from tests.simulated import device
 
             torch.accelerator.synchronize()
             self._races += device.races() if own else []

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from checkpoint_cases import configured
-from trainer_cases import llama, sentences
-
+from tests.support.checkpoint_cases import configured
+from tests.support.trainer_cases import llama, sentences
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

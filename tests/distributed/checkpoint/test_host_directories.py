@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import step, unequal
-from workers import CaseError, Pool, PoolOptions, Workers
 
+from tests.distributed.checkpoint.test_resume import step, unequal
+from tests.support.workers import CaseError, Pool, PoolOptions, Workers
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.parts import merge, open_parts
 from zeromesh.errors import CheckpointError, ConfigError

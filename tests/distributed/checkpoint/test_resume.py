@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from workers import Workers
+
+from tests.support.workers import Workers
 
 FULL = pytest.mark.full
 BF16 = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}

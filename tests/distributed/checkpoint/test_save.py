@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from workers import PoolOptions, Workers
+
+from tests.support.workers import PoolOptions, Workers
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from trainer_cases import digest
-from weight_cases import narrow, rename, write
-from workers import Workers
+
+from tests.distributed.checkpoint.weight_cases import narrow, rename, write
+from tests.support.architectures import ARCHITECTURES
+from tests.support.trainer_cases import digest
+from tests.support.workers import Workers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_cases import digest, settings
 
+from tests.support.architectures import ARCHITECTURES
+from tests.support.trainer_cases import digest, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.build import build_model

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contract import cases_flags
-from contract.cases_units import Stack
-from contract.harness import Case, Layout, cross_entropy, plain_loop, samples
-from parameter_cases import Look, Stop
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from trainer_cases import distance, llama, plain_fit, seeded, sentences, settings, stacked
 
+from tests.contract import cases_flags
+from tests.contract.cases_units import Stack
+from tests.contract.harness import Case, Layout, cross_entropy, plain_loop, samples
+from tests.distributed.contract.parameter_cases import Look, Stop
+from tests.support.trainer_cases import distance, llama, plain_fit, seeded, sentences, settings, stacked
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from checkpoint_cases import configured
-from trainer_cases import llama, sentences
-
+from tests.support.checkpoint_cases import configured
+from tests.support.trainer_cases import llama, sentences
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_cases import configured
 from torch.utils.data import DataLoader
-from trainer_cases import llama, sentences
 
+from tests.support.checkpoint_cases import configured
+from tests.support.trainer_cases import llama, sentences
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.monitoring.step_metrics import read_metrics

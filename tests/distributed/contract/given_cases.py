@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from sameness_cases import samples, squares
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
-from trainer_cases import distance, gpt2, plain_fit, seeded, sentences, settings
 
+from tests.distributed.contract.sameness_cases import samples, squares
+from tests.support.trainer_cases import distance, gpt2, plain_fit, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.sampler import SampleOrder

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer, _muon
-from trainer_cases import seeded
 from transformers import Adafactor
 
+from tests.support.trainer_cases import seeded
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from contract import cases_flags
-from contract.cases_units import Stack
-from contract.harness import CLASSES, FEATURES, WIDTH, Case, Layout, cross_entropy, plain_loop, samples
 from torch import nn
-from trainer_cases import distance, llama, plain_fit, seeded, sentences, settings
 
+from tests.contract import cases_flags
+from tests.contract.cases_units import Stack
+from tests.contract.harness import CLASSES, FEATURES, WIDTH, Case, Layout, cross_entropy, plain_loop, samples
+from tests.support.trainer_cases import distance, llama, plain_fit, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import LayoutError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

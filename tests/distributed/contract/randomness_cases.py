@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import settings
 
+from tests.support.trainer_cases import settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from trainer_cases import distance, plain_fit, settings
 
+from tests.support.trainer_cases import distance, plain_fit, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sameness_cases import Counting, samples
 from torch import nn
-from trainer_cases import settings
 
+from tests.distributed.contract.sameness_cases import Counting, samples
+from tests.support.trainer_cases import settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

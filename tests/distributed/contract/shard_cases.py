@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import VOCABULARY, gpt2, llama
 
 import zeromesh
+from tests.support.trainer_cases import VOCABULARY, gpt2, llama
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from block_cases import Rows
-from workers import Workers
+
+from tests.distributed.contract.block_cases import Rows
+from tests.support.workers import Workers
 
 EVERY = [(0, "none"), (1, "host"), (2, "file"), (3, "file")]
 

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from workers import PoolOptions, Workers
+
+from tests.support.workers import PoolOptions, Workers
 
 METHODS = {
     "evaluate": "trainer.evaluate()",

@@ -4,7 +4,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 
 @pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.full)])

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from optimizer_cases import MAKERS
-from workers import Workers
+
+from tests.distributed.contract.optimizer_cases import MAKERS
+from tests.support.workers import Workers
 
 WHOLE = {"Muon", "Muon and AdamW", "Adafactor", "transformers", "Lamb"}
 ALIKE = {"Adam decoupled", "SGD dampened", "RAdam", "Adamax", "Adadelta", "Lion"}

@@ -4,8 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from contract.harness import Layout
-from workers import Workers
+
+from tests.contract.harness import Layout
+from tests.support.workers import Workers
 
 LAYOUTS = [
     Layout(stage=3, kept=False, transport="gloo"),

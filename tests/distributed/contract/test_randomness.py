@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 CASE = "randomness_cases:fresh_numbers"
 

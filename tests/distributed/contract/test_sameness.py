@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from workers import Workers
-
+from tests.support.workers import Workers
 from zeromesh.mesh.process_set import differences
 
 WAYS = [

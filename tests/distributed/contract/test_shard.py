@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_cases import LOOPS, LOSSES
-from workers import Workers
+
+from tests.distributed.contract.shard_cases import LOOPS, LOSSES
+from tests.support.workers import Workers
 
 EXACT = 1e-9
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers as tf
-from tasks import BERT, LENGTH, SAMPLES, TASKS, Task, noise, spans, text
-from workers import Workers
 
+from tests.support.tasks import BERT, LENGTH, SAMPLES, TASKS, Task, noise, spans, text
+from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.losses.losses import make_loss

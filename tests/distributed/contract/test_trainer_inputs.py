@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from workers import Workers
+
+from tests.support.workers import Workers
 
 SMALL = {
     "model_type": "llama",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workers import Workers
+from tests.support.workers import Workers
 
 CASES = "given_cases"
 

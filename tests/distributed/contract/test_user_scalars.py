@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from workers import Workers
 
+from tests.support.workers import Workers
 from zeromesh.trainer.tracking.rows import step_row
 
 

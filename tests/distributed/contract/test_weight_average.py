@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.harness import Layout
 from safetensors.torch import load_file
-from trainer_cases import distance
-from workers import Workers
 
+from tests.contract.harness import Layout
+from tests.support.trainer_cases import distance
+from tests.support.workers import Workers
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.console import Console

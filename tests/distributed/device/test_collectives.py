@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from simulated.device import compiler
-from workers import PoolOptions, Workers
 
+from tests.simulated.device import compiler
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.environment import kept_environment, setting
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh import device_works

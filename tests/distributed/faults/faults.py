@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conformance.cases import Run
-from conformance.models import Stack, stack
-from conformance.recipe import Layout, Problem
 from torch import nn
 
+from tests.conformance.cases import Run
+from tests.conformance.models import Stack, stack
+from tests.conformance.recipe import Layout, Problem
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.zero.engine import ZeroEngine
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import step, unequal
-from workers import Outcome, Pool, PoolOptions, Workers
+
+from tests.distributed.checkpoint.test_resume import step, unequal
+from tests.support.workers import Outcome, Pool, PoolOptions, Workers
 
 STEPS = 15
 FULL = pytest.mark.full

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.checks import whole_product
-from conformance.recipe import Layout
-from faults import Fault
-from workers import Outcome, Pool, PoolOptions, Workers
+
+from tests.conformance.checks import whole_product
+from tests.conformance.recipe import Layout
+from tests.distributed.faults.faults import Fault
+from tests.support.workers import Outcome, Pool, PoolOptions, Workers
 
 TIMEOUT = 3.0
 SOON = 2.0

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generator_cases import sharp
-from trainer_cases import VOCABULARY, settings
 
+from tests.distributed.inference.generator_cases import sharp
+from tests.support.trainer_cases import VOCABULARY, settings
 from zeromesh import Trainer
 from zeromesh.errors import CollectiveError, ConfigError, DataError
 from zeromesh.mesh.process_mesh import Mesh

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evaluation_cases import GREEDY, PAD, collate, differences, questions, wanted_of
-from feature_cases import tokenizer
-from generator_cases import sharp
 from torch.nn.functional import cross_entropy
-from trainer_cases import settings
 
+from tests.distributed.inference.evaluation_cases import GREEDY, PAD, collate, differences, questions, wanted_of
+from tests.distributed.inference.feature_cases import tokenizer
+from tests.distributed.inference.generator_cases import sharp
+from tests.support.trainer_cases import settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

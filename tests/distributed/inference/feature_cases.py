@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generator_cases import sharp
 from tokenizers import Tokenizer, decoders, models
-from trainer_cases import sentences, settings
 from transformers import DynamicCache, PreTrainedTokenizerFast, WatermarkingConfig
 from transformers.generation import BaseStreamer
 
+from tests.distributed.inference.generator_cases import sharp
+from tests.support.trainer_cases import sentences, settings
 from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh

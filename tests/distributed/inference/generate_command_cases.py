@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 import transformers as tf
-from input_cases import command
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.input_cases import command
 from zeromesh.mesh.process_mesh import Mesh
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

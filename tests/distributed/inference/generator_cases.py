@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from parallel_cases import MIXTRAL
-from trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, settings
 
+from tests.distributed.parallel.parallel_cases import MIXTRAL
+from tests.support.trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Generator, Trainer
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, WeightsDifferError, ZeromeshError

@@ -8,11 +8,11 @@ from typing import Any
 import peft
 import torch
 import transformers as tf
-from lora_cases import adapted
-from parallel_cases import MIXTRAL
 from safetensors.torch import load_file
-from trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 
+from tests.distributed.parallel.parallel_cases import MIXTRAL
+from tests.distributed.trainer.lora_cases import adapted
+from tests.support.trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Generator, Trainer, receive_weights
 from zeromesh.errors import TransferError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

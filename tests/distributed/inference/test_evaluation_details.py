@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_generator import LAYOUTS
-from workers import Workers
+
+from tests.distributed.inference.test_generator import LAYOUTS
+from tests.support.workers import Workers
 
 # Weights of a training are not read from files, and the model has too few blocks for interleaved stages.
 EVERY = [name for name in LAYOUTS if name not in ("file", "stored", "interleaved")]

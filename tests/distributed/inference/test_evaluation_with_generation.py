@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_generator import ALONE, IMPOSSIBLE, LAYOUTS
-from workers import PoolOptions, Workers
+
+from tests.distributed.inference.test_generator import ALONE, IMPOSSIBLE, LAYOUTS
+from tests.support.workers import PoolOptions, Workers
 
 SHORT = {("llama", "sharded"), ("t5", "tensor")}
 CASES: list[Any] = [

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from generate_command_cases import write_model
-from terminal import on_terminal, seen
-from workers import Workers
+
+from tests.distributed.inference.generate_command_cases import write_model
+from tests.support.terminal import on_terminal, seen
+from tests.support.workers import Workers
 
 
 def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:

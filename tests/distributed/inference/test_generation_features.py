@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feature_cases import FEATURES
-from test_generator import LAYOUTS
-from workers import Workers
+
+from tests.distributed.inference.feature_cases import FEATURES
+from tests.distributed.inference.test_generator import LAYOUTS
+from tests.support.workers import Workers
 
 PAGE = Path(__file__).parents[3] / "docs" / "generation-features.md"
 COLUMNS = ("data", "sharded", "tensor", "pipeline")

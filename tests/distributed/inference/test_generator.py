@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generator_cases import MODELS
-from workers import PoolOptions, Workers
+
+from tests.distributed.inference.generator_cases import MODELS
+from tests.support.workers import PoolOptions, Workers
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, {"zero": {"stage": 0}}),

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from handoff_cases import DIRECTORIES
-from workers import Workers
 
+from tests.distributed.inference.handoff_cases import DIRECTORIES
+from tests.support.workers import Workers
 from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
 from zeromesh.trainer.weights.handoff import _greet, _line_over, _WeightLine

@@ -17,8 +17,9 @@ import psutil
 import pytest
 import torch
 import transformers as tf
-from generate_command_cases import write_model
-from workers import Workers
+
+from tests.distributed.inference.generate_command_cases import write_model
+from tests.support.workers import Workers
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 

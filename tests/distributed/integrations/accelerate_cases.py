@@ -19,9 +19,9 @@ from accelerate.utils import (
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from trainer_cases import llama, seeded, sentences
 from transformers import AutoModelForCausalLM
 
+from tests.support.trainer_cases import llama, seeded, sentences
 from zeromesh.accelerate import Accelerator
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh

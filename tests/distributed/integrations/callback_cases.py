@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import torch
 import transformers as tf
-import user_callbacks
-from trainer_cases import llama, sentences
 from transformers.integrations import TensorBoardCallback, WandbCallback
-from user_callbacks import Recorder, timeless
 
+from tests.distributed.integrations import user_callbacks
+from tests.distributed.integrations.user_callbacks import Recorder, timeless
+from tests.support.trainer_cases import llama, sentences
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 
@@ -263,7 +263,8 @@ def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:
 def wandb_offline(mesh: Mesh, folder: str) -> dict[str, Any]:
     """The rows and the configuration that wandb's callback keeps under either."""
     import wandb
-    from wandb_log import config, files, rows
+
+    from tests.support.wandb_log import config, files, rows
 
     found = {}
     fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import transformers as tf
-from accelerate_cases import fresh_state
-from hf_trainer_cases import arguments_of
 from torch.utils.data import IterableDataset
-from trainer_cases import llama, seeded, sentences
 
+from tests.distributed.integrations.accelerate_cases import fresh_state
+from tests.distributed.integrations.hf_trainer_cases import arguments_of
+from tests.support.trainer_cases import llama, seeded, sentences
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.transformers import on_zeromesh
 

@@ -6,12 +6,12 @@ from typing import Any
 import peft
 import torch
 import transformers as tf
-from accelerate_cases import fresh_state
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
-from trainer_cases import VOCABULARY, WIDE, llama, seeded, sentences
 
+from tests.distributed.integrations.accelerate_cases import fresh_state
+from tests.support.trainer_cases import VOCABULARY, WIDE, llama, seeded, sentences
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.transformers import on_zeromesh

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from trainer_cases import digest, llama, seeded, sentences, settings
-
+from tests.support.trainer_cases import digest, llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import huggingface_hub
 import transformers as tf
-from callback_cases import model, quiet, whole
-from trainer_cases import digest
 from transformers import TrainerCallback
 
+from tests.distributed.integrations.callback_cases import model, quiet, whole
+from tests.support.trainer_cases import digest
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.mesh.process_mesh import Mesh

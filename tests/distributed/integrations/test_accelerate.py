@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 CALLED = ["compute_loss", "create_optimizer", "get_train_dataloader", "log", "prediction_step", "training_step"]
 

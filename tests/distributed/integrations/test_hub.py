@@ -6,10 +6,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from hub_cases import COMMIT, cached, with_code
-from trainer_cases import digest
-from workers import Workers
 
+from tests.distributed.integrations.hub_cases import COMMIT, cached, with_code
+from tests.support.trainer_cases import digest
+from tests.support.workers import Workers
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.mesh_shape import MeshShape

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 pytest.importorskip("lightning")
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tracker_rows import NAMES, contents, kept, places
-from tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
-from workers import PoolOptions, Workers
 
+from tests.distributed.integrations.tracker_rows import NAMES, contents, kept, places
+from tests.support.tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 

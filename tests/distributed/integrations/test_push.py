@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from push_cases import TOKEN, loaded
-from workers import Workers
+
+from tests.distributed.integrations.push_cases import TOKEN, loaded
+from tests.support.workers import Workers
 
 CASES = "push_cases"
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-import wandb_log
 import yaml
-from step_lines import check_phases
-from workers import PoolOptions, Workers
 
+from tests.support import wandb_log
+from tests.support.step_lines import check_phases
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config import load as loading
 from zeromesh.trainer.config.load import load_config

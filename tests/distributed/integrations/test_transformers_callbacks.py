@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import Workers
 
+from tests.support.workers import Workers
 from zeromesh.trainer.monitoring.step_metrics import METRICS, read_metrics
 
 CASES = "callback_cases"

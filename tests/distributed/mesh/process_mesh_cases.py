@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesh_cases import _open
 
+from tests.support.mesh_cases import _open
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from workers import Outcome, PoolOptions, Workers
 
+from tests.support.workers import Outcome, PoolOptions, Workers
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.comm.shared_ring import IN_FLIGHT
 from zeromesh.errors import LayoutError

@@ -15,9 +15,9 @@ from datetime import timedelta
 
 import pytest
 import torch
-from simulated import device
-from workers import Workers
 
+from tests.simulated import device
+from tests.support.workers import Workers
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment

@@ -1,8 +1,9 @@
 """Modules given to process sets: the model computes what it does on one process, and each rank has its own parameters alone."""
 
 import pytest
-from simulated.device import compiler
-from workers import Workers
+
+from tests.simulated.device import compiler
+from tests.support.workers import Workers
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A mesh of several axes, joined: its sets by name, torch's object for it, ranks that follow the hosts, the account of traffic."""
 
 import pytest
-from workers import PoolOptions, Workers
 
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.telemetry.step_recorder import Collective, StepRecorder, added
 from zeromesh.trainer.monitoring.step_stats import traffic_table
 

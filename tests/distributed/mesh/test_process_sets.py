@@ -1,7 +1,8 @@
 """Process sets: who is in them, what is refused and how it is named, no deadlock where they overlap, nothing left behind."""
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from workers import Workers
 
+from tests.support.workers import Workers
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.monitoring.step_stats import Stragglers
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import transformers as tf
-from tensor_cases import _T5
-from trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 
+from tests.distributed.parallel.tensor_cases import _T5
+from tests.support.trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

@@ -3,11 +3,11 @@
 from typing import Any
 from unittest.mock import patch
 
-import tensor_cases as cases
 import torch
 import transformers as tf
-from trainer_cases import LLAMA, apart, plain_fit, seeded, sentences, settings
 
+from tests.distributed.parallel import tensor_cases as cases
+from tests.support.trainer_cases import LLAMA, apart, plain_fit, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.mesh.process_mesh import Mesh

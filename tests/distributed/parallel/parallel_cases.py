@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fault_injection
 import torch
 import transformers as tf
-from trainer_cases import (
+
+from tests.support import fault_injection
+from tests.support.trainer_cases import (
     LLAMA,
     VOCABULARY,
     Pictures,
@@ -23,7 +24,6 @@ from trainer_cases import (
     sentences,
     settings,
 )
-
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

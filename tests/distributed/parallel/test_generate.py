@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import PoolOptions, Workers
+
+from tests.support.workers import PoolOptions, Workers
 
 ALL = ["greedy", "sampling", "beams", "uncached"]
 STAGED = ["greedy", "sampling", "uncached"]

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 CHUNKED = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
 CHANGED = "loss: cross entropy in chunks of tokens, of logits changed by {}, equal to the model's own in a trial"

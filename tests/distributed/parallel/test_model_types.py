@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from devices import DEVICE
 from model_zoo.columns import ABSENT, COLUMNS, EQUAL, REFUSED
-from workers import Workers
+
+from tests.support.devices import DEVICE
+from tests.support.workers import Workers
 
 QUICK = [
     ("llava", ["pipeline"]),  # a tower of pictures runs before the blocks of its decoder

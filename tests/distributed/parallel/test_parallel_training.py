@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE
-from trainer_cases import apart, distance
-from workers import PoolOptions, Workers
+
+from tests.support.devices import DEVICE
+from tests.support.trainer_cases import apart, distance
+from tests.support.workers import PoolOptions, Workers
 
 FULL = pytest.mark.full
 WAIT = {"timeout_seconds": 20}

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE
-from pipeline_cases import VOCABULARY, build
-from workers import PoolOptions, Workers
 
+from tests.support.devices import DEVICE
+from tests.support.pipeline_cases import VOCABULARY, build
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.comm import point_to_point
 from zeromesh.errors import CollectiveError
 

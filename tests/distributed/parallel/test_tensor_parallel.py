@@ -7,10 +7,10 @@ import torch
 import transformers as tf
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tensor_cases import MODELS
 from torch import nn
-from workers import Workers
 
+from tests.distributed.parallel.tensor_cases import MODELS
+from tests.support.workers import Workers
 from zeromesh.errors import LayoutError
 from zeromesh.tensor.parallelize_module import check_blocks
 from zeromesh.tensor.plan.attention_split import balanced, share_heads

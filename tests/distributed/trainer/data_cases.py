@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from trainer_cases import llama, seeded, sentences, settings
 
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.loop.device_batch import DeviceBatch
@@ -101,7 +101,7 @@ def fails(mesh: Mesh, folder: str, fault: str) -> None:
 
 def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
     """Batches of a device: the order in which they are sent and computed, what the host has waited for, and losses."""
-    from simulated import device
+    from tests.simulated import device
 
     seen: list[str] = []
     send, arrive, loss_of = DeviceBatch.send, DeviceBatch._arrive, Stepper._loss_of

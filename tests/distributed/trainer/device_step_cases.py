@@ -5,11 +5,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from simulated import collectives, device
 from torch import Tensor, nn
-from trainer_cases import gpt2, llama, seeded, sentences, settings
 
 import zeromesh
+from tests.simulated import collectives, device
+from tests.support.trainer_cases import gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.zero.gradient_reducer import GradientReducer

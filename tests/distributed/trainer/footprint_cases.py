@@ -5,12 +5,12 @@ from collections import Counter
 from typing import Any
 
 import torch
-from conformance import reference
-from conformance.cases import Run
-from conformance.models import VOCABULARY, stack
-from conformance.recipe import Layout, Problem
-from mesh_cases import resident
 
+from tests.conformance import reference
+from tests.conformance.cases import Run
+from tests.conformance.models import VOCABULARY, stack
+from tests.conformance.recipe import Layout, Problem
+from tests.support.mesh_cases import resident
 from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose

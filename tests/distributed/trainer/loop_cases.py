@@ -13,10 +13,10 @@ import transformers as tf
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
-from trainer_cases import apart, distance, llama, seeded, sentence_loss, sentences, settings, stacked
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 
+from tests.support.trainer_cases import apart, distance, llama, seeded, sentence_loss, sentences, settings, stacked
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

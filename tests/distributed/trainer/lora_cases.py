@@ -8,11 +8,11 @@ from typing import Any
 import peft
 import torch
 import transformers as tf
-from architecture_cases import differences
-from input_cases import command
 from safetensors.torch import load_file
-from trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 
+from tests.support.architecture_cases import differences
+from tests.support.input_cases import command
+from tests.support.trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from trainer_cases import gpt2, sentences, settings
 
+from tests.support.trainer_cases import gpt2, sentences, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

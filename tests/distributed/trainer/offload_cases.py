@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from checkpoint_cases import trained
 
+from tests.support.checkpoint_cases import trained
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor

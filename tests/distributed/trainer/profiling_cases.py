@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from trainer_cases import gpt2, llama, sentences, settings
 
+from tests.support.trainer_cases import gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

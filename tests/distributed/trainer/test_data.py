@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from workers import PoolOptions, Workers
+
+from tests.support.workers import PoolOptions, Workers
 
 CASES = "data_cases"
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated import device
-from workers import Workers
+
+from tests.simulated import device
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
 FULL = pytest.mark.full

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from conformance.recipe import Layout, Problem
-from devices import DEVICE
-from workers import Workers
 
+from tests.conformance.recipe import Layout, Problem
+from tests.support.devices import DEVICE
+from tests.support.workers import Workers
 from zeromesh.flat.layout import ParameterSpec
 from zeromesh.offload import Purpose
 from zeromesh.options import AverageSettings, Precision, ZeroOptions

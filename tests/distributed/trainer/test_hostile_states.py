@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage_cases import STATE, replace, resign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.damage_cases import STATE, replace, resign
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainer_cases import llama, seeded, sentences, settings
 
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences

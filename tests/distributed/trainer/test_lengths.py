@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_cases import llama, seeded, sentences, settings
 
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 
 

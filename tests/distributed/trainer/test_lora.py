@@ -9,12 +9,12 @@ import peft
 import pytest
 import torch
 import transformers as tf
-from lora_cases import TARGETS, adapted
 from torch import nn
-from trainer_cases import LLAMA, llama, sentences, settings
-from workers import Workers
 
 import zeromesh
+from tests.distributed.trainer.lora_cases import TARGETS, adapted
+from tests.support.trainer_cases import LLAMA, llama, sentences, settings
+from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.cli.main import main

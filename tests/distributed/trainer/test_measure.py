@@ -4,8 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from workers import PoolOptions, Workers
 
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.trainer.planning.machine_files import find_machine, read_machine
 from zeromesh.trainer.planning.measuring.device_meter import TINY_SIZES
 

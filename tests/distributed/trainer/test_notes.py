@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 
 def said(workers: Workers, folder: Path, name: str, every_steps: int = 0) -> str:

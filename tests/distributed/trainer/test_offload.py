@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import step, unequal
-from trainer_cases import LLAMA, llama, sentences, settings
-from workers import Outcome, Pool, PoolOptions, Workers
 
+from tests.distributed.checkpoint.test_resume import step, unequal
+from tests.support.trainer_cases import LLAMA, llama, sentences, settings
+from tests.support.workers import Outcome, Pool, PoolOptions, Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.formatting import human_bytes

@@ -12,10 +12,10 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from step_lines import check_phases
 from torch import nn
-from workers import PoolOptions, Workers
 
+from tests.support.step_lines import check_phases
+from tests.support.workers import PoolOptions, Workers
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder

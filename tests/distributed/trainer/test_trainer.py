@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import Workers
 
+from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 

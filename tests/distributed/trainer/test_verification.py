@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import Workers
+
+from tests.support.workers import Workers
 
 CASES = "verification_cases"
 CONFIGS = sorted(path.name for path in (Path(__file__).parents[3] / "configs").iterdir())

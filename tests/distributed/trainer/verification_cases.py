@@ -5,10 +5,10 @@ from typing import Any
 from unittest.mock import patch
 
 import transformers as tf
-from architectures import ARCHITECTURES
 from torch import nn
-from trainer_cases import llama, sentences, settings
 
+from tests.support.architectures import ARCHITECTURES
+from tests.support.trainer_cases import llama, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from seeded_bugs import BUGS, plant
-from trainer_cases import sentences
 
+from tests.support.seeded_bugs import BUGS, plant
+from tests.support.trainer_cases import sentences
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 

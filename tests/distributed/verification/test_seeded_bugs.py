@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from seeded_bugs import BUGS, SeededBug, plant
-from trainer_cases import apart, distance
-from workers import Workers
 
+from tests.support.seeded_bugs import BUGS, SeededBug, plant
+from tests.support.trainer_cases import apart, distance
+from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 
 SHORT = {"row-sum-missing", "lost-bucket"}

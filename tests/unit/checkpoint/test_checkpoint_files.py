@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from stored_cases import (
+
+from tests.support.stored_cases import (
     SOME,
     bits,
     manifest_of,
@@ -26,7 +27,6 @@ from stored_cases import (
     write,
     written,
 )
-
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, index_files, plan_files, read_header

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stored_cases import (
+
+from tests.support.stored_cases import (
     SOME,
     bits,
     manifest_of,
@@ -25,7 +26,6 @@ from stored_cases import (
     write,
     writers_of,
 )
-
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_cases import bits, tell, values_of
 
+from tests.support.damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
+from tests.support.stored_cases import bits, tell, values_of
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader

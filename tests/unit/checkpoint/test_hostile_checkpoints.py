@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
-from stored_cases import split, targets_of, tell, values_of
 
+from tests.support.damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
+from tests.support.stored_cases import split, targets_of, tell, values_of
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.checkpoint.io import reader as readers

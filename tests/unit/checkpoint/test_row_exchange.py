@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_cases import KINDS, bits, exchanged, plans_of, spec, targets_of, tell, write
-from test_regions import Slices, intervals_of, oracle, regions
 
+from tests.support.stored_cases import KINDS, bits, exchanged, plans_of, spec, targets_of, tell, write
+from tests.unit.checkpoint.test_regions import Slices, intervals_of, oracle, regions
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
 from zeromesh.checkpoint.io import file_slices, row_exchange
 from zeromesh.checkpoint.io.file_slices import TensorShard, merged

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_configs import DOCUMENTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.config.deepspeed_configs import DOCUMENTED
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.deepspeed import is_deepspeed, read_deepspeed

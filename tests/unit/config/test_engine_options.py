@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.models import stack
 from torch import nn
 
+from tests.conformance.models import stack
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from trainer_cases import settings
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.trainer_cases import settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.sections.training import DataSection

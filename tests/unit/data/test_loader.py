@@ -254,7 +254,7 @@ def test_workers_do_not_hold_the_pages_of_states() -> None:
 ORPHANS = """
 import os, sys, time
 sys.path.insert(0, {path!r})
-from test_loader import Drawing, loader_of
+from tests.unit.data.test_loader import Drawing, loader_of
 loader = loader_of(Drawing(), 2)
 found = loader.step(0)
 print(*sorted({{int(who) for batch in found for who in batch["who"]}}), flush=True)

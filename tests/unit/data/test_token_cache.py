@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from workers import Workers
 
+from tests.support.workers import Workers
 from zeromesh.errors import DataError, StorageError
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.testing import assert_close
-from trainer_cases import llama, seeded, sentences, settings
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, DataError
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_hostfile import Printed
 
+from tests.unit.mesh.test_hostfile import Printed
 from zeromesh.environment import SECRET, RankRange
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 
+from tests.support.architectures import ARCHITECTURES
 from zeromesh.errors import ConfigError, LayoutError, StorageError
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval

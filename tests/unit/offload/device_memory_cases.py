@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from simulated import device as sim
 
+from tests.simulated import device as sim
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.write_plan import WritePlan

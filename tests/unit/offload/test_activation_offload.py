@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE, accelerated, one_race
 from hypothesis import given
 from hypothesis import strategies as st
-from test_activation_checkpointing import Net, gpt2, llama
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.support.devices import DEVICE, accelerated, one_race
+from tests.unit.models.test_activation_checkpointing import Net, gpt2, llama
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.offload import (
     FileSettings,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE, accelerated
 
+from tests.support.devices import DEVICE, accelerated
 from zeromesh.errors import StorageError
 from zeromesh.offload import (
     Access,

@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_time import SECONDS, in_time
 
+from tests.unit.offload.in_time import SECONDS, in_time
 from zeromesh.errors import StorageError
 from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, WaitTime
 from zeromesh.offload.io import direct_io, file_tier

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trainer_cases import llama, seeded, sentences, settings
 
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from simulated.device import compiler
-from workers import Workers
+
+from tests.simulated.device import compiler
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device needs a C++ compiler")
 

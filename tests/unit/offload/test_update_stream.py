@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from in_time import SECONDS, in_time
 
+from tests.unit.offload.in_time import SECONDS, in_time
 from zeromesh.errors import StorageError
 from zeromesh.offload import (
     Access,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from trainer_cases import llama
 from transformers.pytorch_utils import Conv1D
 
+from tests.support.trainer_cases import llama
 from zeromesh.kernels import cpu_matmul
 from zeromesh.kernels.cpu_matmul import linear
 from zeromesh.kernels.cpu_matmul import product_dtype as product_by_trial

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers as tf
 from bench.without_zero import PlainRunner, cut_model
-from conformance import models
 from model_zoo.small_models import small_model
-from pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.conformance import models
+from tests.support.pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.process_mesh import ProcessSet

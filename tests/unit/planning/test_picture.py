@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_browser, looks_of
-from test_machine import MACHINE
 
+from tests.unit.planning.test_machine import MACHINE
+from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.planner import GIB, Planner

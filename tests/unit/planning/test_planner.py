@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from model_zoo.small_models import small_model
-from test_machine import MACHINE, SMALL
 
+from tests.unit.planning.test_machine import MACHINE, SMALL
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Purpose
 from zeromesh.optim.fused_optimizer import GroupRules

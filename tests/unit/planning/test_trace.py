@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
 from bench.activations import forget, running
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.architectures import ARCHITECTURES
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare

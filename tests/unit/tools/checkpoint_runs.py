@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers as tf
 from safetensors import safe_open
-from test_save import tokenizer_in
-from trainer_cases import LLAMA, Pictures, gpt2, llama, pictures, seeded, sentences, settings
 
+from tests.distributed.checkpoint.test_save import tokenizer_in
+from tests.support.trainer_cases import LLAMA, Pictures, gpt2, llama, pictures, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import Manifest

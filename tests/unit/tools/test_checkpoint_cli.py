@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_runs import Trained, contents, flip, rewritten, trained_runs, write_manifest
 
+from tests.unit.tools.checkpoint_runs import Trained, contents, flip, rewritten, trained_runs, write_manifest
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.cli.main import main

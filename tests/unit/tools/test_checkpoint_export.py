@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from checkpoint_runs import Trained, contents, flip, rewritten, same, trained_runs, weights, write_manifest
-from doc_blocks import script
-from trainer_cases import LLAMA
 
+from tests.support.doc_blocks import script
+from tests.support.trainer_cases import LLAMA
+from tests.unit.tools.checkpoint_runs import (
+    Trained,
+    contents,
+    flip,
+    rewritten,
+    same,
+    trained_runs,
+    weights,
+    write_manifest,
+)
 from zeromesh.checkpoint.format.manifest import FileRecord
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader

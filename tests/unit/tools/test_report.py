@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, find_browser, looks_of
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import HOSTILE, write_lines, write_run
-from trainer_cases import llama, seeded, sentences, settings
 
+from tests.support.report_runs import HOSTILE, write_lines, write_run
+from tests.support.trainer_cases import llama, seeded, sentences, settings
+from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh import Trainer
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.monitoring.step_metrics import read_metrics

@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from damage_cases import STATE, Json, replace, resign
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
-from terminal import on_terminal, seen
 
+from tests.support.damage_cases import STATE, Json, replace, resign
+from tests.support.terminal import on_terminal, seen
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.formatting import Detail

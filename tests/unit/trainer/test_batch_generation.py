@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import llama
 
+from tests.support.trainer_cases import llama
 from zeromesh.errors import DataError
 from zeromesh.trainer.loop.batch_generation import BatchGeneration, prompts_of, settings_of, without_targets
 

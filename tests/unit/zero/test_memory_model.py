@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.models import stack
 
 import zeromesh.options
+from tests.conformance.models import stack
 from zeromesh.errors import StorageError
 from zeromesh.offload import PinnedBudget, Purpose, TierChoice
 from zeromesh.offload.accelerator import DeviceMemory

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.models import SUBJECTS, Stack, bert, frozen, gpt2, llama, moe, odd, stack
 from torch import nn
 
+from tests.conformance.models import SUBJECTS, Stack, bert, frozen, gpt2, llama, moe, odd, stack
 from zeromesh.errors import LayoutError
 from zeromesh.units.plan import ModelPlan, plan_model
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE, accelerated
 
+from tests.support.devices import DEVICE, accelerated
 from zeromesh.offload import Ledger, Tiers
 from zeromesh.optim.optimizer_step import place_updates, try_update
 from zeromesh.options import OptimizerSettings, UpdateOn, ZeroOptions
