@@ -70,12 +70,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         placed.require_average(ema)
-        if placed.engine is None:
-            averages = placed.averages if ema else {}
-            yield from ((name, averages.get(name, own.detach())) for name, own in placed.module.named_parameters())
-            return
-        with placed.mesh.call(f"{placed.owner}.state_dict()"):
-            yield from placed.state(ema).parameters()
+        return _whole_parameters(placed, ema)
 
     def check_weights(self) -> None:
         """Compare the weights of all ranks that hold the same ones, by digests, between steps.
@@ -100,15 +95,7 @@ class ModelOnMesh(ABC):
         Raises:
             ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
         """
-        placed = self.placed
-        compute: torch.dtype = getattr(torch, placed.config.precision.compute)
-        with placed.mesh.call(f"{placed.owner}.stream_weights()") if placed.engine is not None else nullcontext():
-            if placed.engine is not None:
-                weights = placed.engine.state.stored()
-            else:
-                tensors = {**dict(placed.module.named_parameters()), **saved_buffers(placed.module)}
-                weights = ((name, own.detach()) for name, own in tensors.items())
-            yield from parts_of_weights(placed.hub_form.of(weights, compute), part_of)
+        return parts_of_weights(_stored(self.placed), part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns how many tensors.
@@ -271,6 +258,26 @@ class PlacedModel(ModelOnMesh):
         if self.engine is not None:
             self.engine.close()
         self.divided.close()
+
+
+def _whole_parameters(placed: PlacedModel, ema: bool) -> Iterator[tuple[str, Tensor]]:
+    if placed.engine is None:
+        averages = placed.averages if ema else {}
+        yield from ((name, averages.get(name, own.detach())) for name, own in placed.module.named_parameters())
+        return
+    with placed.mesh.call(f"{placed.owner}.state_dict()"):
+        yield from placed.state(ema).parameters()
+
+
+def _stored(placed: PlacedModel) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights in the compute dtype and in the form of the Hub: tied ones once, and persistent buffers."""
+    compute: torch.dtype = getattr(torch, placed.config.precision.compute)
+    if placed.engine is None:
+        tensors = {**dict(placed.module.named_parameters()), **saved_buffers(placed.module)}
+        yield from placed.hub_form.of(((name, own.detach()) for name, own in tensors.items()), compute)
+        return
+    with placed.mesh.call(f"{placed.owner}.stream_weights()"):
+        yield from placed.hub_form.of(placed.engine.state.stored(), compute)
 
 
 def least_free_bytes(mesh: Mesh) -> int:
