@@ -6,6 +6,7 @@ import locale
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.support.programs import Programs  # noqa: E402
 from tests.support.workers import Workers  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support.doc_pages")
@@ -136,6 +138,20 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(original: Path, tmp_path: Path) -> Path:
     """The same, to be damaged."""
     return Path(shutil.copytree(original, tmp_path / "step-00000007"))
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Commands that import nothing: they are forked from a process that has imported all."""
+    found = Programs(tmp_path_factory.mktemp("programs"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def at_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `sys.executable` be such a command for a test that starts Python with `-m zeromesh`, a script or `-c`."""
+    monkeypatch.setattr(sys, "executable", str(programs.bin / "python"))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ import pytest
 from tests.support.waiting import logged_steps, wait_for
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 CONFIG = """\
 model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,
                  num_key_value_heads: 2}}

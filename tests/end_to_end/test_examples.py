@@ -25,6 +25,8 @@ COMMON = {
 CSV, JSON = (
     {f"{split}_file": f"{split}.{kind}" for split in ("train", "validation", "test")} for kind in ("csv", "json")
 )
+
+pytestmark = pytest.mark.usefixtures("at_once")
 DO = ["--do_train", "--do_eval", "--do_predict"]
 RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "clm": (

@@ -16,6 +16,8 @@ from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -9,7 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -51,13 +50,6 @@ def test_the_page_on_the_architecture_names_todays_lines() -> None:
     assert text == names["renewed"](text), "run: python scripts/pages/line_numbers.py"
     with pytest.raises(LookupError, match=r"zeromesh/errors\.py defines no Nothing"):
         names["renewed"]("`zeromesh/errors.py:1` | `Nothing`")
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    found = Programs(tmp_path_factory.mktemp("programs"))
-    yield found
-    found.close()
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from tests.simulated.launches import launch_differences
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+_PYTHON = sys.executable
+"""Python itself, whatever a test has put in its place."""
 _LAST_LINES = 60
 _START_SECONDS = 60.0
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -77,7 +79,7 @@ class Zygote:
         self.folder = folder
         self._log = (folder / "zygote.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
+            [_PYTHON, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -10,6 +10,8 @@ import yaml
 
 from tests.support.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 SMALL = {
     "model_type": "llama",
     "hidden_size": 32,

@@ -15,6 +15,8 @@ from tests.distributed.inference.generate_command_cases import write_model
 from tests.support.terminal import on_terminal, seen
 from tests.support.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 
 def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
     first, second = workers.run(2, "generate_command_cases:commands", folder=str(tmp_path))

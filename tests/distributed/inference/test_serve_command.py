@@ -21,6 +21,8 @@ import transformers as tf
 from tests.distributed.inference.generate_command_cases import write_model
 from tests.support.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 
