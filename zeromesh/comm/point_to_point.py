@@ -35,7 +35,7 @@ _KINDS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageSpec:
-    """A tensor that travels. `differentiable`: its gradient travels back."""
+    """The shape and dtype of a tensor that travels. `differentiable`: its gradient travels back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class MessageSpec:
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, differentiable=tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Room for such a tensor."""
+        """Allocate an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -63,7 +63,7 @@ class Incoming:
         self.what = what
 
     def advance(self, *, block: bool) -> bool:
-        """Begin to receive as soon as shapes are known; whether that is so, and the next message may begin."""
+        """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
         line = self._line
         if self._flights is not None:
             return True
@@ -83,7 +83,7 @@ class Incoming:
         return True
 
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
-        """The tensors, and what they are; once."""
+        """Return the tensors and their specifications; may be called once."""
         self._line.advance(self)
         for flight in self._flights or ():
             flight.wait()
@@ -92,26 +92,27 @@ class Incoming:
 
 
 class _Line:
-    """One direction between this rank and another: `pair` is the set of the two, the sender first."""
+    """One direction between two ranks: `pair` is their process set, the sender first."""
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
         self._pair = pair
         self.device = device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
-        """Shapes of kinds of messages. Both ends have the same ones."""
+        """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
-        """Messages that are wanted, in the order in which they come."""
+        """Messages requested by the receiver, in the order of arrival."""
         self._flying: deque[tuple[torch.Tensor, InFlight]] = deque()
 
     def start(self, tensor: torch.Tensor, what: str) -> InFlight:
-        """Begin to send a tensor, or to receive one like it."""
-        # Bytes: not every backend takes every dtype. One of them at least: an empty message could not be waited for.
+        # Tensors travel as bytes, since not every backend takes every dtype; at least one, since an empty message could
+        # not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
         pair, received = self._pair, (len(flat), 0)
         return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)
 
     def advance(self, wanted: Incoming | None = None) -> None:
-        """Begin with messages whose shapes are known by now, in order; wait for those of `wanted` and the ones before it."""
+        """Begin to receive messages whose shapes are known, in order; wait for the shapes of `wanted` and of the messages before
+        it."""
         while self.queue and self.queue[0].advance(block=self._pair.on_stream or wanted in self.queue):
             self.queue.popleft()
 
@@ -138,7 +139,7 @@ class _Line:
         self._flying.append((tensor, self.start(tensor, what)))
 
     def settle(self) -> None:
-        """Wait until all that was sent is gone. Shapes are not remembered without end."""
+        """Wait until all messages are sent, and bound the number of remembered specifications."""
         while self._flying:
             self._flying.popleft()[1].wait()
         if len(self.known) > _KINDS:
@@ -150,7 +151,7 @@ class _Line:
 
 
 class Channels:
-    """This rank's lines to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
+    """This rank's channels to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
 
     def __init__(
         self,
@@ -160,8 +161,8 @@ class Channels:
         shape: MeshShape | None = None,
         ring: bool = True,
     ) -> None:
-        """All ranks of the world call this together. `shape`: the mesh, each of whose pipelines opens channels; by default there is
-        this set alone."""
+        """Open the channels; all ranks of the world call this together. `shape` is the mesh whose pipelines each open channels;
+        None: this set alone."""
         self.group = group
         self.device = device
         self._out: dict[int, _Line] = {}
@@ -191,7 +192,7 @@ class Channels:
         what: str,
         specs: Sequence[MessageSpec] | None = None,
     ) -> None:
-        """Send to the neighbour at position `target` of the set. Returns at once; the tensors are kept until they are gone.
+        """Start to send to the neighbour at position `target` of the set; the tensors are kept alive until they are sent.
 
         Messages of one `kind` have the same shapes and dtypes. `specs`: what the receiver knows by itself to expect.
 
@@ -201,7 +202,7 @@ class Channels:
         self._out[target].send(kind, tensors, specs, what)
 
     def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
-        """Begin to receive the next message of the neighbour at position `source`, whose `kind` and `specs` are the sender's."""
+        """Begin to receive the next message of the neighbour at position `source`; `kind` and `specs` equal the sender's."""
         line = self._in[source]
         incoming = Incoming(line, kind, specs, what)
         line.queue.append(incoming)
@@ -209,12 +210,12 @@ class Channels:
         return incoming
 
     def advance(self) -> None:
-        """Go on with what could not begin yet; between two computations."""
+        """Start receives that could not start before; called between two computations."""
         for line in self._in.values():
             line.advance()
 
     def settle(self) -> None:
-        """Wait until all that was sent is gone; at the end of a step.
+        """Wait until all messages are sent; called at the end of a step.
 
         Raises:
             CollectiveError: as `Watchdog` has it.
@@ -223,8 +224,8 @@ class Channels:
             line.settle()
 
     def close(self) -> None:
-        """Leave the groups, on all ranks alike, when nothing is in flight. After a wait that ended with an error they stay until
-        the process ends, for they wait for what is in flight."""
+        """Leave the groups, on all ranks alike, when nothing is in flight. After a failed wait they stay until the process ends,
+        since leaving would wait for the collective in flight."""
         if not self.group.watch.in_doubt:
             for line in (*self._out.values(), *self._in.values()):
                 line.close()
@@ -232,7 +233,7 @@ class Channels:
 
 
 def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
-    """Pairs of positions, each once, in order."""
+    """Return the pairs of neighbouring positions, each once, in order."""
     pairs = [(index, index + 1) for index in range(size - 1)]
     return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
 
@@ -247,7 +248,7 @@ def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> list[MessageSpec]:
-    """The tensors that a header describes."""
+    """Decode the tensor specifications of a header."""
     rows = json.loads(bytes(header.tolist()))
     return [
         MessageSpec(shape=tuple(shape), dtype=getattr(torch, dtype), differentiable=differentiable)

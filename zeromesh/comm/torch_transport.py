@@ -23,7 +23,7 @@ from zeromesh.telemetry.step_recorder import Collective
 
 
 class CollectiveBuffer(GatherBuffer):
-    """A buffer that an all-gather fills.
+    """A gather buffer filled by an all-gather.
 
     Gathers start once this rank's shard is there, in the order in which they were asked for: `queue` has those that wait for it.
 
@@ -70,14 +70,14 @@ class CollectiveBuffer(GatherBuffer):
             self._queue.popleft().start()
 
     def may_start(self) -> bool:
-        """Return True if the shard is in place, or cannot be had; on a device, if the device itself will wait for it."""
+        """Return True if this rank's shard is in place or has failed; on a device, also if a stream will wait for it."""
         reading = self._reading
         if reading is None:
             return False
         return reading is DONE or reading.on_device if self._group.on_stream else reading.done()
 
     def start(self) -> None:
-        """Gather, once this rank's shard is in place."""
+        """Start the all-gather, once this rank's shard is in place."""
         reading, self._reading = self._reading, None
         if reading is not None:
             with reading.ordering():
@@ -91,7 +91,7 @@ class CollectiveBuffer(GatherBuffer):
             self._flight, self._live = None, True
 
     def settle(self) -> None:
-        """On a device have what is launched from now on, in whose order memory is freed, come after a gather in flight."""
+        """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
         if self._flight is not None and self._group.on_stream:
             self._flight.wait()
 
@@ -103,7 +103,8 @@ class CollectiveBuffer(GatherBuffer):
 
 
 class CollectiveReducer(Reducer):
-    """`slots` buffers to send, and on gloo as many to receive into. Reductions finish in the order in which they were launched.
+    """A reducer with `slots` send buffers and, on gloo, as many receive buffers. Reductions finish in the order of their
+    launches.
 
     On a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
     """
@@ -117,7 +118,8 @@ class CollectiveReducer(Reducer):
         self._slots, self._receive = made[: ring.slots], made[ring.slots :]
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        # The caller finishes what it launched before it blocks, so a slot can only be missing while it does not.
+        # The caller finishes launched reductions before it blocks, so a slot can only be missing while it does not
+        # block.
         return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
@@ -161,7 +163,7 @@ class CollectiveReducer(Reducer):
 
 
 class CollectiveTransport(Transport):
-    """Buffers filled by all-gathers and slots emptied by reductions."""
+    """A transport whose buffers are filled by all-gathers and whose slots are reduced by collectives."""
 
     def __init__(
         self, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest

@@ -1,4 +1,4 @@
-"""In which order processes become ranks, so that those that talk most are near each other, and a picture of who is where.
+"""The order in which processes become ranks, so that ranks that communicate most are near each other, and a picture of the mesh.
 
 The mesh numbers its axes from outer to inner, pipeline, replicate, shard, tensor, and neighbours along tensor are neighbouring
 ranks. So it is enough that ranks run through one host after the other, and within a host through one island (NUMA node, or
@@ -26,23 +26,22 @@ from zeromesh.errors import ConfigError, counted, plural
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 
 Order = Literal["topology", "launch"] | Sequence[int]
-"""How ranks are numbered: by topology, as the launcher has done, or which process becomes rank 0, 1, 2 and so on."""
+"""The numbering of ranks: by topology, by the launcher, or a list of the process that becomes rank 0, 1, 2 and so on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessLocation:
-    """The location of a process."""
-
     host: str
-    """Equal for processes that can share memory."""
+    """An identity that is equal for processes that can share memory."""
     name: str = ""
-    """The host's name, for a person."""
+    """The host name to show to the user."""
     island: int = 0
-    """Which part of the host, by whatever number; processes of one island are nearer to each other."""
+    """The number of the part of the host (NUMA node, or devices joined by NVLink); processes of one island are nearer to each
+    other."""
 
 
 def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
-    """Which process, by its number in the launch, becomes rank 0, 1, 2 and so on.
+    """Return the launch number of the process that becomes rank 0, 1, 2 and so on.
 
     By topology, hosts come in the order of their first process, so do the islands of a host, and processes of one island in the
     order of the launch. Process 0 is always rank 0: it keeps the rendezvous store.
@@ -75,7 +74,7 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
 
 
 def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
-    """Return the warning for tensor groups that span hosts; empty when none does. `places` are those of ranks, in their order."""
+    """Return the warning for tensor groups that span hosts; empty when none does. `places` are in the order of ranks."""
     every = shape.groups("tensor")
     groups = [ranks for ranks in every if len({places[rank].host for rank in ranks}) > 1]
     if not groups:
@@ -98,7 +97,7 @@ Item = TypeVar("Item")
 def mesh_picture(
     shape: MeshShape, places: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
 ) -> str:
-    """Lines of at most `WIDTH` columns. `places` are those of ranks; `here` is the reader's rank.
+    """Draw the mesh in lines of at most `WIDTH` columns. `places` are in the order of ranks; `here` is the rank to be marked.
 
     `processes` are the numbers that the launch had given the ranks, shown where they differ. Of a host with many ranks only the
     first and the last are shown, so of a world with many hosts, and always the reader's.
@@ -133,7 +132,7 @@ def mesh_picture(
 
 
 def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
-    """Return a name for each of the hosts; hosts of one name are numbered."""
+    """Return a display name for each host; hosts with equal names are numbered."""
     named = {place.host: place.name or place.host for place in reversed(places)}
     alike: dict[str, list[str]] = {}
     for host in hosts:
@@ -148,7 +147,8 @@ def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str,
 def _lines(
     items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]
 ) -> list[str]:
-    """The lines of the items. Of more than `most` only the first and last few and the `needed` are shown, the others counted."""
+    """Return the lines of the items. Of more than `most`, only the first and last few and the `needed` are shown, the others
+    counted."""
     found: list[str] = []
     gap = 0
     for number, item in enumerate(items):
