@@ -1,4 +1,4 @@
-"""`StateMonitor` writes where every rank is to one file, so that a lost, hung or slow rank shows while the run goes on.
+"""`StateMonitor` writes the state of every rank to one file, so that a lost, hung or slow rank shows while the run goes on.
 
 It also passes on requests for traces: those of whoever writes `trace/request` beside that file.
 """
@@ -20,7 +20,7 @@ from zeromesh.telemetry.status_board import ASKED, TOTALS, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
 _WINDOW = 10
-"""The fewest steps whose seconds are averaged, where there were so many after the first, in which much is done once."""
+"""The least number of steps to average over; the first step, which includes one-time work, is left out once there are enough."""
 
 
 class StateMonitor:
@@ -57,7 +57,6 @@ class StateMonitor:
         self._thread.join()
 
     def states(self) -> list[dict[str, Any]]:
-        """One mapping for each rank."""
         now, watch = time.monotonic(), self._watch
         found = []
         for rank, (before, since) in self._progress.items():
@@ -76,7 +75,7 @@ class StateMonitor:
         return found
 
     def _recent(self, rank: int) -> dict[str, Any] | None:
-        """Return the mean seconds of a rank's recent steps, from its totals now and some steps ago; None before a step is over."""
+        """Return a rank's mean seconds per recent step, from its totals now and some steps ago; None before its first step ends."""
         now, earlier = self._watch.board.totals(rank), self._totals[rank]
         if now[0] and (not earlier or now[0] != earlier[-1][0]):
             earlier.append(now)
@@ -90,7 +89,7 @@ class StateMonitor:
         return {"steps": steps, **dict(zip(TOTALS, means, strict=True))}
 
     def _request(self) -> int:
-        """When traces were last asked for; 0: never."""
+        """Return the time of the latest request for traces; 0: never."""
         try:
             return (self._path.parent / REQUEST).stat().st_mtime_ns
         except OSError:
