@@ -48,7 +48,7 @@ class LogitChange:
         return f"a factor of {self.scale:g}{cap}"
 
     def close_to(self, other: LogitChange) -> bool:
-        """Tell whether it is the same but for rounding to 16 bits."""
+        """Return True if both are equal up to rounding to 16 bits."""
         return math.isclose(self.scale, other.scale, rel_tol=1e-2) and math.isclose(self.cap, other.cap, rel_tol=1e-2)
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -125,7 +125,7 @@ def chunked_cross_entropy(
 
 
 def _pass_over(held: int, sizes: Sequence[int], exchange: Exchange | None) -> tuple[Callable[..., HeadPass], int]:
-    """Return the class of evaluations of a head of which this rank holds so many tokens, and the size of the vocabulary."""
+    """Return the class of evaluations for a head that holds `held` tokens on this rank, and the size of the vocabulary."""
     if exchange is None:
         return HeadPass, held
     if len(sizes) != exchange.size or sizes[exchange.index] != held:
@@ -186,7 +186,7 @@ def _check(
 
 
 class HeadPass:
-    """One evaluation: the loss and, where wanted, its gradients times `seed`.
+    """One evaluation: the loss and, if needed, its gradients times `seed`.
 
     `rows` of `hidden` (None: all of them) have `targets`, int64.
     """
@@ -207,7 +207,7 @@ class HeadPass:
         self.shape = hidden.shape
         self.hidden = hidden if rows is None else hidden.index_select(0, rows)
         self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
-        # The change's derivative but for its slope, which differs from logit to logit.
+        # The constant factor of the change's derivative; the rest differs from logit to logit.
         self.seed = seed * change.scale
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
         self.chunk = max(1, min(chunk_tokens, self.tokens))
@@ -224,7 +224,7 @@ class HeadPass:
         self.grad_bias = weight.new_zeros(self.vocab, dtype=self.wide) if trained[2] else None
 
     def run(self) -> torch.Tensor:
-        """The sum of the losses; gradients lie in `grad_hidden`, `grad_weight`, `grad_bias` afterwards."""
+        """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
         losses = self.hidden.new_empty(self.tokens, dtype=self.wide)
         logits = self.hidden.new_empty(self.chunk, self.vocab)
         for start in range(0, self.tokens, self.chunk):
@@ -242,7 +242,7 @@ class HeadPass:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
+        """Compute `out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
         if self.product == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)
@@ -257,13 +257,13 @@ class HeadPass:
             out[:, block] = product
 
     def rows_at_once(self, logits: torch.Tensor) -> int:
-        """Rows whose softmax is made at once."""
+        """Return the number of rows whose softmax is computed at once."""
         elements = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
         return max(1, elements // self.vocab)
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Write the losses; with gradients wanted, turn `logits` into their gradient in place, but for `seed`: softmax -
-        onehot, times the slope of the change."""
+        """Write the losses; if gradients are needed, overwrite `logits` with their gradient over `seed`: (softmax - onehot) times
+        the slope of the change."""
         rows = self.rows_at_once(logits)
         scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
         for start in range(0, logits.shape[0], rows):
@@ -303,7 +303,7 @@ class HeadPass:
             grad_hidden.copy_(wide)
 
     def finish(self) -> None:
-        """Bring the gradients into the form of what they belong to."""
+        """Convert the gradients to the dtypes and shapes of their tensors."""
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -316,7 +316,7 @@ class HeadPass:
 
 
 def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float, *, first: bool) -> None:
-    """out = alpha a @ b, added to `out` unless `first`; `out` may have another dtype than the factors."""
+    """Compute out = alpha a @ b, added to `out` unless `first`; `out` may have another dtype than the factors."""
     if out.dtype == a.dtype:
         out.addmm_(a, b, beta=0.0 if first else 1.0, alpha=alpha)
     elif first:
@@ -326,12 +326,12 @@ def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: floa
 
 
 def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the targets `local` [rows] have a column in `part`, and a column of each, `[rows, 1]`, that is there."""
+    """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
 def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; `part` becomes exp(logit - m)."""
+    """Return [3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; `part` becomes exp(logit - m)."""
     own, picked = _picked(part, local)
     chosen = part.gather(1, picked).squeeze(1).masked_fill_(~own, 0)
     largest = part.amax(dim=1)
@@ -340,7 +340,7 @@ def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses [rows]; largest logit and sum of exp(logit - largest) over all ranks [rows]. `statistics` is this rank's [3, rows]."""
+    """Return losses [rows], largest logit and sum of exp(logit - largest) over all ranks [rows], from this rank's [3, rows]."""
     everyone = exchange.gather(statistics.unsqueeze(0), 0).wait()
     largest = everyone[:, 0].amax(dim=0)
     total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
@@ -348,16 +348,14 @@ def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    """softmax - onehot, in place, for the targets that are in this part."""
+    """Compute softmax - onehot in place, for the targets of this part."""
     own, picked = _picked(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
 
 
 class _PartOfHead(HeadPass):
-    """One evaluation of a head whose tokens from `first` on are here, in step with the ranks that have the others.
-
-    The sum over the ranks of one chunk's gradient of hidden states goes on while the next chunk is computed.
-    """
+    """One evaluation of a head that holds the tokens from `first` on, in step with the ranks that hold the others. One chunk's
+    gradient of hidden states is summed over the ranks while the next chunk is computed."""
 
     def __init__(self, *arguments: Any, exchange: Exchange, first: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -366,7 +364,6 @@ class _PartOfHead(HeadPass):
         self._under_way: tuple[torch.Tensor, Pending] | None = None
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Do as `HeadPass.softmax` does, with maxima and sums over all ranks."""
         local = targets - self._first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
@@ -389,7 +386,7 @@ class _PartOfHead(HeadPass):
                 part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
                 _subtract_targets(part, local[block])
                 continue
-            # Logits are still as they were: in 16 bits rounding exp(logit - m) as well as the softmax would round twice.
+            # The logits are unchanged here: rounding both exp(logit - m) and the softmax to 16 bits would round twice.
             wide = scratch[: part.shape[0]].copy_(part)
             slope = self.change.apply_(wide)
             wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
@@ -399,7 +396,7 @@ class _PartOfHead(HeadPass):
             part.copy_(wide)
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
-        """Do as the whole head does; then the sum of this chunk's gradient of hidden states begins, and the last one's ends."""
+        """Compute the gradients as for a whole head; start this chunk's sum over ranks and finish the last chunk's."""
         super().gradients(dlogits, start, end)
         if self.grad_hidden is not None:
             part = self.grad_hidden[start:end]
@@ -408,7 +405,7 @@ class _PartOfHead(HeadPass):
             self._under_way = begun
 
     def finish(self) -> None:
-        """Wait for the last sum, and bring the gradients into the form of what they belong to."""
+        """Wait for the last sum, and convert the gradients."""
         self._arrive()
         super().finish()
 
@@ -435,8 +432,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise PhaseError("backward ran a second time through chunked_cross_entropy, which keeps its gradients once")
         gradients: list[torch.Tensor | None] = ctx.gradients
         ctx.gradients = None
-        # Reading the number would make the host wait for an accelerator; multiplying there costs less. A seed that
-        # came through a product and a quotient is off by a rounding, which changes nothing that a sum would keep.
+        # Reading the number would make the host wait for an accelerator, so the factor is always applied there. A seed
+        # that came through a product and a quotient is off by a rounding error, too small to change the result.
         close = 4 * torch.finfo(grad.dtype).eps
         if on_accelerator(grad) or not math.isclose(float(grad), ctx.seed, rel_tol=close):
             for gradient in gradients:

@@ -218,11 +218,11 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
 
 
 def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int) -> Iterator[tuple[int, ...]]:
-    """Yield the groups over `axes` for which a rank calls `make_group` in its turn, `made` calls for each group.
+    """Yield the groups over `axes` for which a rank calls `make_group`, `made` times for each.
 
-    torch has all ranks call for all groups, because it names them by their number. It is enough that each counts those of the
-    others: else every start would take ranks x groups. Only where torch waits for all ranks, or divides a communicator that the
-    user has bound to a device, which all of them do together, it is all groups of the world.
+    torch names groups by their number, so it makes all ranks call for all groups, ranks x groups at every start. Here a rank skips
+    the numbers of the others' groups instead. It yields all groups only where torch waits for all ranks, or splits a communicator
+    that the user has bound to a device.
     """
     c10d = dist.distributed_c10d
     if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init():

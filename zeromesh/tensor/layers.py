@@ -1,4 +1,4 @@
-"""Layers of which every rank of the tensor axis holds a part. Parameters are ordinary local tensors under the names of the whole.
+"""Layers divided over the ranks of the tensor axis. Parameters are ordinary local tensors under the names of the whole ones.
 
     ColumnParallelLinear     some outputs       input whole (or a share of the sequence), output local
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
@@ -24,7 +24,7 @@ from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_d
 
 
 class _Linear(nn.Module):
-    """Has the `weight` and `bias` of the `linear` layer that it replaces, of which features are those of this rank."""
+    """The `weight` and `bias` of the linear layer that it replaces, restricted to the features of this rank."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """Computes some outputs of a linear layer, of all of its input.
+    """Computes some outputs of a linear layer from its whole input.
 
     Args:
         source: hands out the input, together with other layers that read it.
@@ -63,7 +63,7 @@ class ColumnParallelLinear(_Linear):
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
+        """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] if they are gathered."""
         if self._rows is None:
             out = self._source.project(x, self._number, self.weight, self.bias)
         else:
@@ -81,7 +81,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer of which this rank has some inputs; outputs are summed over the ranks, and the bias is added to the sum.
+    """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum.
 
     Args:
         shares: of the sequence, where outputs are shared out along it; None: every rank gets all.
@@ -108,7 +108,7 @@ class RowParallelLinear(_Linear):
         self._splits = splits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `x` [..., this rank's inputs] to [..., out]; along the sequence, a share of it."""
+        """Project `x` [..., this rank's inputs] to [..., out], or to this rank's share of the sequence."""
         if self._splits is not None:
             x = autograd_collectives.split(x, -1, self._exchange, self._splits)
         if self._source is not None:
@@ -124,7 +124,7 @@ class RowParallelLinear(_Linear):
 def lookup_own(
     lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return vectors `[*ids.shape, features]` of integer `ids`, the same on all ranks.
+    """Look up the embeddings `[*ids.shape, features]` of integer `ids` on all ranks.
 
     `lookup` makes this rank's, of the numbers that its `tokens` have here; vectors of other tokens come from the other ranks.
     """
@@ -134,7 +134,8 @@ def lookup_own(
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output embedding, of this rank's tokens, of which each rank has `sizes`. A call gives the logits of all, gathered."""
+    """The output embedding of this rank's tokens; `sizes` counts each rank's tokens. A call returns the gathered logits of all
+    tokens."""
 
     def __init__(self, linear: Any, source: SharedInput, sizes: Sequence[int]) -> None:
         super().__init__(linear, source, gathered=tuple(sizes))
@@ -145,7 +146,7 @@ class VocabParallelHead(ColumnParallelLinear):
 def divided_experts(
     forward: Callable[..., torch.Tensor], exchange: Exchange, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
-    """Run experts of which each rank holds a part of the intermediate features; `forward` computes a summand.
+    """Run experts whose intermediate features are divided over the ranks; `forward` computes this rank's summand.
 
     Their arguments (hidden states, the weights of the chosen experts) are whole, and so are their gradients: the router is outside.
     """
@@ -161,7 +162,7 @@ def divided_experts(
 def latent_and_rotary(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute outputs [..., latent + rotary] of a projection that is whole on all ranks (multi-head latent attention, DeepSeek-V2).
+    """Compute outputs [..., latent + rotary] of a projection that is not divided (multi-head latent attention, DeepSeek-V2).
 
     Keys are made of the latent ones by column layers, which sum the gradient; the rotary ones go to this rank's heads as they are.
     """
