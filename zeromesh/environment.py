@@ -1,7 +1,7 @@
 """The launcher and rank of this process; the only file that reads or sets environment variables.
 
-Understood are torchrun (and all that sets its variables, as accelerate and Kubernetes operators do), Slurm,
-Open MPI, MPICH and Intel MPI. A process that none of them started is a world of one.
+It understands torchrun (and all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and
+Intel MPI. A process without a launcher is a world of one.
 """
 
 import ctypes
@@ -63,9 +63,8 @@ _Place = tuple[int, int, int, int, str, int]
 class LaunchEnvironment:
     """The position of this process among the processes of one launch.
 
-    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means that any free
-    port will do, which holds for a single process only. Raises `ConfigError` when the numbers contradict
-    each other.
+    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means any free port, for a single process
+    only. Raises `ConfigError` for contradictory numbers.
     """
 
     rank: int
@@ -119,8 +118,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the variables to set for `processes` workers on this host, without those that are already set.
 
-    The workers divide the cores among them: else each one's kernels would use all of them, and they would wait for each other.
-    Loopback needs no host name that resolves, but reaches no other host, so it is for a host `alone`.
+    The workers divide the cores, so that their kernels do not compete for all of them. The loopback interface works without a
+    resolvable host name, but reaches no other host, so it is set only for a host `alone`.
     """
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
@@ -163,7 +162,7 @@ def export(variables: Mapping[str, str]) -> None:
 def die_with_launcher() -> None:
     """Make the kernel end this process when its launcher ends; exit if the launcher has ended already.
 
-    To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
+    Call it before slow imports: a launcher that is killed cannot end its workers itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
@@ -223,8 +222,8 @@ def available_cores() -> int:
 def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the arguments that run `module` in a new Python with the module search path of this one.
 
-    `python -m` searches the working directory first, an installed command does not: then a worker must not
-    either, lest a `datasets.py` lying there be taken for the library.
+    `python -m` searches the working directory first, an installed command does not: then a worker must not either, or a
+    `datasets.py` in it would shadow the library.
     """
     searched = {os.path.realpath(entry or os.getcwd()) for entry in sys.path[:1]}
     isolated = () if os.path.realpath(os.getcwd()) in searched else ("-P",)
@@ -317,7 +316,7 @@ def _read_mpi(environ: Mapping[str, str], names: Sequence[str]) -> _Place:
 def _job_port(environ: Mapping[str, str]) -> int:
     """Return a port on which all ranks of a job agree: MASTER_PORT, or one derived from the job's identity.
 
-    It lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
+    The port lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
     """
     if environ.get("MASTER_PORT"):
         return _integers(environ, ["MASTER_PORT"])[0]

@@ -1,7 +1,7 @@
 """The error classes of the project, and helpers for messages.
 
-What a user gave and can change is a `ValueError`; an invariant that broke while running is a `RuntimeError`. Every message
-says what was given, what is allowed, where, and what to do next.
+A mistake that the user can correct is a `ValueError`; an invariant broken at run time is a `RuntimeError`. Every message says what
+was given, what is allowed, where, and what to do next.
 """
 
 from __future__ import annotations

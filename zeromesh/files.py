@@ -1,12 +1,12 @@
 """Opens, reads and writes files of a run: links are not followed, opening never waits for a pipe, and the umask sets permissions.
 
-It also keeps the disk operations that this process waits for, so that a slow disk can be distinguished from a rank that is stuck.
+It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank.
 
     with disk_call("fsync", path): ...
     longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
 
-Functions that open, read and write raise `OSError`, as the system does. Where something other than a regular file is at a path,
-its `strerror` says what that is, so that one `except OSError` of a caller names both kinds of trouble.
+Functions that open, read and write raise `OSError`, as the system does. For a path that is not a regular file, its `strerror` names
+the kind of file.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True) -> None:
     """Replace the content of `path` atomically: concurrent readers, and those after a kill, find the old content or the new.
 
-    A link at `path` is replaced, and what it leads to is left alone. With `sync` the data is on the disk first.
+    A link at `path` is replaced, and its target left alone. With `sync` the data is flushed to disk first.
 
     Raises:
         OSError: the old content is still there then.
@@ -112,7 +112,7 @@ def remove_unfinished(directory: Path) -> None:
 def try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed; returns False if another open file holds the lock.
 
-    Locks are those of `flock`, or where the file system has none, the open file's own of `fcntl`.
+    The lock is one of `flock`, or on file systems without it an open file description lock of `fcntl`.
 
     Raises:
         OSError: where the file system has neither.

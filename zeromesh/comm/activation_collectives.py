@@ -4,12 +4,11 @@
     pending = exchange.sum(partial)                                # starts; compute meanwhile
     whole = pending.wait()                                         # a new tensor
 
-gloo's all-reduce adds in the tensors' dtype and in an order of its own. Here the summands are gathered and added locally in
-rank order, 16-bit ones in fp32, so that all ranks and every kind of exchange give the same bits. NCCL's collectives are used as
-they are.
+gloo's all-reduce adds in the tensors' dtype and in an unspecified order. Here the summands are gathered and added locally in rank
+order, 16-bit ones in fp32, so that all ranks and all kinds of exchange compute equal bits. NCCL's collectives are used unchanged.
 
-In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all of them read.
-The sum happens in each rank's own thread, when it asks for its result.
+In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all ranks read, and sums in the thread that calls
+`wait`.
 """
 
 import math
@@ -93,14 +92,13 @@ class Pending:
 class Exchange:
     """Collectives on activations of any dtype and shape over a process set; this base class serves a set of one rank.
 
-    All ranks call the same ones in the same order, with the same dtypes and shapes (but along `dim`, where `sizes` says what each
-    rank has); results may be waited for in any order, or never. A tensor must stay as it is until its result has been waited for.
-    Sums run in rank order and are bitwise the same on all ranks; 16-bit tensors are summed in fp32 and rounded once (NCCL: its own
-    order and arithmetic). Nothing is recorded for autograd.
+    All ranks call the same methods in the same order, with equal dtypes and shapes (except along `dim`, where `sizes` gives each
+    rank's length); results may be waited for in any order, or never. A tensor must not change until its result has been waited for.
+    Sums run in rank order and are bitwise equal on all ranks; 16-bit tensors are summed in fp32 and rounded once (except by NCCL).
+    Nothing is recorded for autograd.
     """
 
     size = 1
-    """Ranks of the set."""
     index = 0
     """This rank's position in the set."""
 
@@ -153,7 +151,6 @@ class Exchange:
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
     def _combine(self, kind: ExchangeKind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        """Compute the result from the tensors of all ranks."""
         if kind is ExchangeKind.GATHER:
             return torch.cat(parts, dim)
         if kind is ExchangeKind.SCATTERED_SUM:
@@ -262,7 +259,6 @@ class SharedExchange(Exchange):
         self._flying: dict[int, weakref.ref[Pending]] = {}
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Write `tensor` into the ring and publish it."""
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{kind.phrase} of activations over axis {self._group.name}"

@@ -1,13 +1,13 @@
-"""`Channels`: tensors of any dtype and shape from a rank of a process set to its neighbours, in the order of sending.
+"""`Channels`: sends tensors of any dtype and shape from a rank of a process set to its neighbours, in order.
 
-Each direction between two ranks is a process group of these two: what one sends the other receives in the same order, and nothing
-that goes the other way can stand before it (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
-unlike gloo's own send and receive can be waited for in slices, so that `Watchdog` bounds it and names whom it waits for.
+Each direction between two ranks is a process group of these two, in which messages arrive in the order of sending and are never
+queued behind messages of the other direction (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
+unlike gloo's send and receive can be waited for in slices, so that `Watchdog` bounds the wait and names the ranks waited for.
 
-On a device a message is launched on both ends where the caller asks for it, shapes known or not: for these the host then waits.
+On a device, both ends launch a message where the caller asks for it; if its shapes are unknown, the host waits for them.
 
-The receiver must know shapes before it can receive. Those of a kind of message that it has not had yet travel ahead in a header;
-both sides remember what they are, and the next message of the kind needs none: it can be on its way while the receiver computes.
+The receiver must know shapes before it can receive. The first message of a kind is preceded by a header with its shapes; both ends
+remember them, so that the next message of the kind needs no header and can travel while the receiver computes.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Channels:
     ) -> None:
         """Start to send to the neighbour at position `target` of the set; the tensors are kept alive until they are sent.
 
-        Messages of one `kind` have the same shapes and dtypes. `specs`: what the receiver knows by itself to expect.
+        Messages of one `kind` have the same shapes and dtypes. `specs` are those that the receiver already expects.
 
         Raises:
             CollectiveError: for tensors that are not what the receiver expects.
@@ -233,7 +233,6 @@ class Channels:
 
 
 def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring positions, each once, in order."""
     pairs = [(index, index + 1) for index in range(size - 1)]
     return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
 

@@ -1,14 +1,14 @@
-"""`SharedRing`: what ranks of one host write in turn, into memory that all of them read.
+"""`SharedRing`: messages of the ranks of one host, in memory that all of them read.
 
     slots   of each rank, one segment each:   | a tensor |        filled by their rank, read by all
     words   one segment, per rank:            published | consumed | entries, a ring of them
 
-Number n of a rank is described by an entry: in which slot it lies, and what the caller says of it. `published` counts what a rank
-has written, `consumed` what it will read no more, in order. Counters only grow, and each has one writer. A slot is free once all
-have consumed what it held. Where there is none that is free and large enough a rank makes one, and the others map it when they
-meet it in an entry: so to write never waits for a peer, and may be read in any order.
+Message n of a rank has an entry with its slot and a description by the caller. `published` counts the messages that a rank has
+written, `consumed` those that it has finished reading, in order. Counters only grow, and each has one writer. A slot is free once
+all ranks have consumed its message. If no free slot is large enough, a rank creates one, and the others map it when they read an
+entry that names it: so writing never waits for a peer, and messages may be read in any order.
 
-The counters order memory as x86 does (stores are seen in order); `choose_transport` takes gloo on other processors.
+The counters rely on the memory order of x86 (stores become visible in order); `choose_transport` takes gloo on other processors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _system_call.restype = ctypes.c_long
 class Futex:
     """A growing 64-bit little-endian word in shared memory; its lower half is the futex.
 
-    Whoever polls with short sleeps takes processor time from the rank that it waits for, and gets its turn late where more
-    processes than cores want to run. A process that waits on a futex is woken when the word has been written.
+    Polling with short sleeps would take processor time from the rank waited for, and react late with more processes than cores. A
+    process that waits on a futex is woken when the word is written.
     """
 
     def __init__(self, words: memoryview, place: int) -> None:
@@ -166,7 +166,7 @@ def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> t
 class SharedRing:
     """The ring of messages of a process set on one host. Every rank of `group` creates one, in the same order.
 
-    Its memory goes once nobody refers to it on any rank, or with `close`.
+    Its memory is freed by `close`, or once no rank refers to it.
 
     Raises:
         StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
@@ -265,7 +265,6 @@ class SharedRing:
             segment.close()
 
     def _entry(self, rank: int, sequence: int) -> int:
-        """Return the index of the first word of an entry."""
         return self._entries + (rank * self._room + sequence % self._room) * _ENTRY
 
 

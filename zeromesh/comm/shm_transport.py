@@ -1,12 +1,12 @@
-"""The transport of CPU ranks on one host: gathered parameters and gradient slots are memory that all of them see.
+"""The transport of CPU ranks on one host: gathered parameters and gradient slots lie in memory shared by all of them.
 
     arena   one segment      | bucket 0: shard 0 | shard 1 | bucket 1: ... |     each rank writes its shards, all read all
     words   one segment      per bucket and rank: written, done
     ring    see `shared_ring.py`
 
-`written[bucket][rank]` is the generation that the rank's shard holds and `done[bucket][rank]` the last generation that the rank
-has finished reading; a shard is rewritten when all are done with it. Slot n % slots of the ring is refilled when all have consumed
-gradient bucket n - slots.
+`written[bucket][rank]` is the generation of the rank's shard, and `done[bucket][rank]` the last generation that the rank has
+finished reading; a shard is rewritten when all ranks are done with it. Slot n % slots of the ring is refilled when all have
+consumed gradient bucket n - slots.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks; and `open_transport`, which opens one of any kind.
 
-gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all,
-half the bytes, and a local sum in rank order in the dtype of the sum. So it is on a device where gradients travel in fewer bytes
-than their sum has; else NCCL's own reduce-scatter is used as it is.
+gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all, half the
+bytes, and a local sum in rank order in the dtype of the sum. A device does the same if the dtype of the transfer is narrower than
+that of the sum; otherwise NCCL's own reduce-scatter is used.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zeromesh.telemetry.step_recorder import Collective
 class CollectiveBuffer(GatherBuffer):
     """A gather buffer filled by an all-gather.
 
-    Gathers start once this rank's shard is there, in the order in which they were asked for: `queue` has those that wait for it.
+    Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones.
 
-    A device runs collectives in the order of their launches, over whatever groups, and stands still in each until all ranks have
-    come to it. So there a gather starts where the program says so, whenever the shard is there: at once if the device itself waits
-    for the shard, else when the next gather is asked for, or this one is needed, for which the host then waits.
+    A device runs collectives of all groups in launch order, and blocks in each until all ranks have launched it. So its gathers
+    start at fixed places of the program: at once if a stream waits for the shard, else when the next gather is requested or this
+    one is needed; the host then waits for the shard.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
-"""The base of all transports, which own the memory that they move; the one of a group of one rank; and the choice for a group.
+"""The base class of all transports, which own the memory that they move; it serves a group of one rank. `choose_transport` chooses
+one.
 
-A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
-unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
+A transport allocates the flat buffers to gather and the slots to reduce, so that it can avoid transfers: on one host, gathered
+parameters are shared pages, and a reduction reads the other ranks' slots.
 
     GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
-All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
+All ranks of the group make the same calls in the same order. No transport knows about parameters.
 """
 
 import platform
@@ -28,8 +29,8 @@ from zeromesh.telemetry.step_recorder import Collective, CommAccount
 class BufferRequest:
     """A request for a gather buffer of `padded` elements of `dtype`.
 
-    A `persistent` buffer keeps its memory, so what was gathered stays until its owners write again; another one has
-    memory only from `gather` to `release`. On a host it begins `lead` bytes after the start of a page.
+    A `persistent` buffer keeps its memory, so gathered values stay until their owners write again; others have memory only from
+    `gather` to `release`. On a host it begins `lead` bytes after the start of a page.
     """
 
     name: str
@@ -50,8 +51,8 @@ class RingRequest:
 class GatherBuffer:
     """A flat buffer whose shards belong to the ranks of the group.
 
-    This one is that of a group of one rank, or of parameters that every rank updates by itself: private memory that holds
-    everything, all the time or around its use.
+    This base class serves a group of one rank, and parameters that every rank updates itself: private memory that always holds
+    everything while it is allocated.
     """
 
     full: torch.Tensor
@@ -173,7 +174,7 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
 class Reducer:
     """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0.
 
-    This one is that of a group of one rank, which has nothing to sum and no slot: gradients are accumulated where they stay.
+    This base class serves a group of one rank, which needs no sums and no slots: gradients are accumulated in place.
     """
 
     def __init__(self, *, on_stream: bool = False) -> None:
@@ -187,10 +188,9 @@ class Reducer:
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
 
-        `filled` is the slot seen in the gradients' dtype, `[padded]`. `out` has the dtype of the sum and receives
-        this rank's shard of it, or all of it when `out` is as long as `filled`; `add` adds to what is there. Sums run
-        in rank order, one addition after the other in the dtype of `out`, so that every transport gives the same
-        bits.
+        `filled` is the slot as gradients, `[padded]`. `out` has the dtype of the sum and receives this rank's shard of it, or all
+        of it if `out` is as long as `filled`; `add` adds to `out`. Sums run in rank order, one addition after the other in the
+        dtype of `out`, so that every transport gives the same bits.
         """
         raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
 

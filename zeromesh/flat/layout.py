@@ -4,15 +4,13 @@
             0          a   b                                numel     padded
     shards  |        rank 0         |        rank 1         |  rank 2 ... |
 
-Parameters begin at multiples of `alignment`; what lies between them, and the padding at the end, belongs to no parameter and
-holds zeros. Parameters of one optimizer group lie together, so that a shard has a few long segments.
+Parameters begin at multiples of `alignment`; gaps between them and the padding at the end hold zeros. Parameters of one optimizer
+group are adjacent, so that a shard has a few long segments.
 
-[Note: Regions]
-A `Region` says which elements of a logical tensor a rank holds, and where they lie in it: integer arithmetic alone.
-A rank's part of a tensor is cut twice. Tensor parallelism takes slices of dims (several of one dim where projections are packed),
-which make a local tensor of their own; ZeRO then takes an interval of that local tensor, flattened. A checkpoint knows whole
-tensors, so both are undone here: an interval of a local tensor is a list of runs, each contiguous in the local and in the logical
-tensor.
+[Note: Regions] A `Region` is the set of elements of a logical tensor that a rank holds, and their order: integer arithmetic alone.
+A rank's part is cut twice: tensor parallelism slices dims (in several slices where projections are packed), which gives a local
+tensor; ZeRO then takes an interval of that, flattened. A checkpoint holds whole tensors, so an interval of a local tensor is
+translated to a list of runs, each contiguous in the local and in the logical tensor.
 
     logical [4, 6]         region: all of dim 0, [0, 2) and [4, 6) of dim 1         local [4, 4], interval [2, 9)
       0  1  .  .  4  5                                                               run  local 2   logical 4   length 4
@@ -20,15 +18,15 @@ tensor.
      12 13  .  . 16 17
      18 19  .  . 22 23
 
-Columns of rows: what a rank has of a tensor that is divided inside of its rows, moved by whole blocks of rows.
+Columns of rows are the part of a rank of a tensor that is divided within its rows; they are moved in whole blocks of rows.
 
     logical rows of 6         columns [0, 2) and [4, 6)         local rows of 4
       0  1  .  .  4  5                                            0  1  2  3
       6  7  .  . 10 11                                            4  5  6  7
      12 13  .  . 16 17                                            8  9 10 11
 
-Columns are in order, so elements have one order in both: those of a stretch of the logical tensor are a stretch of the local one.
-Whatever the number of rows, a stretch is a few tiles, each of which is copied at once.
+Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any number of rows, an
+interval consists of a few tiles, each of which is copied in one operation.
 """
 
 from __future__ import annotations
@@ -296,7 +294,7 @@ def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
 def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Interval:
     """Return part `index` of an interval that `parts` ranks hold alike, each of which writes its share.
 
-    Shares begin at multiples of `alignment` from the interval's start. Some are empty where the interval is short.
+    Shares begin at multiples of `alignment` from the interval's start. Some are empty if the interval is short.
     """
     length = round_up(-(-interval.length // parts), alignment)
     start = min(interval.start + index * length, interval.end)
@@ -334,7 +332,6 @@ class ParameterSpec:
     dtype: torch.dtype
     requires_grad: bool
     group: int = 0
-    """The index of its optimizer group."""
     aliases: tuple[str, ...] = ()
     part: ParameterPart | None = None
     """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""

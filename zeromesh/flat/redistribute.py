@@ -1,6 +1,6 @@
 """`redistribute`: moves a flat tensor from one placement over the ranks of an axis to another.
 
-A placement has, for each rank, the intervals of the tensor that the rank holds, one after the other in its memory.
+A placement has, for each rank, the intervals of the tensor that the rank holds, consecutively in its memory.
 
     from              to                 by
     anything          the same           nothing
@@ -8,7 +8,7 @@ A placement has, for each rank, the intervals of the tensor that the rank holds,
     on one rank       replicated         broadcast
     anything          anything           all-to-all of what a rank does not hold itself
 
-Nothing is added up here: summands become sums in a `Reducer`, or an `Exchange`.
+Nothing is summed here; `Reducer` and `Exchange` compute sums.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def redistribute(
 ) -> torch.Tensor:
     """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike.
 
-    `flat`, 1-D, is what it holds in `before`, or may be returned itself. Where nothing is held it is empty.
+    `flat`, 1-D, holds this rank's elements in `before`, and may be returned itself. It is empty for a rank without elements.
 
     Raises:
         LayoutError: for elements that are wanted and that no rank holds.

@@ -1,17 +1,16 @@
 """Cross entropy over a linear head without holding all logits in fp32, and without computing anything twice.
 
-The gradient of a sum of losses is known as soon as the logits are, up to a factor that the caller knows too
-(one over the number of targets, times the loss scale). So the forward pass turns each chunk's logits into
-their gradient in place, multiplies it into the gradients of the hidden states and of the weight, and forgets
-it; backward hands out what is ready. Known as fused linear cross entropy (Liger Kernel, Hsu et al. 2024,
-arXiv:2410.10989).
+The gradient of a sum of losses is known with the logits, up to a factor that the caller knows too (one over the number of targets,
+times the loss scale). So forward overwrites each chunk's logits with their gradient, multiplies it into the gradients of hidden
+states and weight, and drops it; backward returns the stored gradients. This is fused linear cross entropy (Liger Kernel, Hsu et al.
+2024, arXiv:2410.10989).
 
     chunk of tokens   logits [chunk, vocab] in the compute dtype; becomes softmax - onehot in place
       block of rows   the softmax itself, in fp32 (float64 for float64), on a scratch that stays in cache
 
-Where each rank has the logits of some tokens of the vocabulary, logits never travel. For every target, ranks exchange three
-numbers: the largest local logit m, the sum of exp(logit - m), and the target's logit where it is one's own (else 0). (Megatron-LM
-exchanges maximum, sum and logit one after the other: Shoeybi et al. 2019, arXiv:1909.08053.)
+If the vocabulary is divided over ranks, logits never travel. For every target, ranks exchange three numbers: the largest local
+logit m, the sum of exp(logit - m), and the target's logit on its rank (else 0). (Megatron-LM exchanges maximum, sum and logit one
+after the other: Shoeybi et al. 2019, arXiv:1909.08053.)
 """
 
 from __future__ import annotations
@@ -97,12 +96,11 @@ def chunked_cross_entropy(
         sizes: with an `exchange`, tokens of the vocabulary on each of its ranks, in order. Then `weight` and `bias` are this
             rank's part, `hidden` and `targets` the same on all ranks, and so are the result and the gradient of `hidden`.
 
-    Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in
-    the compute dtype (or a wider one where that is faster), and the weight's gradient is summed over chunks
-    in fp32.
+    Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
+    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32.
 
-    Without gradients to compute nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit,
-    a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
+    If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
+    and `DataError` for a target outside of the vocabulary.
     """
     run, vocab = _pass_over(weight.shape[0], sizes, exchange)
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
@@ -146,13 +144,11 @@ def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -1
 
 
 def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """Choose the number of tokens in a chunk that needs the least memory, in elements of [tokens, hidden] x [vocab,
-    hidden].
+    """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden].
 
-    In fp32 and wider, chunks add into the gradient itself: small ones are best, and 256 tokens are enough for
-    the speed of matrix products. In a 16-bit dtype more than one chunk needs a second, fp32 sum of the
-    gradient (4 vocab x hidden bytes), and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x
-    hidden tokens.
+    In fp32 and wider, chunks add into the gradient itself: small chunks are best, and 256 tokens are enough for fast matrix
+    products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4 vocab x hidden bytes), and holding all logits (2
+    vocab x tokens bytes) is cheaper up to 2 x hidden tokens.
     """
     small = min(tokens, 256)
     if dtype.itemsize >= 4 or tokens > 2 * hidden + small:
@@ -188,7 +184,7 @@ def _check(
 class HeadPass:
     """One evaluation: the loss and, if needed, its gradients times `seed`.
 
-    `rows` of `hidden` (None: all of them) have `targets`, int64.
+    `targets`, int64, belong to the `rows` of `hidden` (None: all of them).
     """
 
     def __init__(
@@ -348,7 +344,6 @@ def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    """Compute softmax - onehot in place, for the targets of this part."""
     own, picked = _picked(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
 
@@ -405,7 +400,6 @@ class _PartOfHead(HeadPass):
             self._under_way = begun
 
     def finish(self) -> None:
-        """Wait for the last sum, and convert the gradients."""
         self._arrive()
         super().finish()
 

@@ -1,8 +1,8 @@
 """16-bit matrix products on CPUs that multiply faster in fp32: factors are widened tile by tile.
 
-Some CPUs multiply 16-bit matrices at half the speed of fp32, some at twice that speed, and their lists of instructions do not
-tell which: a trial does. Where widening pays, which costs one pass over each factor, inputs, outputs and what is kept for
-backward stay in the 16-bit dtype; sums inside a product are fp32, as in the hardware's own. docs/decisions/0014 has the figures.
+Some CPUs multiply 16-bit matrices at half the speed of fp32, some at twice that speed, and their instruction sets do not tell
+which: a trial does. Widening costs one pass over each factor; inputs, outputs and tensors saved for backward stay in 16 bits, and
+sums inside a product are fp32, as in 16-bit hardware products. docs/decisions/0014 has the figures.
 """
 
 import threading
@@ -30,7 +30,7 @@ _fastest: dict[torch.dtype, torch.dtype] = {}
 def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """Return the dtype in which matrices of `dtype` are multiplied fastest: on CPUs, fp32 for 16-bit ones if that is faster.
 
-    The first call for a dtype tries it, for some tens of milliseconds.
+    The first call for a dtype measures both, which takes some tens of milliseconds.
     """
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
@@ -68,8 +68,8 @@ def _cut(rows: int, columns: int, elements: int) -> list[slice]:
 def take_product_buffers() -> None:
     """Multiply large fp32 matrices once in a process, before any other product.
 
-    MKL keeps the memory into which it packs factors, and takes more whenever a product is larger than those before: growing
-    products leave 24 MiB of buffers behind, the largest one first leaves 7 (20 ms).
+    MKL keeps its packing buffers, and allocates more whenever a product is larger than all before: growing products leave 24 MiB of
+    buffers behind, the largest one first leaves 7 (20 ms).
     """
     torch.mm(torch.zeros(512, 1536), torch.zeros(1536, 1536))
 
@@ -88,7 +88,6 @@ class _Scratch(threading.local):
         return tile[: rows * columns].view(rows, columns)
 
     def wide(self, name: str, narrow: torch.Tensor) -> torch.Tensor:
-        """Return a matrix in fp32."""
         return self.tile(name, *narrow.shape).copy_(narrow)
 
 
@@ -99,7 +98,8 @@ _scratch = _Scratch()
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in] and `bias` [out] of one 16-bit dtype, multiplied in fp32.
 
-    One operator for PyTorch, so that it can be compiled around and kept by selective activation checkpointing.
+    It is a single operator for PyTorch, so that graphs compile around it and selective activation checkpointing can keep its
+    output.
     """
     flat = x.reshape(-1, x.shape[-1])
     out = x.new_empty(flat.shape[0], weight.shape[0])

@@ -1,12 +1,12 @@
-"""Messages between the launchers of a run: objects of JSON, each field of which is checked before it is used.
+"""Messages between the launchers of a run: JSON objects, each field of which is checked before use.
 
-A message that makes no sense raises `MessageError`, which says what is wrong with it; the caller adds where it came from. Launchers
-send messages over a `LauncherConnection`, as lines.
+A malformed message raises `MessageError`, which names the defect; the caller adds the sender. Launchers send messages over a
+`LauncherConnection`, as lines.
 
-The launcher that follows sends a *beat* a few times within the time after which it counts as silent, the one that leads an *echo*
-of each. A beat is the time at which it was sent, by the follower's clock: the follower ends its own processes when that lies back
-too far, so it has always ended before the leader, which received the beat later, counts it as lost. Two runs never write into one
-directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
+A follower sends several *beats* within the seconds after which it counts as lost, and the leader an *echo* of each. A beat is its
+sending time by the follower's clock: the follower kills its processes when the latest echoed beat is too old, so they have always
+ended before the leader, which received that beat later, counts the follower as lost. So two runs never write into one directory (a
+lease, as in Gray and Cheriton 1989).
 """
 
 import hashlib
@@ -112,9 +112,9 @@ def rank_range(message: Message) -> RankRange:
 class LauncherConnection:
     """One end of a connection between two launchers: lines of JSON, each with a digest that needs the secret.
 
-    The digest covers the direction, words that both ends have drawn at random for this connection, and the number of the line, so
-    that no line can be sent again. With an empty `secret` it keeps out what comes by mistake, and nobody else. The end that
-    `serves` is the leader's. Both ends send signs of life, which `receive` hides.
+    The digest covers the direction, random words drawn by both ends for this connection, and the number of the line, so that no
+    line can be replayed. An empty `secret` only guards against accidents. The end that `serves` is the leader's. Both ends send
+    signs of life, which `receive` hides.
     """
 
     def __init__(

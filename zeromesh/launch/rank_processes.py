@@ -173,7 +173,7 @@ def _silent_end(code: int, when: float, *, killed: bool) -> _WorkerEnd:
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
     """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it.
 
-    `exit_code_of` says with which code the launching command should exit after an error.
+    `exit_code_of` returns the exit code of the launching command for an error.
     """
     die_with_launcher()
 
@@ -261,7 +261,7 @@ os.register_at_fork(after_in_child=_restore)
 def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
     """Inside the block these signals call `handler`; then the old handlers are restored. Only the main thread may do this.
 
-    A process that `nohup` has started goes on to ignore the end of its terminal.
+    SIGHUP stays ignored in a process started by `nohup`.
     """
     changes = threading.current_thread() is threading.main_thread()
     handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]

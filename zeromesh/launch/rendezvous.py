@@ -1,11 +1,11 @@
 """Starts a command as the ranks of this host, together with the launchers of other hosts, and restarts it when hosts come or go.
 
-`launch_workers` only waits, and loads no torch for that. It ends its workers when one of them fails or when it is interrupted. Each
-worker records its error for it, so that one message is shown, of the rank that failed first, and not a traceback of each process.
+`launch_workers` only waits, without loading torch. It ends its workers when one fails or on a signal. Each worker records its
+error, so that a single message is shown, of the rank that failed first, and not a traceback of each process.
 
-The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
-its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. A launcher alone leads
-itself, and listens nowhere. `zeromesh launch` leads the launchers that it starts over ssh (see `ssh`).
+The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
+fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere.
+`zeromesh launch` leads the launchers that it starts over ssh (see `ssh`).
 """
 
 import errno
@@ -51,11 +51,11 @@ _MOST_STRANGERS = 64
 class Nodes:
     """The launchers that start a run together, each with its own workers, and that may come and go while it runs.
 
-    `endpoint` is `HOST:PORT` of the launcher that the others find; all give the same `run_id`. When a host is lost or joins, all
-    workers start again; after a failure they do so at most `max_restarts` times.
+    `endpoint` is `HOST:PORT` of the leader; all launchers have the same `run_id`. When a host is lost or joins, all workers start
+    again; after a failure they do so at most `max_restarts` times.
 
-    With a `rank` the launchers are `most`, numbered from 0, which serves the endpoint, and so are the ranks of their workers.
-    None of them joins later, and the run ends when one is lost.
+    With a `rank`, exactly `most` launchers take part; their ranks are numbered in the same order, and number 0 serves the endpoint.
+    None joins later, and the run ends when one is lost.
     """
 
     least: int = 1
@@ -210,7 +210,6 @@ class Leader:
         return place
 
     def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
-        """Return the address and the port at which ranks reach rank 0."""
         host = self._nodes.where[0]
         # On one host the ranks do not listen on this port; only the user's code may.
         with listen(host, 0) as free:
@@ -281,7 +280,6 @@ class Leader:
             self._members.remove(each)
 
     def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
-        """Remove a member that is gone or sent a malformed message."""
         if isinstance(error, MessageError):
             self._refuse(each.name, str(error))
             each.line.send({"over": {"code": 1, "text": str(error)}})
@@ -455,10 +453,9 @@ def launch_workers(
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
 
-    `notify` gets a line for a person when all start again. With `talks` a person talks to the ranks, and Ctrl-C is nothing but
-    passed on to them. Of the signals to stop the first `passes` are passed on, and the next one kills. Returns 0 when all succeed,
-    the failure when one does not, and 128 plus the signal's number when this process got a signal to stop; the workers are gone
-    then.
+    `notify` receives a line for the user at a restart. `talks`: a user interacts with the ranks, and Ctrl-C is only passed on to
+    them. The first `passes` signals to stop are passed on, and the next one kills. Returns 0 when all succeed, the failure when one
+    fails, and 128 plus the signal's number after a signal to stop; the workers have ended then.
 
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.

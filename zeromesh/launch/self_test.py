@@ -1,4 +1,4 @@
-"""A trial launch: two processes of this host join in a mesh and add up a tensor, which shows whether that works and how fast.
+"""A trial launch: two processes of this host connect to a mesh and sum a tensor, to test that this works and how fast.
 
 `try_exchange` runs this module as a command, which launches itself as two ranks.
 """

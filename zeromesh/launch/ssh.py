@@ -1,14 +1,13 @@
-"""A run on several hosts over ssh: a launcher on each, led from here until all of them have ended, and started again on the hosts
-that are left when some are lost.
+"""A run on several hosts over ssh: one launcher per host, led from here, and restarted on the remaining hosts when some are lost.
 
-The line to a host is the standard input and output of the remote command. Messages of the host begin with `BEGIN`, since they stand
-among what its processes print.
+The connection to a host is the standard input and output of the remote command. The host's messages begin with `BEGIN`, to be told
+from the output of its processes.
 
-A host counts as *lost* when it sends nothing for a while, or when its connection ends before it has reported how its
-processes ended. Whatever fails, the other hosts are ended too; no wait here is without a bound.
+A host counts as *lost* when it is silent for a while, or when its connection ends before it has reported how its processes ended.
+Any failure ends the other hosts too; every wait here is bounded.
 
-A hostfile has a line `NAME slots=N [address=NAME]` for each host. `NAME` is the host for ssh, `slots` the processes to start there,
-and `address` the name or address by which the other hosts reach it, where that is another one. What follows a `#` is a comment.
+A hostfile has a line `NAME slots=N [address=NAME]` for each host: its name for ssh, its number of processes, and the name or
+address by which other hosts reach it, if that differs. A `#` begins a comment.
 """
 
 import os
@@ -106,10 +105,10 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 class LaunchPlan:
     """The plan of a run on `hosts`, and the conditions under which it starts again.
 
-    `ssh` is called with `HOST COMMAND`; it runs the launcher's `command` in `directory`, and `variables` are sent over its standard
-    input. The ranks find each other at `port` of the first host, or at any port. `check` refuses hosts that the run cannot use.
-    After a failure of ranks the run starts again at most `max_restarts` times; after a loss of hosts, which count as lost when they
-    are silent for `silence_seconds`, it goes on with the others, `least` at least.
+    `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with `variables`, sent over its standard
+    input. Ranks find each other at `port` of the first host, or at any port. `check` refuses unusable hosts. After a failure of
+    ranks the run restarts at most `max_restarts` times; hosts that are silent for `silence_seconds` are lost, and it goes on with
+    at least `least` others.
     """
 
     hosts: tuple[Host, ...]
@@ -137,8 +136,8 @@ class LaunchPlan:
 def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed | int:
     """Run until all hosts have ended. `notify` receives lines for the user.
 
-    Returns 0 when all succeed, the first failure when one does not, and 128 plus the signal's number when this process got a
-    signal to stop. Nothing is left running then, except on hosts that cannot be reached, which end by themselves.
+    Returns 0 when all succeed, the first failure when one fails, and 128 plus the signal's number after a signal to stop. No
+    process is left running then, except on unreachable hosts, which end by themselves.
 
     Raises:
         ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.

@@ -1,10 +1,10 @@
-"""The one table that starts collectives: which function launches which, between processors and between devices.
+"""The table of functions that start collectives, on CPUs and on devices.
 
     given   what this rank sends      [n]: to all, or one part for each rank
     out     what arrives              [m]: the parts of all ranks one after the other, or their sum
 
-A row takes flat tensors and returns what is in flight. A codec is a row, too: a function around another one, which launches the
-bytes that it makes of `given`, and whose `finish` makes `out` of those that have come.
+A row takes flat tensors and returns a collective in flight. A codec is a row, too: it wraps another row, launches the encoded bytes
+of `given`, and its `finish` decodes the received bytes into `out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,14 +1,14 @@
-"""`DeviceWorks`: collectives on an accelerator, and the one place that asks torch's handle of such a one for anything.
+"""`DeviceWorks`: collectives in flight on an accelerator; the only module that waits for or queries torch's handles of them.
 
     order   what this thread launches from now on comes after the collective; the host goes on
     done    whether the device is through with it, as far as the host knows
     wait    the host waits until the device is through with it
 
-torch's own wait with a timeout is for CPUs alone: on a device it aborts the communicator as soon as it runs out.
+torch's wait with a timeout is usable on CPUs only: on a device it aborts the communicator when the timeout expires.
 
-The host seldom waits for a collective, but for something that is computed after it, and that wait has no end of its own. So a
-thread looks after what was ordered. When a peer is gone, has failed or is late, it aborts the communicators, so that the host comes
-back, and whatever this rank does next with others raises the error that names the peer. A host that does not come back is ended.
+The host seldom waits for a collective but for results computed after it, a wait without a timeout. So a thread supervises the
+collectives in flight. When a peer is gone, has failed or is late, it aborts the communicators, so that the host's wait returns and
+this rank's next use of others raises the error that names the peer. If the host does not return, its process is ended.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The positions of ranks in the mesh: arithmetic on integers, with no torch and no processes.
 
-Axes run from outer to inner, so the ranks that talk most (tensor) are neighbours and those that talk least
-(pipeline) are far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
+Axes run from outer to inner, so ranks that communicate most (tensor) are neighbours and those that communicate least (pipeline) are
+far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
 
     rank        0  1  2  3  4  5  6  7
     pipeline    0  0  0  0  1  1  1  1
@@ -34,9 +34,9 @@ def axis(*divides: Divided) -> Any:
 class MeshShape:
     """The number of ranks along each axis. Raises `LayoutError` when one is not a positive integer.
 
-    The fields are the axes from outer to inner, each with what it divides. All else follows from that: ranks along axes of the
-    `batch` see other samples, so gradients and counts are summed over these; shards of states lie along axes of the `states`; along
-    the others ranks compute one batch together.
+    The fields are the axes from outer to inner, each with the things that it divides. The rest follows: gradients and counts are
+    summed over axes of the `batch`, whose ranks see different samples; axes of the `states` shard states; ranks along other axes
+    compute one batch together.
     """
 
     pipeline: int = axis("blocks")

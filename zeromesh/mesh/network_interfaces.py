@@ -1,7 +1,6 @@
 """Finds the network interface that leads to another host, which gloo must be told where a host has several.
 
-Left alone, gloo takes the address that the host's own name resolves to, which is the loopback on many systems, or an
-interface that the other hosts cannot reach.
+By default, gloo takes the address of the host's own name, often the loopback or an interface that other hosts cannot reach.
 """
 
 import ipaddress

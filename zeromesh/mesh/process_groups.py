@@ -121,8 +121,8 @@ class MeshGroups:
     ) -> SetGroups | None:
         """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks.
 
-        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a purpose, but a link
-        with a `name` has its own.
+        All ranks of the world make the same calls in the same order. Equal ranks share the group of a purpose, unless a `name` is
+        given.
         """
         found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
         for purpose in ("control", *purposes):
@@ -168,8 +168,8 @@ class MeshGroups:
         """Leave the board and this mesh's groups; with `default` also the default group, if this module created it and no other
         mesh uses it. Leaving twice is allowed.
 
-        A group waits for what is in flight in it. After a wait that ended with an error that may be a rank that hangs: then the
-        groups stay until the process ends. Without `default` ranks need not leave alike.
+        Leaving a group waits for its collectives in flight. After a failed wait one may hang: then the groups stay until the
+        process ends. Without `default`, ranks need not leave at the same time.
         """
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
         more, self._more = self._more, []
@@ -200,8 +200,8 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
     """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is one of their
     device and connected at once, since ranks may use groups in different orders first.
 
-    gloo gives up what has not ended within `patience`. On a device that is the business of `works`, which knows whether peers make
-    progress; torch's own watch, which ends the process without a name, comes after it.
+    gloo's collectives time out after `patience`. On a device `works` supervises them, since it knows whether peers make progress;
+    torch's own watchdog, which ends the process without naming a peer, has a longer timeout.
 
     Raises:
         CollectiveError: when the ranks cannot be connected.
@@ -252,8 +252,8 @@ def _leave_default() -> None:
 def interface_for(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> str | None:
     """Return this host's interface that other hosts can reach; None if not found. All ranks of several hosts call this.
 
-    It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
-    is the one that leads to a rank elsewhere, which the store tells; the loopback itself when there is none. None: not found.
+    This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
+    rank on another host, which the store tells; the loopback itself if there is none.
     """
     own = address_towards(environment.master_address)
     store.set(f"route/{environment.rank}", own or "")

@@ -1,8 +1,5 @@
-"""`ProcessMesh`: the connected ranks of a run on named axes, with their locations, process sets, status board, watchdog and
-device.
-
-The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, and its `ProcessSet`s.
-"""
+"""`ProcessMesh` (`Mesh` for short): the connected ranks of a run, with their locations, process sets, board, watchdog and
+device."""
 
 import base64
 import json
@@ -56,8 +53,8 @@ class ProcessMesh:
         mesh.coordinate, mesh.neighbour("pipeline", 1), mesh.picture()
         mesh.process_sets.add([0, 3], name="edges")
 
-    Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the number that the launcher gave this
-    process. Every rank makes the mesh, with equal arguments but for `environment` and `device`.
+    Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the launcher's process number. Every rank
+    creates the mesh, with equal arguments except for `environment` and `device`.
 
     Raises:
         ConfigError: when the shape or the order does not fit the launch.
@@ -207,8 +204,8 @@ class ProcessMesh:
     def group(self, *names: str) -> ProcessSet:
         """Return this rank's set over these axes, or the process set of this name.
 
-        The sets of `world`, `data` and the single axes are there. One over other axes is made when it is first asked for, which
-        all ranks then do, in the same order.
+        `world`, `data` and the single axes exist from the start. A set over other axes is created at its first use, by all ranks in
+        the same order.
 
         Raises:
             LayoutError: for names that are neither axes nor one process set.
@@ -277,7 +274,7 @@ class ProcessMesh:
     def device_mesh(self) -> DeviceMesh:
         """The torch `DeviceMesh` of the same axes, for code that needs one (DTensor, `parallelize_module`).
 
-        It makes process groups of its own when it is first asked for, which all ranks then do alike.
+        Its process groups are created at the first use, by all ranks alike.
         """
         if self._device_mesh is None:
             if not dist.is_initialized():
@@ -391,8 +388,8 @@ def host_identity() -> str:
 def island_of(device: torch.device) -> int:
     """Return the number of the NUMA node or device island that this process computes in; 0 if unknown or not bound to one.
 
-    A CPU process is in the NUMA node that holds all cores it may run on. One with an accelerator is in that of the devices that
-    reach each other's memory directly: the lowest of them names it.
+    A CPU process has the NUMA node that contains all of its cores. A process with an accelerator has the island of devices with
+    direct access to each other's memory, numbered by its lowest device.
     """
     if is_accelerator(device):
         return min([*accelerator.neighbours(device), device.index or 0])

@@ -1,13 +1,12 @@
-"""`ProcessSet`: ranks that act together, and their small agreements; and `ProcessSets`, the sets beside the axes, added and
-removed.
+"""`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed.
 
-As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`): every rank of the world makes the same call, in the same order,
-and gets the set, whether it is in it or not. What each of them asks for is compared before anything is made, so that a set which
-two ranks declare differently is refused on all of them, by name.
+As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`), every rank of the world makes the same call in the same order and
+receives the set, as a member or not. The arguments are compared first, so that all ranks refuse, by name, a set that two ranks
+declare differently.
 
-Each such set has process groups of its own: what happens in one never waits for another, so sets that overlap may be used in
-different orders by different ranks and threads, as far as the program itself would end. Calls on one set are made in one order
-by all its ranks. Declarations have a group of their own as well, and go on beside collectives of other threads.
+Each such set has its own process groups, so a collective of one set never waits for another: different ranks and threads may use
+overlapping sets in different orders, as long as the program itself does not deadlock. All ranks of a set make their calls on it in
+the same order. Declarations use another group, and may run beside collectives of other threads.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class InFlight:
 class ProcessSet:
     """The ranks of one group, seen from one of them. A set of one rank needs no process group.
 
-    All ranks of a set call the same in the same order. What they wait for is bounded: a rank that is gone, or late, is named by a
-    `CollectiveError`. So is a call by a rank that is not in the set, or on a set that was removed.
+    All ranks of a set make the same calls in the same order. Waits are bounded: a `CollectiveError` names a rank that is gone or
+    late. Calls by a rank outside the set, or on a removed set, raise it too.
     """
 
     name: str
@@ -199,7 +198,7 @@ class ProcessSet:
     ) -> list[Any]:
         """Return what `work` returns on each rank, which JSON can express; with `first` only the first rank works.
 
-        No rank goes on alone: where the work of one fails, all raise what it met.
+        No rank continues alone: if the work of one fails, all ranks raise its error.
 
         Raises:
             kept: where the work of some rank raises it.
@@ -336,8 +335,8 @@ _RESERVED = {"world", "data", _AGREEMENT, *AXES}
 class ProcessSets(Mapping[str, ProcessSet]):
     """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order.
 
-    A name is used once at a time: another set of that name is refused, even of the same ranks. Equal ranks under another name
-    are another set, which shares nothing with the first.
+    A name is unique: a second set of that name is refused, even with the same ranks. A set of equal ranks under another name shares
+    nothing with the first.
 
     All methods raise:
         CollectiveError: when ranks call differently, naming them and what each asked for; or a rank is gone or late.
@@ -380,7 +379,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         """Add one set for each colour, named `name` and the colour, ordered by `key`, then rank; returns the set of this rank's
         `colour`.
 
-        None for a rank that gives no colour; the sets of all colours are there by name on all ranks.
+        Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
         """
         with self._lock:
             rows = self._agree(f"to split the world as {name!r}").gather_integers(

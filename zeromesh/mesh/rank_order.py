@@ -1,9 +1,8 @@
 """The order in which processes become ranks, so that ranks that communicate most are near each other, and a picture of the mesh.
 
-The mesh numbers its axes from outer to inner, pipeline, replicate, shard, tensor, and neighbours along tensor are neighbouring
-ranks. So it is enough that ranks run through one host after the other, and within a host through one island (NUMA node, or
-devices joined by NVLink) after the other. Launchers mostly number processes so; `srun --distribution=cyclic` and
-`mpirun --map-by node` do not.
+The mesh numbers its axes from outer to inner (pipeline, replicate, shard, tensor), and tensor neighbours are neighbouring ranks. So
+ranks run through one host after the other, and within a host through one island (NUMA node, or devices joined by NVLink) after the
+other. Most launchers number processes so; `srun --distribution=cyclic` and `mpirun --map-by node` do not.
 
     pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
       node-a
@@ -12,8 +11,6 @@ devices joined by NVLink) after the other. Launchers mostly number processes so;
       node-b
         rank 2   pipeline 1  tensor 0   <- here
         rank 3   pipeline 1  tensor 1
-
-Nothing here needs torch or processes.
 """
 
 import textwrap
@@ -43,8 +40,8 @@ class ProcessLocation:
 def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
     """Return the launch number of the process that becomes rank 0, 1, 2 and so on.
 
-    By topology, hosts come in the order of their first process, so do the islands of a host, and processes of one island in the
-    order of the launch. Process 0 is always rank 0: it keeps the rendezvous store.
+    By topology, hosts are in the order of their first process, as are the islands of a host, and the processes of an island in
+    launch order. Process 0 is always rank 0: it keeps the rendezvous store.
 
     Raises:
         ConfigError: when a given order is none of these processes, each once, that begins with 0.
@@ -99,8 +96,8 @@ def mesh_picture(
 ) -> str:
     """Draw the mesh in lines of at most `WIDTH` columns. `places` are in the order of ranks; `here` is the rank to be marked.
 
-    `processes` are the numbers that the launch had given the ranks, shown where they differ. Of a host with many ranks only the
-    first and the last are shown, so of a world with many hosts, and always the reader's.
+    `processes` are the launch numbers of the ranks, shown where they differ. For many ranks per host, or many hosts, only the first
+    and the last are shown, and always the marked rank.
     """
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):

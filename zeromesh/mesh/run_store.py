@@ -1,10 +1,10 @@
 """The store in which the ranks of a run find each other. On a single host, other users of the machine cannot reach it.
 
-Ranks of one host keep the store in memory without a name. Rank 0 makes it and passes its descriptor to the others over a Unix
-socket; both ends compare the user of the other end with their own. Nothing of it listens on a network.
+Ranks of one host keep the store in anonymous memory. Rank 0 creates it and passes its descriptor over a Unix socket; both ends
+check that the other belongs to the same user. Nothing listens on a network.
 
-Ranks of several hosts use torch's `TCPStore`, at the one address by which the other hosts know that of rank 0. It asks nobody for
-a password, so these hosts belong on a closed network. What is read from either store is text or numbers; nothing is unpickled.
+Ranks of several hosts use torch's `TCPStore`, at the one address by which other hosts reach rank 0. It has no authentication, so
+these hosts belong on a closed network. Both stores hold text and numbers only; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROW_HEAD = struct.Struct("<II")  # length and checksum
 class LocalRowStore:
     """The rows of a `StoreBoard` for ranks of one host without shared memory: one file with a row per rank, overwritten in place.
 
-    A `FileStore` is a log, which would grow with every row that is published. `mesh` counts the meshes of the process.
+    A `FileStore` is a log, which would grow with every published row. `mesh` is the number of the mesh in this process.
     """
 
     def __init__(self, descriptor: int, mesh: int, world_size: int) -> None:
@@ -77,7 +77,7 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
     """Return the store of the launch, kept for the life of the process. All ranks of a launch call this; the first call waits up
     to `seconds` for rank 0.
 
-    Were it made anew for each group, a fast rank would join the group to come in the store of the one before, which is about to go.
+    With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
 
     Raises:
         ConfigError: when the address of rank 0 leads to no address of its host at which others could reach it.
