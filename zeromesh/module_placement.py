@@ -6,12 +6,12 @@
     placement.clip_grad_norm_(1.0)       # over the parameters of all ranks
     optimizer.step()                     # of this rank's parameters
 
-Every rank runs the same program. Where a module lives elsewhere, a stub stands in its place: its output comes from the first rank
-of its set, and in backward so do the gradients of its inputs. What is computed outside of placed modules is on all ranks; a placed
-parameter, its gradient and the optimizer's state for it are on the ranks of its set alone, alike on all of them.
+Every rank runs the same program. A stub replaces each module of other ranks: its output, and in backward the gradients of its
+inputs, come from the first rank of the module's set. Computations outside of placed modules run on all ranks; a placed parameter,
+its gradient and its optimizer state are replicated over the ranks of its set alone.
 
-Autograd goes back through a graph in the reverse order of its making, so ranks that ran one forward meet in one order in backward.
-Recompute activations inside a placed module, not around it: what is recomputed around it would differ from rank to rank.
+Autograd visits a graph in the reverse order of its construction, so ranks with the same forward communicate in the same order in
+backward. Recompute activations inside a placed module, not around it: a recomputation around it would differ between ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
     """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
 
-    A pattern may have `*` for whatever; the first that matches a name counts. All ranks of the mesh call this alike, on equal
-    models. Ranks outside of the set lose the module's parameters; other names stay as they were.
+    A pattern may contain `*`; the first one that matches a name counts. All ranks of the mesh call this alike, on equal models.
+    Ranks outside of the set lose the module's parameters; other names do not change.
 
     Raises:
         LayoutError: on all ranks alike, for a pattern without a module, a module inside another one that is placed, and a
@@ -61,7 +61,6 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
 
 
 def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, ProcessSet]:
-    """Return the process set of each module to be placed, by its name."""
     found: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
@@ -104,7 +103,7 @@ class ModulePlacement:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns the norm before. All ranks call this.
 
-        As `torch.nn.utils.clip_grad_norm_`: each parameter counts once, wherever it is and however many ranks hold it.
+        As in `torch.nn.utils.clip_grad_norm_`, each parameter counts once, however many ranks hold it.
         """
         gradients = {name: each.grad for name, each in self._model.named_parameters() if each.grad is not None}
         world = self._mesh.world
@@ -139,7 +138,6 @@ class _ModuleExchange:
         return [self._broadcast(each.detach().clone(memory_format=torch.contiguous_format)) for each in tensors]
 
     def receive(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
-        """Receive the tensors from the set's first rank, on ranks outside of the set."""
         header = self._broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=self._device))
         specs = read_header(header)
         return [self._broadcast(spec.empty(self._device)) for spec in specs], specs

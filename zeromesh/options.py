@@ -139,8 +139,8 @@ class AverageSettings:
 class Precision:
     """The dtype of each role. `loss_scale` applies to float16 gradients only.
 
-    Gradients are summed in the dtype `reduce`. Where that is bfloat16 and master weights are float32, they travel in bfloat16, and
-    are summed in float32.
+    Gradients are summed in the dtype `reduce`. If that is bfloat16 and master weights are float32, they travel in bfloat16 and are
+    summed in float32.
 
     Raises:
         ConfigError: when a sum or a master weight would be kept in less than the compute dtype.
@@ -192,9 +192,9 @@ STAGING_SHARE = 64
 class OffloadOptions:
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
 
-    The caller itself offloads `activations`, which recomputed blocks keep for backward. `gradients` None follows the optimizer.
-    `update` is where updates are computed, if states are not on the device. `staging_bytes` bounds the buffers on the way there;
-    None: `staging_on` decides.
+    The caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the
+    optimizer. `update` is the place of updates for states that are not on the device. `staging_bytes` bounds the buffers on the way
+    there; None: `staging_on`.
     """
 
     optimizer: TierChoice = field(default_factory=TierChoice)
@@ -211,7 +211,7 @@ class OffloadOptions:
     def staging_on(self, device: torch.device) -> int:
         """Return the bytes of the buffers through which states pass that are updated on `device`, if `staging_bytes` is None.
 
-        An accelerator gets longer rows, since launching the copies of many short ones would take longer than the copies.
+        An accelerator gets longer rows, since launching many short copies would take longer than the copies.
         """
         if self.staging_bytes is not None or not is_accelerator(device):
             return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
@@ -227,8 +227,8 @@ class OffloadOptions:
 class ZeroOptions:
     """The partitioning and overlap of an engine.
 
-    `gathered_budget` is bytes of gathered parameters that a rank keeps between uses at stage 3; None: where ranks share one copy,
-    those that take no more memory for it, and elsewhere none.
+    `gathered_budget` is the bytes of gathered parameters that a rank keeps between uses at stage 3; None: where ranks share pages,
+    the parameters that need no extra memory, and elsewhere none.
 
     Raises:
         ConfigError: for impossible combinations.

@@ -1,7 +1,7 @@
 """Temporary replacements: an instance's `forward`, tensors cached by modules, functions of libraries.
 
-`PATCHES` has every function of a library that is replaced; `tests/unit/test_library_patches.py` fails where one of them is another
-than in the version that it was read from.
+`PATCHES` lists every replaced function of a library; `tests/unit/test_library_patches.py` fails if an installed version of one
+differs from the recorded version.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -54,8 +54,8 @@ def override(instance: object, attribute: str, value: Any) -> Callable[[], None]
 def tensors_put_aside(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state.
 
-    Attributes that were there before and were not None stay as they are. Yields a call that returns the names of those attributes
-    that hold such a tensor now.
+    Attributes that were not None before the block are kept. Yields a function that returns the names of the attributes that hold
+    such a tensor now.
     """
     had = [(name, module, dict(vars(module))) for name, module in root.named_modules()]
 

@@ -4,8 +4,7 @@
     divided = divide(model, mesh, options)        # modules compute this rank's part; what is divided is on the meta device
     engine = ZeroEngine.build(model, mesh, zero_options, source, cuts=divided.cuts)
 
-Layers are divided first, then the stages of other ranks leave the model: what a stage is does not depend on how its layers are
-divided.
+Layers are divided first, then other ranks' stages are removed: the cut into stages does not depend on the division of layers.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 class ParallelOptions:
     """The options for dividing a model.
 
-    `rules` are the user's own styles of layers, by pattern of their names; with `sequence`, blocks pass on shares of the sequence.
-    `chunks` are stages of a pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
+    `rules` are the user's styles of layers, by name pattern; with `sequence`, blocks pass on shares of the sequence. `chunks` is
+    the number of stages per pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)

@@ -6,9 +6,9 @@ A microbatch has a stream of random numbers for its loss, and one for every call
     root                  draws d         draws e                                one stream: d, e
     blocks                        draws f         draws g                        a stream for each call
 
-When a unit's call ends, the stream of its caller goes on from where it was.
+When a unit's call ends, its caller's stream continues.
 
-The global generators that a forward draws from: PyTorch's, NumPy's and Python's.
+The streams set the global generators of PyTorch, NumPy and Python, from which a forward draws.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from zeromesh.offload import accelerator
 def seed_generators(number: int) -> None:
     """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does.
 
-    `torch.manual_seed` also keeps a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
-    in a model that is a millisecond, before every unit.
+    `torch.manual_seed` also queues a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
+    in a model that takes a millisecond, before every unit.
     """
     torch.default_generator.manual_seed(number)
     accelerator.seed(number)
@@ -164,8 +164,8 @@ class Streams:
     def enter(self, unit: str, *, again: bool) -> None:
         """Begin the stream of a unit's call and pause that of its caller. `again`: backward recomputes the call.
 
-        `torch.utils.checkpoint` puts the caller's stream back before it calls a unit again. The mark on it tells which of the
-        unit's calls that is; where the stream was not put back (`preserve_rng_state=False`), it is taken for the last one.
+        `torch.utils.checkpoint` restores the caller's stream before it calls a unit again, and the mark on it identifies the call;
+        without restored streams (`preserve_rng_state=False`), the last call is assumed.
         """
         caller, mark = AllStates.now(), torch.initial_seed()
         if (unit, mark) not in self._known:

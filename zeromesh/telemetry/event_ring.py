@@ -4,10 +4,10 @@
     ring.add(BEGIN | ring.name("data"))
     ring.write(path, {"rank": 0, ...})  # the header, with all names, and the words
 
-A word is laid out like `STATE` of a row on the board (step, kind, detail). The kinds below `BEGIN` are the activities that a rank
-posts, with the step and the unit; the others have no step, and mostly a name as their detail. Moments are nanoseconds of the
-monotonic clock, which processes of a host share; a header has it beside the wall's, and `MEETING` events are of all ranks at
-once, so that rings of several hosts can be put beside each other.
+A word has the layout of `STATE` in a row of the board (step, kind, detail). The kinds below `BEGIN` are activities, with step and
+unit; the others have no step, and mostly a name as detail. Times are nanoseconds of the monotonic clock, which processes of a host
+share; the header has both clocks, and all ranks record `MEETING` events at the same time, so that rings of several hosts can be
+aligned.
 """
 
 from __future__ import annotations

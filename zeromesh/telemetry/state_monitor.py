@@ -1,6 +1,6 @@
 """`StateMonitor` writes the state of every rank to one file, so that a lost, hung or slow rank shows while the run goes on.
 
-It also passes on requests for traces: those of whoever writes `trace/request` beside that file.
+It also passes on requests for traces, which are made by writing `trace/request` beside that file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _WINDOW = 10
 
 
 class StateMonitor:
-    """Writes `path` every second, from a thread of its own, whole each time.
+    """Writes `path` every second, atomically, in a thread.
 
         {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "microbatch": 1, "activity": "forward",
           "doing": "in forward of unit layers.3", "seconds": 0.2, "seconds_without_progress": 0.1, "failure": "", "disk": "",
           "waits": {"for": "gather of layers.3/0", "ranks": [1], "seconds": 0.2},
           "recent": {"steps": 10, "data": 0.01, "compute": 0.3, "offload": 0.0, "communication": 0.02, "between": 0.01}}, ...]}
 
-    `seconds`: for how long it has been doing that. `waits` is null where it waits for nobody; its `ranks` have not come. `recent`
-    has the seconds of a step by what they went to, the mean of the latest `steps`; null before the second. `failure` is what
-    `clean` leaves of the error. What the monitor cannot write it does not write: nothing depends on it.
+    `seconds` is the duration of the activity. `waits` is null for a rank that does not wait; its `ranks` are the late ones.
+    `recent` has the mean seconds of the latest `steps` by category; null before the second step. `failure` is the error passed
+    through `clean`. Errors of writing are ignored: nothing depends on the file.
     """
 
     PERIOD_SECONDS = 1.0

@@ -1,12 +1,11 @@
 """The status board: every rank of a run posts its current activity, so that a wait can name the ranks that it waits for.
 
-One row of 64-bit words per rank: its process id, a progress counter, what it is doing to which unit at which step, and a ring of
-the events it has gone through; and its notes, short texts such as why it failed. Ranks of one host share the rows as memory
-(`shared_rows`, a few hundred nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`,
-once in a while and when they fail).
+Each rank has a row of 64-bit words: its process id, a progress counter, its activity, unit and step, and rings of its latest
+events; and notes, short texts such as its error. Ranks of one host share the rows as memory (`shared_rows`, a few hundred
+nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, twice a second and at errors).
 
-What belongs together is read together: step, activity and unit are one word, a note has a stamp that is 0 while it is
-written, and an event is looked at again after it was read. The order of stores is that of x86.
+Reads are consistent: step, activity and unit are one word, a note has a stamp that is 0 while it is written, and an event is
+checked again after it was read. This relies on the store order of x86.
 """
 
 from __future__ import annotations
@@ -222,9 +221,9 @@ class Store(Protocol):
 class StoreBoard(StatusBoard):
     """The board of ranks on several hosts, over the rendezvous store.
 
-    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Reading a row asks
-    the store, which only a rank that has already waited for a while does. The store is usually kept by rank 0: when
-    it cannot be reached, rank 0 is taken to be gone, and of all rows the last ones seen count.
+    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Only a rank that has waited for a
+    while reads rows from the store. Rank 0 usually keeps the store: when it cannot be reached, rank 0 counts as gone, and the last
+    rows read stay valid.
     """
 
     PERIOD_SECONDS = 0.5

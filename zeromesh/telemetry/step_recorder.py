@@ -6,15 +6,14 @@
     recorder.take_seconds()    {"data": 0.004, "forward": 0.120, "backward": 0.251, "communication": 0.018, ...}
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
-A moment belongs to the innermost span that is open, so the seconds of all phases add up to those of the step. Time spent in waiting
-for bytes of another tier comes from a counter and belongs to the phase `offload_wait` alone.
+Time belongs to the innermost open span, so the phases' seconds add up to those of the step. Time spent waiting for bytes of another
+tier comes from a counter and belongs to the phase `offload_wait` alone.
 
-Bytes are what a rank has to send at least: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and in a reduce-scatter, and
-twice that in an all-reduce. In memory that ranks share nothing is sent; the number is then what a network would have had to carry.
-Seconds are those that this rank's own thread has spent in starting a collective and in waiting for it; what runs beside the
-computation costs none. On CUDA they are the host's.
+Bytes are the least that a rank has to send: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and a reduce-scatter, and
+twice that in an all-reduce. In shared memory nothing is sent; the number is what a network would have to carry. Seconds are those
+of this rank's main thread for starting collectives and waiting for them (on CUDA the host's), without overlapped communication.
 
-With `enabled = False` nothing is measured, and a call costs a look at a flag. Ranges are recorded inside `profiling_ranges` alone.
+With `enabled = False` nothing is measured, at the cost of a flag test. Ranges are recorded only inside `profiling_ranges`.
 """
 
 from __future__ import annotations

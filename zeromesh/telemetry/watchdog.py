@@ -55,9 +55,8 @@ class AsyncWork(Protocol):
 class Watchdog:
     """Bounds waits for other ranks and explains their errors.
 
-    A wait ends with `CollectiveError` when a peer's process is gone, when a peer has failed, when a peer went through
-    another event than this rank, or when for `timeout_seconds` neither the wait's own condition nor any peer's
-    progress counter moved.
+    A wait ends with `CollectiveError` when a peer's process is gone, a peer has failed or posted another event than this rank, or
+    for `timeout_seconds` neither the wait's condition nor any peer's progress counter changed.
     """
 
     SLICE_SECONDS = 0.25
@@ -178,9 +177,8 @@ class Watchdog:
     ) -> None:
         """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`.
 
-        On one host every event is compared, since looking is free there. Across hosts only one that is not `settled`
-        (not as recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes
-        on.
+        On one host every event is compared, since reading is free there. Across hosts only an event that is not `settled` (not as
+        recorded in an earlier pass) is: this rank then publishes it and waits for the peers' events.
 
         Raises:
             CollectiveError: when a peer has gone through another one in its place.
@@ -212,7 +210,7 @@ class Watchdog:
     def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
         """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it.
 
-        A rank that leaves the block with an error says so to those that are still in it and wait for it.
+        A rank that leaves the block with an error tells it to those that still wait for it in the block.
 
         Raises:
             CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
@@ -358,7 +356,6 @@ class Watchdog:
         late: Callable[[], CollectiveError] | None = None,
         behind: Callable[[], list[int]] | None = None,
     ) -> None:
-        """Wait until `done()`; the rows of peers are checked a few times a second."""
         self.refuse()
         since = time.monotonic_ns()
         self.ring.add(event_ring.WAIT | self.ring.name(what), since)
@@ -511,7 +508,6 @@ class Watchdog:
         return phrase_of(Activity(activity), unit - 1, self.unit_names.get(self._rank, ()))
 
     def _late(self, peers: Sequence[int], what: str) -> CollectiveError:
-        """Return the error for peers without progress for the whole timeout."""
         return self._called_alone(peers, what) or CollectiveError(
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"

@@ -7,9 +7,9 @@
     split         this rank's share              concatenation                before which all ranks have all
     scatter_out   sum, of it this rank's share   concatenation                after what is divided, along the sequence
 
-A gradient is *whole* where every rank has all of it, and *partial* where ranks have summands of it: it is partial between `copy_in`
-and `sum_out`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; along the sequence Korthikanti et al. 2022,
-arXiv:2205.05198.)
+A gradient is *whole* if every rank has all of it, and *partial* if ranks have summands of it: it is partial between `copy_in` and
+`sum_out`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; for sequence parallelism Korthikanti et al.
+2022, arXiv:2205.05198.)
 """
 
 from collections.abc import Callable, Sequence

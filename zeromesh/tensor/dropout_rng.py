@@ -1,9 +1,8 @@
-"""Dropout under tensor parallelism: equal random numbers on all ranks for equal activations, and separate ones for divided
-activations.
+"""Dropout under tensor parallelism: equal random numbers for equal activations, separate ones for divided activations.
 
-Numbers are drawn from the global generators, which are seeded alike on all ranks. Where activations are divided, the generators
-are put to a state of this rank's own, made from a number that all ranks draw, and afterwards back to where they were. So a
-recomputation that starts from the same state draws the same numbers.
+Numbers are drawn from the global generators, which are seeded alike on all ranks. For divided activations, the generators are set
+to a state of this rank, derived from a number that all ranks draw, and restored afterwards. So a recomputation that starts from the
+same state draws the same numbers.
 """
 
 from collections.abc import Iterator

@@ -4,8 +4,8 @@
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
     VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
 
-Embeddings and experts stay the modules that they are; functions here stand around their forwards.
-`transposed` layers keep their weight as `[in, out]`, as GPT-2 does.
+Embeddings and experts keep their modules; functions here wrap their forwards. `transposed` layers keep their weight as `[in, out]`,
+as GPT-2 does.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,7 +126,8 @@ def lookup_own(
 ) -> torch.Tensor:
     """Look up the embeddings `[*ids.shape, features]` of integer `ids` on all ranks.
 
-    `lookup` makes this rank's, of the numbers that its `tokens` have here; vectors of other tokens come from the other ranks.
+    `lookup` returns the embeddings of this rank's `tokens`, given their local numbers; those of other tokens come from the other
+    ranks.
     """
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
@@ -148,7 +149,7 @@ def divided_experts(
 ) -> torch.Tensor:
     """Run experts whose intermediate features are divided over the ranks; `forward` computes this rank's summand.
 
-    Their arguments (hidden states, the weights of the chosen experts) are whole, and so are their gradients: the router is outside.
+    Their arguments (hidden states, weights of the chosen experts) are whole, and so are their gradients: the router is outside.
     """
 
     def copied(value: torch.Tensor) -> torch.Tensor:
@@ -164,7 +165,7 @@ def latent_and_rotary(
 ) -> torch.Tensor:
     """Compute outputs [..., latent + rotary] of a projection that is not divided (multi-head latent attention, DeepSeek-V2).
 
-    Keys are made of the latent ones by column layers, which sum the gradient; the rotary ones go to this rank's heads as they are.
+    Column layers compute keys from the latent outputs, and sum the gradient; the rotary outputs go to this rank's heads unchanged.
     """
     out = forward(x)
     rotary = autograd_collectives.copy_in(out[..., latent:], exchange)

@@ -1,7 +1,6 @@
 """Divides a model in place by a `TensorPlan`, so that this rank holds and computes its part.
 
-Modules keep their names, and so do parameters; code of the model stays as it is. With `sequence`, blocks of the model pass on
-shares of the sequence:
+Modules and parameters keep their names, and the model's code is unchanged. With `sequence`, blocks pass on shares of the sequence:
 
     embeddings | split | norm | gather: attention: scatter | + | norm | gather: MLP: scatter | + | ... | gather | norm | head
     whole        share                                                                              share    whole
@@ -54,8 +53,8 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 class Parallelized:
     """Makes `model` compute rank `exchange.index`'s part of `plan`, and can restore the whole model.
 
-    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; the engine gives
-    them values. All other parameters and buffers stay as they are.
+    Divided parameters become local ones on the meta device, with unchanged dtype and `requires_grad`; the engine fills them. All
+    other parameters and buffers stay unchanged.
 
     Args:
         sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
@@ -202,8 +201,7 @@ class Parallelized:
         """Wrap the forwards of blocks, attentions and blocks of experts.
 
         The first block of a stack takes the whole sequence, the last one returns it. Attentions and blocks of experts run on all of
-        it, since their code reads its length. All take hidden states [batch, sequence, hidden] as their first argument, or as
-        `hidden_states`.
+        it, since their code reads its length. All take hidden states [batch, sequence, hidden] first, or as `hidden_states`.
         """
         for stack in self.plan.stacks:
             for name in stack:
@@ -247,12 +245,10 @@ def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: 
 def _with_biases(
     forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an attention on this rank's heads, cut from its argument `name`, which holds position biases of all heads or a mask with
-    them.
+    """Run an attention on this rank's heads of its argument `name`: position biases of all heads, or a mask with them.
 
     `names` are its arguments in order. Biases are [batch x heads, 1, sequence], [heads, 1, sequence] or [batch, heads, 1,
-    sequence], a mask with them [batch, heads, sequence, sequence]. Those made by an attention of this rank have its heads alone
-    already.
+    sequence], masks [batch, heads, sequence, sequence]. Those made by an attention of this rank have only its heads already.
     """
     kwargs |= dict(zip(names, args, strict=False))
     biases, mask = kwargs.get(name), kwargs.get("attention_mask")

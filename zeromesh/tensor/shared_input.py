@@ -1,8 +1,7 @@
 """The input shared by several column layers: queries, keys and values of an attention, gate and up projection of an MLP.
 
-Its gradient is a sum over the ranks and over these layers, so one exchange does for all of them. A layer's backward therefore makes
-the gradient of its input alone and leaves that of its weight for later; when the last layer is through, the sum is started, and the
-gradients of the weights are made while it is on its way.
+Its gradient is a sum over the ranks and these layers, which takes a single all-reduce. Each layer's backward computes only the
+gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile.
 
     backward      dX of q | dX of k | dX of v | start of the sum | dW of q | dW of k | dW of v | end of the sum
 """
@@ -22,7 +21,7 @@ from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncomp
 class SequenceShares:
     """The residual stream of a model: divided into equal shares of the sequence, or whole on each rank.
 
-    Where gradients are recorded it is always shared out. Elsewhere (`generate` takes single tokens) a sequence whose length is no
+    It is always divided while gradients are recorded. Otherwise (`generate` takes single tokens) a sequence whose length is not a
     multiple of the ranks stays whole.
     """
 

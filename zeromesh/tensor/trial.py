@@ -1,7 +1,6 @@
 """The trial of a tensor plan: a divided model, whose ranks are threads of this process, compared with the whole model.
 
-All that comes out of modules of whole features, and every gradient, must be equal to rounding in the dtype of the model, which is
-to be float64.
+The outputs of modules with whole features and all gradients must be equal up to rounding; the model is to be float64.
 """
 
 import copy
@@ -54,7 +53,7 @@ class _Passed:
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
     """Load every parameter on the meta device on CPU; divided ones get this rank's part.
 
-    `whole` has the whole tensors by FQN. Dtype and `requires_grad` of the parameters stay.
+    `whole` holds the whole tensors by FQN. Dtype and `requires_grad` of the parameters do not change.
 
     Raises:
         LayoutError: for a tensor that is missing or has another shape.
@@ -78,8 +77,7 @@ def _own(whole: Tensor, part: ParameterPart | None) -> Tensor:
 
 
 def difference_when_divided(whole: nn.Module, plan: TensorPlan, run: Run, *, sequence: bool = False) -> str:
-    """Run `whole` and its copies divided by `plan`; returns a text with name and class of the first module that computes something
-    else, empty if none does.
+    """Run `whole` and its copies divided by `plan`; returns name and class of the first module that differs, or an empty text.
 
     `sequence`: blocks pass on shares of the sequence.
 

@@ -34,7 +34,7 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
     """Compare the buckets and options of all ranks of `group` before anything is allocated; all ranks call this.
 
-    Ranks that differ would sum gradients of different parameters, or map memory past its end.
+    Ranks with different plans would sum gradients of different parameters, or map memory past its end.
 
     Raises:
         LayoutError: on every rank, naming the options and parameters that differ.
@@ -92,7 +92,7 @@ def build_units(
 ) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
 
-    A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
+    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards.
 
     Raises:
         LayoutError: when ranks build different things, or a parameter is wider than its master weight.
@@ -178,8 +178,7 @@ def kept_buckets(
     """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
 
     Without a budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root, always
-    gathered while others are, and units that rest in the dtype of the gather. Buckets that one rank computes with in place are kept
-    whatever the budget.
+    gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank are always kept.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away

@@ -1,9 +1,9 @@
 """Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype. Pure.
 
-A unit is a transformer block, the embedding, the head, and the root for the rest. Blocks are the modules whose class the model
-names in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A block that is a
-container without a forward of its own is never called: its children are blocks instead. A parameter with several names (tied
-weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
+A unit is a transformer block, the embedding, the head, or the root for the rest. Blocks are the modules whose class the model names
+in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A container without a
+forward is never called: its children are blocks instead. A tied parameter belongs to the smallest unit around all modules that hold
+it. Units with few elements join the root.
 """
 
 from collections import Counter
@@ -21,7 +21,6 @@ from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 
 ROOT = ""
-"""The fully qualified name of the root module."""
 _SMALL = 4096
 """The number of elements below which a collective costs its latency alone."""
 
@@ -78,9 +77,9 @@ def plan_model(
 ) -> ModelPlan:
     """Divide `model` into units.
 
-    `group_of` gives a parameter's optimizer group from its name, `cuts` says what this rank's model has of the whole one. The
-    model's main dtype becomes `compute_dtype`; parameters of a wider dtype keep theirs, and so do those to be kept in fp32 and
-    those that are no floating-point numbers.
+    `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
+    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floating ones keep
+    theirs.
 
     Raises:
         LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.

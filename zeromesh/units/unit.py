@@ -1,6 +1,6 @@
 """Units and their buckets at run time.
 
-Who owns which memory, for a bucket of P elements over W ranks:
+The memory of a bucket of P elements over W ranks:
 
     buffer.full   [P]     compute dtype   the transport's; parameters are views of it while the unit is live
     master        [P/W]   master dtype    this rank's interval; a view of buffer.full where that is persistent and of equal dtype
@@ -10,10 +10,9 @@ Who owns which memory, for a bucket of P elements over W ranks:
     grad_rest     [P/W]                   where they rest between reduction and update
     partial       [P]     reduce dtype    this rank's own sums, where a stage reduces only once per step
 
-[Note: Parameters at rest]
-While a parameter rests, its class is a subclass of its own whose `__torch_function__` sees every operation of PyTorch on it. What
-only asks for metadata (shape, dtype, gradient, hooks) is answered. Anything else calls `wake`, which makes the parameter's unit
-live or raises, and then runs on the same object, whose class and values are by then what they were. Operations that do not ask for
+[Note: Parameters at rest] A parameter at rest has a subclass of its class, whose `__torch_function__` receives every PyTorch
+operation on it. Queries of metadata (shape, dtype, gradient, hooks) are answered. Anything else calls `wake`, which makes the
+parameter's unit live or raises, and then runs on the same object with its class and values restored. Operations that ignore
 overrides (TorchScript, collectives of torch.distributed) see NaN.
 """
 

@@ -6,17 +6,16 @@ The engine asks a source for intervals of parameters while it fills its shards, 
     SeededSource        the model is on the meta device: values are drawn module by module from a seed
     SafetensorsSource   the values lie in files (`trainer/weights/safetensors_source.py`)
 
-`build_deferred` builds a model without memory on the meta device where that loses nothing, else whole on CPU.
+`build_deferred` builds a model on the meta device if that loses no values, else on CPU.
 
-[Note: Values that are made again]
-A model built on the meta device has shapes and no values. The values are made again one module at a time on CPU, by the code that a
-normal construction would have run: for a module of a Hugging Face model `_init_weights` of the model that it belongs to, for any
-other module its `reset_parameters`. Both are then run for every module *around* it, innermost first, because containers correct
-what they contain (GPT-2 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). Everything else
-stays on meta meanwhile, where writing does nothing.
+[Note: Values that are made again] A model built on the meta device has shapes and no values. They are recomputed one module at a
+time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
+`reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
+scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
+where writing does nothing.
 
-Memory is NaN before (integers are computed twice over different fillings), so a value that only `__init__` knew, and that building
-on meta has lost, is found and reported instead of being invented.
+Memory is filled with NaN before (integers are computed twice over different fillings), so a value computed only by `__init__`, and
+lost by building on meta, is reported instead of invented.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyEr
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
     """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`).
 
-    The generator is put back afterwards. `torch.manual_seed` would reseed every accelerator as well.
+    The generator is restored afterwards. `torch.manual_seed` would reseed every accelerator as well.
     """
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number_of(f"{seed}\0{name}"))
@@ -75,7 +74,7 @@ class Recomputed:
 class Skeleton:
     """A second module tree with the same attributes, whose parameters and buffers are all on meta.
 
-    Initialisers run on it, so the model's own tensors, which may already be in use, are never written.
+    Initialisers run on it, so the model's own tensors, which may be in use, are never written.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,7 +131,7 @@ class Skeleton:
     def recompute(self, fqn: str, table: Table, names: Sequence[str], seed: int) -> Recomputed:
         """Compute the initial values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
 
-        They depend on `seed` and on `fqn` alone. The global random state is left as it was.
+        They depend on `seed` and `fqn` alone. The global random state does not change.
         """
         result = self._attempt(fqn, table, names, seed, reset_first=False)
         if result.lost and self.managed_by_pretrained(fqn):
@@ -159,7 +158,6 @@ class Skeleton:
 
 
 def _initialiser(path: Sequence[nn.Module]) -> Initialiser | None:
-    """Return the initialiser of the last module of `path` (root first)."""
     for ancestor in reversed(path):
         if is_pretrained_model(ancestor):
             initialise: Any = ancestor._init_weights
@@ -337,9 +335,8 @@ class BuiltSource(ParameterSource):
 class SeededSource(BuiltSource):
     """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's name.
 
-    Values do not depend on the order of reads, on the device, on the world size or on the global random state. A tied parameter has
-    the value that it gets under its first name. Parameters that are not on meta keep their values. Those of one module are held
-    between reads.
+    Values do not depend on the order of reads, the device, the world size or the global random state. A tied parameter has the
+    value of its first name. Parameters that are not on meta keep their values. The values of one module are cached between reads.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -371,7 +368,7 @@ class SeededSource(BuiltSource):
     def lost(self) -> tuple[str, ...]:
         """Return the parameters that no initialiser would set, found before any read by a dry run on meta, which costs no memory.
 
-        Modules of one kind (same classes around them, same shapes) are tried once. `read` checks the values themselves.
+        Modules of equal structure (class path and shapes) are tried once. `read` checks the values themselves.
         """
         verdicts: dict[object, tuple[str, ...]] = {}
         names: list[str] = []
@@ -421,9 +418,9 @@ def materialize_buffers(
 ) -> tuple[str, ...]:
     """Give every buffer of `model` memory on `device`, in its own dtype, and its value.
 
-    A buffer on meta gets what `source` has stored for it, else what its initialiser computes (rotary frequencies, position ids,
-    running statistics). Returns the names of the buffers, and of plain tensor attributes on meta, whose value is not known: buffers
-    among them hold NaN or arbitrary integers, and the model has to be built on CPU instead.
+    A buffer on meta gets its value stored in `source`, else that of its initialiser (rotary frequencies, position ids, running
+    statistics). Returns the names of buffers, and of unregistered tensor attributes on meta, with unknown values: such buffers hold
+    NaN or arbitrary integers, and the model must be built on CPU instead.
     """
     target = torch.device(device)
     skeleton = Skeleton(model)
@@ -467,10 +464,10 @@ def build_deferred(
 ) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later.
 
-    Where that would lose or change values, `build` is called again on CPU with torch's generator seeded by `seed`: every rank then
-    holds the whole model for a while, and a note says so. That is the case if it raises on meta, if it registers hooks on gradients
-    of parameters, if parameters or buffers get values that no initialiser would set again, or if it initialises a plain module's
-    parameters otherwise than their `reset_parameters` does (which is found by comparing the operations).
+    If that would lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds
+    the whole model for a while, and a note says so. That is so if it raises on meta, registers hooks on gradients of parameters,
+    sets parameters or buffers to values that no initialiser sets, or initialises a plain module's parameters otherwise than their
+    `reset_parameters` does (found by comparing the operations).
     """
     log = WriteLog()
     try:
@@ -504,8 +501,8 @@ def build_deferred(
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
 
-    What construction did to weights on meta cannot be seen any more: a note names the modules that are drawn again by
-    `reset_parameters`, unless Hugging Face's `_init_weights`, which decides alone, draws them.
+    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`. Modules
+    of Hugging Face models are drawn by `_init_weights`, without a note.
 
     Raises:
         LostValuesError: if nothing would compute some of the parameters on meta.
@@ -563,7 +560,7 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
 def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
     """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do.
 
-    It finds subclasses that redraw their layers in `__init__` (`self.apply(self._init_weights)`); a Hugging Face model does so by
+    It finds subclasses that redraw their layers in `__init__` (`self.apply(self._init_weights)`); Hugging Face models do so by
     `_init_weights`, which a build on meta skips and `SeededSource` calls.
     """
     replays: dict[str, WriteLog] = {}

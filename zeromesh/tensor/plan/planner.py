@@ -1,8 +1,7 @@
-"""Makes a plan from a model: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
+"""Plans the division of a model's layers among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
-Rules come from the user, from a table, and from the model: from its `tp_plan` of transformers, or where it has none from the shapes
-of its layers (`recognition.py`). The first that names a module counts. A rule has one of these styles (those of transformers, and
-some more):
+Rules come from the user, from a table, and from the model: its `tp_plan` of transformers, or without one the shapes of its layers
+(`recognition.py`). The first rule that matches a module counts. The styles are those of transformers, and some more:
 
     colwise                          outputs are divided: heads in an attention, features elsewhere
     rowwise                          inputs are divided, outputs summed
@@ -211,7 +210,6 @@ class _Planner:
             ) from error
 
     def choose(self, rules: Mapping[str, str]) -> None:
-        """Record the style of every module that a rule matches."""
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
         builtin, by_shape = OWN.get(kind, {}), goes_by_shape(self.model)
@@ -275,7 +273,6 @@ class _Planner:
         self.layers[name] = LayerPlan(module=name, style=style, shares=shares)
 
     def _divide(self, name: str, style: Style, length: int) -> None:
-        """Plan a layer whose dim of `length` is divided evenly."""
         self._add(name, style, tuple((interval,) for interval in balanced(length, self.size)))
 
     def attention_layers(self) -> None:
@@ -461,7 +458,6 @@ class _Planner:
             )
 
     def plan(self) -> TensorPlan:
-        """Return the plan, with notes on the modules that stay whole."""
         order = {name: number for number, name in enumerate(self.modules)}
         layers = tuple(sorted(self.layers.values(), key=lambda layer: order[layer.module]))
         whole = [
@@ -522,7 +518,7 @@ def _shown(names: Iterable[str]) -> str:
 def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -> Mapping[str, ParameterPart]:
     """Return the part of every parameter of the whole `model` that is divided, or whole with partial gradients, by its first FQN.
 
-    All others are whole on every rank, with the same gradient on each. `sequence`: blocks pass on shares of the sequence.
+    All others are whole on every rank, with equal gradients. `sequence`: blocks pass on shares of the sequence.
 
     Raises:
         LayoutError: when modules divide a parameter that they share in different ways.

@@ -3,8 +3,8 @@
     attention   q, k and v of one module, or all three in one layer; what follows takes as many inputs as queries have outputs
     MLP         up, of the width that passes through the block, or several of them or two in one; down, from there back to it
 
-A shape says how a layer may be divided, not what the code around it computes. So a recognised plan is tried on a small copy of the
-model before it is used (`zeromesh/tensor/trial.py`), and a module that then computes something else refuses it.
+A shape tells how a layer may be divided, not what the surrounding code computes. So a recognised plan is first tried on a small
+copy of the model (`zeromesh/tensor/trial.py`), and refused if a module computes something else.
 """
 
 from collections.abc import Iterator, Mapping
