@@ -92,7 +92,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
     """Read this process's position from `environ` (default: the process's own variables).
 
     Raises:
-        ConfigError: a launcher's variables are there in part; the message names the missing ones.
+        ConfigError: when some variables of a launcher are missing; the message names them.
     """
     environ = os.environ if environ is None else environ
     # torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in

@@ -44,7 +44,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open the regular file at `path` and return its descriptor; a file created by `os.O_CREAT` has the umask's permissions.
 
     Raises:
-        OSError: where it cannot be opened, or is a link, a pipe or anything else that is no regular file.
+        OSError: for a path that cannot be opened, or is a link, a pipe or anything else but a regular file.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
@@ -83,7 +83,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
     A link at `path` is replaced, and its target left alone. With `sync` the data is flushed to disk first.
 
     Raises:
-        OSError: the old content is still there then.
+        OSError: when the write fails; the old content is then unchanged.
     """
     path = Path(path)
     passing = path.parent / f".zeromesh-{secrets.token_hex(8)}.tmp"
@@ -115,7 +115,7 @@ def try_lock(descriptor: int) -> bool:
     The lock is one of `flock`, or on file systems without it an open file description lock of `fcntl`.
 
     Raises:
-        OSError: where the file system has neither.
+        OSError: when the file system supports neither lock.
     """
     whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     for lock in (

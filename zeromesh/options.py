@@ -46,7 +46,7 @@ STAGES: dict[int, Placements] = {
     2: Placements(parameters=_WHOLE, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
     3: Placements(parameters=_SHARDED, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
 }
-"""[Note: A stage is a row of data] Where states lie over the shard axis decides which collectives run, not which code does.
+"""[Note: A stage is a row of data] The placement of states over the shard axis decides which collectives run, not which code.
 
     stage   parameters                    gradients                            optimizer state
     0       replicated                    replicated                           replicated
@@ -54,7 +54,7 @@ STAGES: dict[int, Placements] = {
     2       replicated                    sharded as a bucket completes        sharded
     3       sharded, gathered around use  sharded as a bucket completes        sharded
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. That stages are placements follows
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stages as placements follow
 Megatron-FSDP's experimental rewrite.
 """
 

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 PATCHES = {
-    "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a mode holds for backward too.
-    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: the kernel of a device.
-    # loop/device_batch.py: the host answers from the batch, where the library would wait for the device.
+    "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
+    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: takes a device's kernel.
+    # loop/device_batch.py: the host computes the answer from the batch, since the library would wait for the device.
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "5.23.0",
     "transformers.masking_utils._ignore_causal_mask_sdpa": "5.23.0",
     "transformers.masking_utils.fast_all": "5.23.0",
     "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",
     "transformers.masking_utils.is_tracing": "5.23.0",
-    "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerator over zeromesh.
+    "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerate class on zeromesh.
 }
 """The replaced functions and classes of libraries, with the versions that the replacements were written for."""
 

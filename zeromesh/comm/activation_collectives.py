@@ -76,7 +76,7 @@ class Pending:
         """Return the result; may be called once. On CUDA the compute stream waits, not the host.
 
         Raises:
-            CollectiveError: when a peer is gone, late, or exchanges something else; or when asked twice.
+            CollectiveError: when a peer is gone, late, or exchanges another tensor; and for a second call.
         """
         self.settle()
         result, self._result = self._result, None
@@ -126,7 +126,7 @@ class Exchange:
         """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`.
 
         Raises:
-            LayoutError: when `dim` cannot be shared out so.
+            LayoutError: when `dim` cannot be divided into these slices.
         """
         dim = _dim(tensor, dim)
         length, size = tensor.shape[dim], self.size
@@ -335,9 +335,9 @@ def _phrase(about: list[int]) -> str:
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:
     """Open the exchange of activations over `group`. Every rank of the group calls this, in the same order.
 
-    Raises:
-        ConfigError: when the named kind cannot serve the group.
-        StorageError: when the memory cannot be had.
+        Raises:
+            ConfigError: when the named kind cannot serve the group.
+    StorageError: when memory is short.
     """
     name = choose_transport(kind, group, device)
     if name == "local":

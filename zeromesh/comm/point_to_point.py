@@ -197,7 +197,7 @@ class Channels:
         Messages of one `kind` have the same shapes and dtypes. `specs` are those that the receiver already expects.
 
         Raises:
-            CollectiveError: for tensors that are not what the receiver expects.
+            CollectiveError: for tensors that differ from `specs`.
         """
         self._out[target].send(kind, tensors, specs, what)
 
@@ -218,7 +218,7 @@ class Channels:
         """Wait until all messages are sent; called at the end of a step.
 
         Raises:
-            CollectiveError: as `Watchdog` has it.
+            CollectiveError: for the reasons of `Watchdog`.
         """
         for line in (*self._out.values(), *self._in.values()):
             line.settle()

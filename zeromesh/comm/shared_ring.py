@@ -232,7 +232,7 @@ class SharedRing:
         """Return the slot that the rank at position `rank` published as message `sequence`, and the words that describe it.
 
         Raises:
-            StorageError: when its memory cannot be mapped any more.
+            StorageError: when the slot's memory cannot be mapped any more.
         """
         place = self._entry(rank, sequence)
         number, serial, descriptor, capacity, *about = self._words[place : place + _ENTRY].tolist()

@@ -181,7 +181,7 @@ class CollectiveTransport(Transport):
             self._queue[0].poll()
 
     def close(self) -> None:
-        with suppress(CollectiveError):  # The caller knows already that one cannot end.
+        with suppress(CollectiveError):  # The caller has seen the error of the failed reduction.
             for buffer in self._gathered:
                 buffer.settle()
 
@@ -192,7 +192,7 @@ def open_transport(
     """Allocate the buffers and slots of a group. Every rank of it calls this with the same requests.
 
     Raises:
-        StorageError: when the memory cannot be had.
+        StorageError: when memory is short.
     """
     if name == "local":
         return Transport(requests, device)

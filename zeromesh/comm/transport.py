@@ -225,8 +225,8 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
     """Resolve `kind` for this group to `local`, `shared`, `gloo` or `nccl`.
 
     Raises:
-        ConfigError: when the named one cannot serve the group.
-        CollectiveError: when this rank is not in it.
+        ConfigError: when the named transport cannot serve the group.
+        CollectiveError: when this rank is not in the group.
     """
     group.require_member()
     if is_accelerator(device):

@@ -409,7 +409,7 @@ class BucketLayout:
     """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer.
 
     Raises:
-        LayoutError: at construction, when any of this does not hold.
+        LayoutError: at construction, when one of these conditions is violated.
     """
 
     name: str

@@ -59,7 +59,7 @@ def redistribute(
     `flat`, 1-D, holds this rank's elements in `before`, and may be returned itself. It is empty for a rank without elements.
 
     Raises:
-        LayoutError: for elements that are wanted and that no rank holds.
+        LayoutError: when no rank holds some of the requested elements.
         CollectiveError: when a rank is gone or late.
     """
     own, here, wanted = group.index, before[group.index], after[group.index]

@@ -87,14 +87,13 @@ def chunked_cross_entropy(
         weight: [vocab, hidden], same dtype.
         bias: [vocab], same dtype, or None.
         targets: [tokens], integers in [0, vocab) or `ignore_index`.
-        seed: the gradient that backward will be given for the result; any other is right too, at the price of one
-            more pass over the gradients.
-        chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
-        change: what is done to each logit before the softmax, in the dtype of the softmax.
-        count: how many targets are not `ignore_index`, where the caller knows it, and that they are in the vocabulary: then
-            nothing is asked of a device, for whose answer the host would wait.
-        sizes: with an `exchange`, tokens of the vocabulary on each of its ranks, in order. Then `weight` and `bias` are this
-            rank's part, `hidden` and `targets` the same on all ranks, and so are the result and the gradient of `hidden`.
+        seed: the gradient of the result expected in backward; another one costs one more pass over the gradients.
+        chunk_tokens: number of tokens per chunk, whose logits are in memory together (see `chunk_for`).
+        change: the transformation of each logit before the softmax, in the dtype of the softmax.
+        count: number of targets other than `ignore_index`, if the caller knows it and has checked that they are in the
+            vocabulary; this saves a synchronization of host and device.
+        sizes: with an `exchange`, number of vocabulary tokens on each of its ranks. Then `weight` and `bias` are this rank's
+            part; `hidden`, `targets`, the result and the gradient of `hidden` are equal on all ranks.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
     a wider one where that is faster), and the weight's gradient is summed over chunks in fp32.

@@ -166,7 +166,7 @@ class LauncherConnection:
         """Return the messages that have arrived, without waiting.
 
         Raises:
-            MessageError: when one makes no sense, or was not made with the secret.
+            MessageError: for a malformed message, or one without a valid digest.
             ConnectionError: when the connection has ended, or nothing was received for some seconds.
         """
         now = time.monotonic()

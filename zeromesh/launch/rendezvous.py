@@ -458,7 +458,7 @@ def launch_workers(
     fails, and 128 plus the signal's number after a signal to stop; the workers have ended then.
 
     Raises:
-        ConfigError: when this host is to serve the endpoint, and cannot.
+        ConfigError: when this host must serve the endpoint, and cannot.
     """
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
         others = meeting(nodes, processes, notify, lambda: bool(requests.first))

@@ -90,7 +90,7 @@ class DeviceWorks:
         """Order what this thread launches from now on after the collective `work`.
 
         Raises:
-            CollectiveError: when an earlier one cannot end.
+            CollectiveError: when an earlier collective cannot complete.
         """
         self._watch.refuse()
         self._watch.begun += 1
@@ -109,7 +109,7 @@ class DeviceWorks:
         """Block the host until the device has finished a collective.
 
         Raises:
-            CollectiveError: when it cannot end, or fails.
+            CollectiveError: when the collective fails or cannot complete.
         """
         self._watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
         try:
@@ -122,7 +122,7 @@ class DeviceWorks:
         different groups. All its ranks call this, and connect the groups that they share in the same order.
 
         Raises:
-            CollectiveError: when the ranks do not come together.
+            CollectiveError: when the ranks do not connect.
         """
         what = f"connection of the devices of ranks {', '.join(map(str, ranks))}"
         self._groups.append(group)

@@ -53,7 +53,7 @@ class MeshShape:
         """Compute the shape of a world of `world_size` ranks; `shard="auto"` takes the ranks that the other axes leave.
 
         Raises:
-            LayoutError: the axes do not fit the world. The message names their product, and what to change.
+            LayoutError: when the axes do not fit the world. The message names their product, and a remedy.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")

@@ -19,7 +19,7 @@ def listen(name: str, port: int) -> socket.socket:
     """Open a socket that listens at the address by which other hosts know this one as `name`, and at no other. Port 0: any.
 
     Raises:
-        ConfigError: when that address is not known, or the port is in use.
+        ConfigError: when that address is unknown, or the port is in use.
     """
     address = own_address(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -34,7 +34,7 @@ def own_address(name: str) -> str:
     locally.
 
     Raises:
-        ConfigError: when `name` leads to no address of this host but the loopback, and the host has several others.
+        ConfigError: when `name` resolves to no address of this host but the loopback, and the host has several others.
     """
     found = addresses_of(name)
     if is_loopback(name):

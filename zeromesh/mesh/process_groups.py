@@ -77,7 +77,7 @@ class MeshGroups:
         waits up to `seconds` for the store.
 
         Raises:
-            ConfigError: when the process is in a default group of another number of ranks than the launch.
+            ConfigError: when the process's existing default group and the launch differ in their number of ranks.
         """
         prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
         if not dist.is_initialized():

@@ -298,7 +298,7 @@ class ProcessMesh:
         """Tell the other ranks why this one stops in the middle of a common operation.
 
         Raises:
-            CollectiveError: in place of a library's error that follows from an abort, whose reason it names.
+            CollectiveError: in place of a library's error that an abort has caused, with the reason of the abort.
         """
         self.watch.in_doubt = self.world_size > 1
         cause = self.watch.cause_of(error)
@@ -340,8 +340,8 @@ def exchange_locations(
     """Return the locations of all processes, in the order of the launch; a collective call that waits for the last process.
 
     Raises:
-        ConfigError: when processes have asked for different meshes, with which of them has `asked` for what, or compute on one
-            accelerator, which libraries of collectives refuse later and in words of their own.
+        ConfigError: when processes request different meshes, with each process's `asked`, or share one accelerator, which
+            NCCL would refuse later with a less clear error.
     """
     place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in asked.items()}

@@ -119,12 +119,12 @@ class ProcessSet:
         """Start a collective through its row in `COLLECTIVES`. Neither tensor may change until the result has been waited for.
 
         Args:
-            out: 1-D, contiguous: what arrives, the parts of all ranks one after the other, or their sum.
-            given: 1-D, contiguous: what this rank sends; None: it is its place in `out`.
-            received: elements of `out` from each rank; equal parts without.
-            sent: elements of `given` for each rank, in an all-to-all; equal parts without.
-            purpose: which group carries it; `control` is one of processors.
-            counts_as: the collective of whose traffic it is a part, with its bytes `times` as many; 0: it counts nothing.
+            out: result, 1-D, contiguous: the parts of all ranks one after the other, or their sum.
+            given: tensor to send, 1-D, contiguous; None: this rank's part of `out`.
+            received: number of elements of `out` from each rank; by default equal.
+            sent: number of elements of `given` for each rank in an all-to-all; by default equal.
+            purpose: process group to use; `control` is a CPU group.
+            counts_as: collective under which the traffic is counted, with bytes multiplied by `times`; 0: not counted.
 
         Raises:
             CollectiveError: when this rank may not act in the set.
@@ -201,8 +201,8 @@ class ProcessSet:
         No rank continues alone: if the work of one fails, all ranks raise its error.
 
         Raises:
-            kept: where the work of some rank raises it.
-            error: for whatever else it raises.
+            kept: when the work of some rank raises this class.
+            error: for any other exception of the work.
         """
 
         def encoded() -> bytes:

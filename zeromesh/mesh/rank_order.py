@@ -44,7 +44,7 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
     launch order. Process 0 is always rank 0: it keeps the rendezvous store.
 
     Raises:
-        ConfigError: when a given order is none of these processes, each once, that begins with 0.
+        ConfigError: when an explicit order does not begin with 0 or is no permutation of the processes.
     """
     world = range(len(places))
     if order == "launch":

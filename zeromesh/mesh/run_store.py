@@ -80,7 +80,7 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
     With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
 
     Raises:
-        ConfigError: when the address of rank 0 leads to no address of its host at which others could reach it.
+        ConfigError: when the address of rank 0 resolves to no address of its host that others could reach.
         CollectiveError: when the others cannot be reached.
     """
     if environment not in _STORES:

@@ -113,8 +113,8 @@ def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     """Return the header of a ring file, and its events: ascending times in nanoseconds, and words.
 
     Raises:
-        OSError: where it cannot be read.
-        ValueError: where it is no such file.
+        OSError: for a file that cannot be read.
+        ValueError: for a file in another format.
     """
     unpacking = zlib.decompressobj()
     try:

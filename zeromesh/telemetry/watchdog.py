@@ -181,7 +181,7 @@ class Watchdog:
         recorded in an earlier pass) is: this rank then publishes it and waits for the peers' events.
 
         Raises:
-            CollectiveError: when a peer has gone through another one in its place.
+            CollectiveError: when a peer has posted another event in its place.
         """
         self._doing = (activity, unit)
         state = (activity << UNIT_BITS) | (unit + 1)
@@ -323,7 +323,7 @@ class Watchdog:
         """Wait for an asynchronous collective.
 
         Raises:
-            CollectiveError: also when the collective itself failed, with what the board knows of the peers.
+            CollectiveError: also when the collective itself failed, with the peers' status on the board.
         """
         self.begun += 1
         # The first slice is short, and after it the board says that this rank waits.
@@ -457,7 +457,7 @@ class Watchdog:
         """Check the peers for one that is gone, has failed or does something else.
 
         Raises:
-            CollectiveError: naming it.
+            CollectiveError: for such a peer, naming it.
         """
         for peer in self._others(peers):
             if failure := self.board.read(peer, RankNote.FAILURE)[1]:
@@ -529,7 +529,7 @@ class Patience:
         """Check the peers; called a few times a second during the wait.
 
         Raises:
-            CollectiveError: when one is gone, has failed, does something else, has left the call, or none makes progress.
+            CollectiveError: when a peer is gone, has failed, runs another operation or left the call, or none makes progress.
         """
         watch, now = self._watch, time.perf_counter()
         watch.examine(self._others, self._what)

@@ -39,11 +39,11 @@ class ColumnParallelLinear(_Linear):
     """Computes some outputs of a linear layer from its whole input.
 
     Args:
-        source: hands out the input, together with other layers that read it.
-        randomness: what is drawn after this layer is this rank's own; None: someone else sees to it.
-        gathered: outputs of each rank; all ranks get those of all. None: each gets its own.
-        rows: which outputs to compute, where the layer has the whole weight, so that its gradient is partial: for fused
-            projections where ranks share key and value heads. None: the weight has this rank's outputs alone.
+        source: input shared with the other layers that read it.
+        randomness: generators to switch to this rank's random numbers after this layer; None: the caller does so.
+        gathered: number of outputs of each rank, gathered on all ranks. None: outputs stay local.
+        rows: outputs to compute from a whole weight, whose gradient is then partial: for fused projections whose key and
+            value heads are shared by ranks. None: the weight has this rank's outputs alone.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class RowParallelLinear(_Linear):
     """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum.
 
     Args:
-        shares: of the sequence, where outputs are shared out along it; None: every rank gets all.
-        randomness: what is drawn after this layer is the same on all ranks again; None: someone else sees to it.
-        source: the input of the column layers before, which is not needed from here on.
-        splits: inputs of each rank, where every rank has all of them; None: each has its own.
+        shares: sequence shares into which outputs are divided; None: every rank gets the whole output.
+        randomness: generators to switch back to the shared random numbers after this layer; None: the caller does so.
+        source: input of the preceding column layers, which can be freed here.
+        splits: number of inputs of each rank, if every rank has the whole input; None: the input is local.
     """
 
     def __init__(

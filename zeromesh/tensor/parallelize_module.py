@@ -275,7 +275,7 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
     """Check that every module that could mix tokens receives the whole sequence.
 
     Raises:
-        LayoutError: when blocks are not known, have no divided attention, or hold a matrix that the plan does not know.
+        LayoutError: when blocks are unknown, have no divided attention, or hold a matrix that is not in the plan.
     """
     off = "set parallel.sequence: false"
     if not plan.stacks:

@@ -37,7 +37,7 @@ class SequenceShares:
         """Decide whether a sequence of `length` that enters the blocks is divided, and return the decision.
 
         Raises:
-            LayoutError: when it cannot be shared out while gradients are recorded.
+            LayoutError: when it cannot be divided while gradients are recorded.
         """
         self._shared = length % self.exchange.size == 0
         if not self._shared and torch.is_grad_enabled():

@@ -95,7 +95,7 @@ def build_units(
     A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards.
 
     Raises:
-        LayoutError: when ranks build different things, or a parameter is wider than its master weight.
+        LayoutError: when ranks have different plans, or a parameter is wider than its master weight.
         StorageError: when memory is short.
     """
     layouts = plan_layouts(plan, mesh.shard.size)

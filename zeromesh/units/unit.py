@@ -4,11 +4,11 @@ The memory of a bucket of P elements over W ranks:
 
     buffer.full   [P]     compute dtype   the transport's; parameters are views of it while the unit is live
     master        [P/W]   master dtype    this rank's interval; a view of buffer.full where that is persistent and of equal dtype
-    copy          [P/W]   compute dtype   of the master weights, where these are not what is gathered: in buffer.full where that
-                                          is persistent, or at rest where master weights are out of reach
-    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches; kept from step to step, or else
-    grad_rest     [P/W]                   where they rest between reduction and update
-    partial       [P]     reduce dtype    this rank's own sums, where a stage reduces only once per step
+    copy          [P/W]   compute dtype   of master weights that are not gathered themselves: in buffer.full if that is persistent,
+                                          or on a tier where master weights are out of reach
+    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches, if they are kept from step to step
+    grad_rest     [P/W]                   their tier between reduction and update, otherwise
+    partial       [P]     reduce dtype    this rank's sums over microbatches, in stages that reduce once per step
 
 [Note: Parameters at rest] A parameter at rest has a subclass of its class, whose `__torch_function__` receives every PyTorch
 operation on it. Queries of metadata (shape, dtype, gradient, hooks) are answered. Anything else calls `wake`, which makes the

@@ -501,11 +501,11 @@ def build_deferred(
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
 
-    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`. Modules
-    of Hugging Face models are drawn by `_init_weights`, without a note.
+    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`,
+    except those of Hugging Face models, which `_init_weights` draws.
 
     Raises:
-        LostValuesError: if nothing would compute some of the parameters on meta.
+        LostValuesError: if no initialiser would compute some of the parameters on meta.
         LayoutError: if such parameters have hooks on their gradients, which may refer to tensors without values.
     """
     hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]

@@ -35,7 +35,7 @@ def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadSh
     """Return the heads of every rank.
 
     Raises:
-        LayoutError: when some rank would have none, naming `where`; and when key-value heads do not divide the query heads.
+        LayoutError: when a rank would have no heads, naming `where`; and when key-value heads do not divide the query heads.
     """
     if keys < 1 or queries % keys:
         raise LayoutError(f"{where}: {keys} key-value heads do not divide {queries} query heads")
@@ -166,7 +166,7 @@ def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivisio
     """Read the head counts of an attention and divide them among `ranks`.
 
     Raises:
-        LayoutError: when it does not say how many heads it has, or cannot be divided among `ranks`.
+        LayoutError: when its number of heads is unknown, or it cannot be divided among `ranks`.
     """
     own, queries = vars(attention), count_heads(attention)
     if not queries:

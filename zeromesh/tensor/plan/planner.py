@@ -3,19 +3,19 @@
 Rules come from the user, from a table, and from the model: its `tp_plan` of transformers, or without one the shapes of its layers
 (`recognition.py`). The first rule that matches a module counts. The styles are those of transformers, and some more:
 
-    colwise                          outputs are divided: heads in an attention, features elsewhere
+    colwise                          outputs are divided: by heads in an attention, by features elsewhere
     rowwise                          inputs are divided, outputs summed
     packed_colwise                   as colwise, for two projections in one
     qkv_stacked, qkv_by_head         as colwise, for queries, keys and values in one, in this order or head by head
-    rowwise_heads                    as rowwise, after an attention that is a sibling
+    rowwise_heads                    as rowwise, after an attention that is a sibling module
     colwise_gather_output            as colwise, then outputs are gathered
-    rowwise_split_input              as rowwise, of inputs that every rank has all of
+    rowwise_split_input              as rowwise, of an input that is whole on every rank
     embedding_rowwise                an embedding, by tokens
     embedding_heads                  an embedding of which each feature belongs to a head
     moe_tp_experts                   experts, each divided along its intermediate features
     replicated_with_grad_allreduce   whole on all ranks, used on divided activations, so that gradients are partial
-    local_params                     an attention whose own parameters (sinks) are one of each head
-    mla_kv_a_proj                    whole on all ranks; of its outputs, the last are used by divided heads as they are
+    local_params                     an attention with parameters (sinks) of one element per head
+    mla_kv_a_proj                    whole on all ranks; divided heads use its last outputs (rotary keys) directly
     replicate                        whole on all ranks
 """
 
@@ -162,7 +162,7 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
     """Plan how to divide `model`, which may be on the meta device, among `size` ranks.
 
     Args:
-        rules: a user's own, pattern of FQNs -> style; they go before all others.
+        rules: the user's rules, FQN pattern -> style, which take precedence over all others.
 
     Raises:
         LayoutError: when there is no plan for the model; when a rule of the user matches nothing or has an unknown style; when a
