@@ -308,7 +308,7 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
 def _read_mpi(environ: Mapping[str, str], names: Sequence[str]) -> _Place:
     rank, world_size, local_rank, local_world_size = _integers(environ, names)
     address = environ.get("MASTER_ADDR") or (LOOPBACK if local_world_size == world_size else "")
-    if not address:  # MPI tells no rank where rank 0 runs.
+    if not address:  # MPI does not tell ranks the host of rank 0.
         raise ConfigError(_missing(["MASTER_ADDR (the host of rank 0)"], environ))
     return rank, world_size, local_rank, local_world_size, address, _job_port(environ)
 

@@ -86,7 +86,7 @@ class OptimizerClass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """The optimizer and its rates, under torch's names."""
+    """The optimizer and its hyperparameters, under torch's names."""
 
     name: str = "adamw"
     own_class: OptimizerClass | None = None

@@ -104,8 +104,7 @@ def divide(
 
 
 def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
-    # Divided layers import torch's compiler, to exclude their exchanges from it, which takes two seconds that other runs
-    # save.
+    # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
     from zeromesh.tensor.parallelize_module import Parallelized
     from zeromesh.tensor.plan.planner import plan_tensor
 

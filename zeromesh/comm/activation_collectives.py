@@ -1,4 +1,4 @@
-"""Collectives on activations: `Exchange`, the one over process groups, and the one over memory that CPU ranks of a host share.
+"""Collectives on activations: `Exchange`, and its versions over process groups and over memory shared by CPU ranks of a host.
 
     exchange = open_exchange(group, device, "auto")
     pending = exchange.sum(partial)                                # starts; compute meanwhile
@@ -278,7 +278,7 @@ class SharedExchange(Exchange):
                 ring.published.wait(sequence + 1, what)
                 try:
                     parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
-                except StorageError:  # The memory of a rank that is gone cannot be mapped any more.
+                except StorageError:  # The memory of an ended rank cannot be mapped any more.
                     self._group.watch.examine(self._group.ranks, what)
                     raise
                 return self._combine(kind, parts, dim, lengths)

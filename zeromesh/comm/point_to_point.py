@@ -27,9 +27,7 @@ from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 HEADER_BYTES = 2048
-_LONG = timedelta(
-    days=7
-)  # gloo's receives are posted long before their messages; `Watchdog` bounds what is waited for.
+_LONG = timedelta(days=7)  # gloo's receives are posted long before their messages arrive; `Watchdog` bounds the waits.
 _KINDS = 4096
 
 
@@ -51,7 +49,7 @@ class MessageSpec:
 
 
 class Incoming:
-    """A message on its way to this rank."""
+    """A message that this rank receives."""
 
     def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._line = line
@@ -104,8 +102,8 @@ class _Line:
         self._flying: deque[tuple[torch.Tensor, InFlight]] = deque()
 
     def start(self, tensor: torch.Tensor, what: str) -> InFlight:
-        # Tensors travel as bytes, since not every backend takes every dtype; at least one, since an empty message could
-        # not be waited for.
+        # Bytes suit every backend, which not every dtype does; at least one, since an empty message could not be waited
+        # for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
         pair, received = self._pair, (len(flat), 0)
         return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)

@@ -95,7 +95,7 @@ class Counters:
     def reached(self, value: int) -> bool:
         """Return True if the counters of all ranks are at least `value`."""
         words = self._words
-        for place in self._places:  # noqa: SIM110 - a third of the time of `all`, in the loop of every wait
+        for place in self._places:  # noqa: SIM110 - three times as fast as `all`, in the loop of every wait
             if words[place] < value:
                 return False
         return True
@@ -242,7 +242,7 @@ class SharedRing:
         if slot is None or slot.serial != serial:
             segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, self._label)
             slot = self._met[rank, number] = RingSlot(segment, serial)
-            segment.close()  # The mapping stays for as long as the tensor.
+            segment.close()  # The tensor keeps the mapping.
         return slot, about
 
     def consume(self, sequence: int) -> None:

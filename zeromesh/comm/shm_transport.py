@@ -115,7 +115,7 @@ class SharedBuffer(GatherBuffer):
 
     def _reserve_own(self) -> None:
         if self._pages_out and self._own_bytes[1]:
-            if self.persistent:  # Once; others come and go too often to ask each time.
+            if self.persistent:  # Asked once: other buffers are reserved too often to ask each time.
                 require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
             self._pages_out = False

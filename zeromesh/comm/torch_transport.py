@@ -118,8 +118,7 @@ class CollectiveReducer(Reducer):
         self._slots, self._receive = made[: ring.slots], made[ring.slots :]
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        # The caller finishes launched reductions before it blocks, so a slot can only be missing while it does not
-        # block.
+        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
         return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
@@ -181,7 +180,7 @@ class CollectiveTransport(Transport):
             self._queue[0].poll()
 
     def close(self) -> None:
-        with suppress(CollectiveError):  # The caller has seen the error of the failed reduction.
+        with suppress(CollectiveError):  # The caller has already seen the error of a gather.
             for buffer in self._gathered:
                 buffer.settle()
 

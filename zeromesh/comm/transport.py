@@ -68,8 +68,7 @@ class GatherBuffer:
         self._reading: Transfer | None = None
         self._live = False
         if self.persistent:
-            # Zeros: padding between parameters belongs to no rank, and persistent memory may hold the master weights
-            # themselves.
+            # Zeros: padding belongs to no rank, and persistent memory may hold the master weights themselves.
             self.full = allocate_lasting(count, dtype, device)
         else:
             self._memory = ReleasableBuffer(count, dtype, device, spare=spare, lead=request.lead)
@@ -103,7 +102,7 @@ class GatherBuffer:
         """Advance a started gather as far as possible without waiting."""
 
     def wait(self) -> None:
-        """Return when `full` is complete and current."""
+        """Wait until `full` is complete and current."""
         if self._reading is not None:
             self._reading.wait()
 
@@ -120,7 +119,7 @@ class GatherBuffer:
 
 @dataclass(kw_only=True, eq=False)
 class Reduction:
-    """A reduction in flight, which this rank's own thread completes when it is asked to finish."""
+    """A reduction in flight, which the thread that calls `finish` completes."""
 
     traffic: CommAccount
     kind: Collective

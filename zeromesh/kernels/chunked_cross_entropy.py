@@ -29,7 +29,7 @@ from zeromesh.kernels.cpu_matmul import product_dtype, row_blocks
 from zeromesh.offload.accelerator import on_accelerator
 
 _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
-_ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
+_ROW_ELEMENTS_ACCELERATOR = 2**24  # larger on accelerators, to amortize kernel launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def chunked_cross_entropy(
         kept = torch.sort(wanted, descending=True, stable=True).indices[:count]
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
-    seed = seed or 1.0  # The gradient of a microbatch of weight 0 says so by itself.
+    seed = seed or 1.0  # For a microbatch of weight 0, the gradient passed to backward is 0.
     settings = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
     head = partial(run, rows=kept if masked else None, targets=bound.long(), **settings)
     if not any(trained):

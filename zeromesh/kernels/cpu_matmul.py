@@ -174,8 +174,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """Compute `torch.nn.functional.linear` in the fastest dtype."""
     if _is_widened(x, weight):
         return cast(torch.Tensor, wide_linear(x, weight, bias))
-    # For strided rows, such as the last position of each text, torch would compute one product each, with a copy of the
-    # weight.
+    # For strided rows, such as the last position of each text, torch would copy the weight for every row.
     return functional.linear(x.contiguous(), weight, bias)
 
 

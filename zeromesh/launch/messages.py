@@ -224,5 +224,5 @@ class LauncherConnection:
 
     def close(self) -> None:
         """Close the connection so that the other end can still read what was sent."""
-        self.read()  # A connection that is closed before all was read is reset, and what was sent may be lost.
+        self.read()  # Closing with unread input resets the connection, and sent messages may be lost.
         self.connection.close()

@@ -46,7 +46,7 @@ class WorkersFailed:
     exit_code: int
     ranks: tuple[int, ...] = ()
     noticed: bool = False
-    """True if these ranks only noticed that others had failed."""
+    """True if these ranks only noticed the failure of others."""
     pid: int = 0
     """The process id of a rank that ended without an error of its own."""
 
@@ -139,7 +139,7 @@ class RankProcesses:
         recorded = os.pread(self._errors[index], os.fstat(self._errors[index]).st_size, 0)
         try:
             return _WorkerEnd(**json.loads(recorded))
-        except (ValueError, TypeError):  # There is nothing, or only a part of it.
+        except (ValueError, TypeError):  # The record is missing or incomplete.
             return _silent_end(self._processes[index].returncode, self._ended[index], killed=index in self._killed)
 
 

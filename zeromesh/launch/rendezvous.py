@@ -165,7 +165,7 @@ class Leader:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
-        if not self._stopped():  # Ranks that are stopped end like those that fail.
+        if not self._stopped():  # Stopped ranks end like failed ones.
             self._explain_restart(cause)
         return self.first_start()
 
@@ -484,7 +484,7 @@ def _run(
 
     def hand_on(number: int) -> None:
         ranks.stop(number, _REST_SECONDS)
-        if requests.passed_on:  # They stop already, and hurry then.
+        if requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 
     try:

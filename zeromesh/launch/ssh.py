@@ -53,7 +53,7 @@ SSH = (
 """The ssh command. BatchMode makes ssh fail instead of asking for a password, which nobody could type here."""
 START_SECONDS = 120.0
 """Seconds that a host may take to send its first message, after connecting and starting Python from a slow disk."""
-_LINGER_SECONDS = 5.0  # between a host's last message, or the end of its connection, and the end of its pipes
+_LINGER_SECONDS = 5.0  # from a host's last message or lost connection to the end of its pipes
 _MARGIN_SECONDS = 1.0
 _PORTS = range(20000, 30000)
 """The ports to draw from, below those that systems assign to outgoing connections."""
@@ -301,7 +301,7 @@ class HostStream:
                     messages.parsed(content.partition(b" ")[2])
                     found.append(content)
                     continue
-            except MessageError:  # It only looks like a message.
+            except MessageError:  # The line is printed text that contains `BEGIN`.
                 printed += mark + content
             self._put(printed)
             printed = b""
@@ -336,7 +336,8 @@ class HostProcess:
         """True if the command has closed its output and is about to end."""
         ours, self._theirs = socket.socketpair()
         try:
-            # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
+            # A session of its own, so that the terminal's Ctrl-C does not end ssh before the signal was passed on over
+            # it.
             self._process = subprocess.Popen(
                 plan.arguments(host),
                 stdin=self._theirs.fileno(),
@@ -364,8 +365,8 @@ class HostProcess:
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
                 for line in self._streams[number].feed(data):
-                    select.select([], [self._theirs], [])  # ssh may have set its input, which this is, not to block.
-                    with suppress(OSError):  # Nobody listens any more.
+                    select.select([], [self._theirs], [])  # ssh may have made its input, this socket, non-blocking.
+                    with suppress(OSError):  # The process has closed its input.
                         self._theirs.sendall(line + b"\n")
         self._streams[number].flush()
         if number == 1:
@@ -391,7 +392,7 @@ class HostProcess:
         """End the local command once it has delivered the host's output, or at the monotonic time `until`. A host ends its
         processes by itself when the connection is cut."""
         self.line.connection.close()
-        for thread in self._threads:  # A process that somebody left behind may keep the pipes for ever.
+        for thread in self._threads:  # An orphaned process may keep the pipes open forever.
             thread.join(0.0 if self.lost else max(0.0, until - time.monotonic()))
         for harder in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 
-# torch 2.13 deprecates the names that torch 2.11 has alone.
+# torch 2.13 deprecates names that are the only ones in torch 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

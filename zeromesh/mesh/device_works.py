@@ -152,7 +152,7 @@ class DeviceWorks:
         """The time that a collective may take while no peer makes progress."""
         return timedelta(seconds=self._watch.timeout_seconds)
 
-    # The thread that looks after them
+    # Supervision by the thread
 
     def _look(self) -> None:
         """Check the oldest communication in flight a few times a second. Work that the device finishes counts as this rank's
@@ -165,7 +165,7 @@ class DeviceWorks:
             while self._computing and self._computing[0]():
                 self._computing.popleft()
                 moved = True
-        except RuntimeError:  # The device has failed, which whoever uses it next is told by itself.
+        except RuntimeError:  # The device has failed; its next use raises the error.
             self._flying.clear()
             self._computing.clear()
         if moved:
@@ -192,7 +192,7 @@ class DeviceWorks:
         for group in self._groups:
             threading.Thread(target=_abort, args=(group,), name="zeromesh-abort", daemon=True).start()
         if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
-            sys.excepthook(CollectiveError, found, None)  # A launcher looks there for what has ended a rank.
+            sys.excepthook(CollectiveError, found, None)  # `become_worker` records errors there for the launcher.
             sys.stderr.flush()
             os._exit(1)
 
@@ -212,5 +212,5 @@ class DeviceWorks:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # One that cannot be aborted is left to the end of the process.
+    with suppress(RuntimeError):  # A group that cannot be aborted ends with the process.
         group.abort()

@@ -93,8 +93,7 @@ class ProcessMesh:
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
         self._device_mesh: DeviceMesh | None = None
-        # A mesh that is dropped without `close` leaves its groups when it is collected, at the latest when the process
-        # ends.
+        # A mesh dropped without `close` leaves its groups when it is collected, at the latest at the end of the process.
         weakref.finalize(self, self._links.leave)
         try:
             if self.world_size > 1:
@@ -106,7 +105,7 @@ class ProcessMesh:
         except ZeromeshError:
             self._links.leave()
             raise
-        except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
+        except RuntimeError as error:  # torch has no narrower class for errors of gloo and the store
             raise CollectiveError(
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
@@ -178,7 +177,7 @@ class ProcessMesh:
             self.one_host = self._shares_memory = False
         store = self._links.rows() or store
         published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
-        dist.all_reduce(torch.zeros(1))  # A barrier would be one of the device.
+        dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:

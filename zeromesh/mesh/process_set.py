@@ -71,7 +71,7 @@ class InFlight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSet:
-    """The ranks of one group, seen from one of them. A set of one rank needs no process group.
+    """The ranks of one group and operations on them, as seen from this rank. A set of one rank needs no process group.
 
     All ranks of a set make the same calls in the same order. Waits are bounded: a `CollectiveError` names a rank that is gone or
     late. Calls by a rank outside the set, or on a removed set, raise it too.
@@ -224,7 +224,7 @@ class ProcessSet:
         failure: Exception | None = None
         try:
             answer = b"+" + work()
-        except Exception as met:  # noqa: BLE001 - other people's code among it; all ranks have to know
+        except Exception as met:  # noqa: BLE001 - it may run foreign code, and all ranks must learn of the error
             failure = met
             mark = b"?" if kept is not None and isinstance(met, kept) else b"-"
             answer = mark + _reason(met, what).encode(errors="backslashreplace")

@@ -29,7 +29,7 @@ START_SECONDS = 300
 """Seconds that start-up may take, more than a step: processes import and read models at different speeds."""
 _STORES: dict[LaunchEnvironment, Store] = {}
 _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
-_RANK_SECONDS = 10.0  # for a rank to say which one it is, once it is connected
+_RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
 _ROW_BYTES = 1 << 15

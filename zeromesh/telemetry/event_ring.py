@@ -82,7 +82,7 @@ class EventRing:
     """The last `EVENTS` events of this rank."""
 
     def __init__(self) -> None:
-        self._words = bytearray(EVENTS * _PAIR.size)  # Pages that were never written to cost nothing.
+        self._words = bytearray(EVENTS * _PAIR.size)  # Untouched pages use no memory.
         self._at = 0
         self._names: dict[str, int] = {}
 

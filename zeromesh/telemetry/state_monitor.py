@@ -102,7 +102,7 @@ class StateMonitor:
                 self._asked = asked
                 self._watch.board.own[ASKED] = asked
             content = json.dumps({"time": time.time(), "ranks": self.states()})
-            with suppress(OSError):  # A full disk is reported by what matters.
+            with suppress(OSError):  # A full disk is reported by other writers.
                 write_whole(self._path, content.encode(), sync=False)
             if last:
                 return

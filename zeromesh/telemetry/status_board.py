@@ -137,7 +137,7 @@ class StatusBoard:
 
     def seconds_since(self, rank: int, moment: int) -> float:
         """Return the seconds since a time of a rank's own clock; 0 for the time 0. Clocks of hosts are not compared."""
-        clock = self._row(rank)[_CLOCK]  # Ranks that share memory do not say, and have the same clock.
+        clock = self._row(rank)[_CLOCK]  # It is 0 for ranks that share memory and so the clock.
         elapsed = (clock or time.monotonic_ns()) - moment
         return (elapsed / 1e9 + (self.silent_seconds(rank) if clock else 0.0)) if moment else 0.0
 
@@ -290,5 +290,5 @@ class StoreBoard(StatusBoard):
     def _run(self) -> None:
         while not (self._closed.wait(self.PERIOD_SECONDS) or self._store_is_gone):
             self.publish()
-            with suppress(RuntimeError):  # The next `publish` notices it.
+            with suppress(RuntimeError):  # The next `publish` notices the error.
                 self._last[0] = self._publisher.get("zeromesh/board/0")

@@ -84,7 +84,7 @@ class Watchdog:
         """The names of unit numbers in messages, by rank."""
         self.alike: frozenset[int] | None = None
         """The ranks that post the same events as this one; None: all ranks."""
-        self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
+        self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
         self._calls: list[tuple[int, str]] = []
@@ -151,7 +151,7 @@ class Watchdog:
         self.refuse()
         self._doing = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
-        if own[STATE] != state:  # A rank that says it again and again has been at it all the time.
+        if own[STATE] != state:  # Repeated posts of one state keep its start time.
             own[STATE], own[SINCE] = state, (now := time.monotonic_ns())
             self.ring.add(state, now)
         own[PROGRESS] += 1
@@ -339,7 +339,7 @@ class Watchdog:
                     return False
             else:
                 return True
-            try:  # It failed, or it succeeded just after the wait for it had given up.
+            try:  # The work has failed, or completed just after the timeout.
                 work.wait(piece)
             except RuntimeError as error:
                 raise self.broken_transport(error, peers, what) from error
@@ -375,7 +375,7 @@ class Watchdog:
                 look_at = now + 0.05
                 self.refuse()
                 patience.look()
-                if now >= say_at:  # Looking at rows of other hosts asks the store.
+                if now >= say_at:  # Reading rows of other hosts costs requests to the store.
                     say_at = now + 0.5
                     found = self._missing(peers, what) if behind is None else behind()
                     missing = found or missing

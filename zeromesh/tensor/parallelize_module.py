@@ -213,7 +213,7 @@ class Parallelized:
             reader = self._model.get_submodule(name)
             run = partial(_read, reader.forward, self._sources[name])
             if name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows):
-                run = partial(_route, reader.forward)  # Linear attention, say, whose outputs are all gathered.
+                run = partial(_route, reader.forward)  # Such as linear attention, whose outputs are all gathered.
             self._set(reader, "forward", partial(run, shares))
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
@@ -230,7 +230,7 @@ def _takes_width_of_input(attention: nn.Module) -> bool:
     """Return True for an attention whose code reshapes its heads to the width of its input."""
     try:
         source = inspect.getsource(type(attention).forward)
-    except (OSError, TypeError):  # It has none.
+    except (OSError, TypeError):  # Its source is not available.
         return False
     return re.search(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)", source) is not None
 

@@ -126,7 +126,7 @@ class SharedInput:
             self._seen, self._handed_out, self._left = now, self._read(x), len(self._members)
         handed_out = self._handed_out
         self._left -= 1
-        if not self._left:  # Kept no longer than it is needed: it may be all that holds the input.
+        if not self._left:  # Freed once unused: this may be the last reference to the input.
             self._seen = self._handed_out = None
         return handed_out
 

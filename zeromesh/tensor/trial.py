@@ -95,7 +95,7 @@ def difference_when_divided(whole: nn.Module, plan: TensorPlan, run: Run, *, seq
             passed.parts = parallel.parts
             _run(model, run, passed)
         except threading.BrokenBarrierError:
-            passed.failed = ""  # Another rank says why.
+            passed.failed = ""  # Another rank reports the cause.
         except Exception as error:
             barrier.abort()
             if isinstance(error, LayoutError):

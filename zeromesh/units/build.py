@@ -114,14 +114,14 @@ def build_units(
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
     leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
-        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory.
+        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory, so they use one offset.
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
         for (layout, kept), lead in zip(pairs, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, ring)
-    else:  # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
+    else:  # Every rank updates all elements: parameters are never communicated, gradients are all-reduced.
         transport = open_transport("local", mesh.shard, mesh.device, requests, ring)
         reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
     kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
@@ -320,7 +320,7 @@ def _weights(
     """Create master weights, and the copy of them to gather, if they cannot be gathered themselves."""
     spec, offload = layout.first, options.offload
     what = f"weights of {layout.name}"
-    if _rests_as_gathered(layout, options):  # What is gathered is the master weights.
+    if _rests_as_gathered(layout, options):  # The master weights themselves are gathered.
         if buffer.persistent:
             buffer.begin_write()
             return TieredTensor.of(buffer.own()), None
@@ -358,8 +358,7 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
     parameter = model.get_parameter(fqn)
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):
-        # The data of a meta parameter cannot be replaced, nor on some devices that of a CPU one; but tensors can be
-        # swapped.
+        # The data of a meta parameter cannot be replaced, nor on some devices that of a CPU one; tensors can be swapped.
         replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
         replacement.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]

@@ -111,7 +111,9 @@ def plan_model(
                 copies=copies,
             )
         )
-    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in one chunk alone.
+    return ModelPlan(
+        units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0)
+    )  # The root belongs to a single chunk.
 
 
 def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -116,7 +116,7 @@ class AtRest(nn.Parameter, metaclass=KindOfParameter):
 
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace the values of a parameter, which may be at rest."""
-    if issubclass(kind := type(parameter), AtRest):  # `isinstance` would ask the slower metaclass of parameters.
+    if issubclass(kind := type(parameter), AtRest):  # `isinstance` would call the slower metaclass of parameters.
         parameter.__class__ = kind.kind
     parameter.data = values
 
@@ -225,7 +225,7 @@ class Bucket:
 
     def changed_flags(self) -> list[int]:
         """Return the indices of parameters whose `requires_grad` differs from their training state."""
-        with torch._C.DisableTorchFunctionSubclass():  # Parameters at rest answer fast.
+        with torch._C.DisableTorchFunctionSubclass():  # This skips the slow overrides of parameters at rest.
             flags = [parameter.requires_grad for parameter in self.parameters]
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
@@ -258,7 +258,7 @@ class Bucket:
 
     def written(self) -> str | None:
         """Return the name of a parameter changed in place since it was shown, or since the last call; None if there is none."""
-        replaced = self._moved(cast=False)  # Parameters that have got other memory, as by `parameter.data = values`.
+        replaced = self._moved(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
         for number in replaced:
             self._views[number].copy_(self.parameters[number].detach())
             set_values(self.parameters[number], self._views[number])
@@ -358,7 +358,7 @@ class Unit:
     def written(self) -> str | None:
         """Return the name of a parameter changed in place; see `Bucket.written`."""
         name: str | None = None
-        for bucket in self.buckets:  # All of them, since each notes what it finds.
+        for bucket in self.buckets:  # All buckets, since each records its finding.
             name = bucket.written() or name
         return name
 
@@ -419,7 +419,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
         memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
         return torch.tensor((xxhash.xxh3_64_intdigest(memory) if flat.numel() else 0) >> 1)
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
-    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd: no bit is lost.
+    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors lose no bit.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
         bits = part.to(torch.int64)

@@ -212,8 +212,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
-        # An address identifies a storage only while that lives, so storages are kept. Tensors are not: views refer to the
-        # parameters.
+        # An address identifies a storage only while that lives. Tensors are not kept: views refer to the parameters.
         self._alive: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
@@ -388,7 +387,7 @@ class SeededSource(BuiltSource):
                 with WriteLog() as log:
                     self.skeleton.initialise(owner, self._seed, reset_first=reset_first)
             except INITIALISER_ERRORS:
-                break  # It may only have needed a value where meta has none.
+                break  # It may have failed only for want of a value on meta.
             if any(log.of(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
             if all(not p.numel() or any(w.numel >= p.numel() for w in log.of(p)) for p in wanted):
@@ -479,8 +478,7 @@ def build_deferred(
         return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
     hooked = hooked_parameters(model)
     if hooked:
-        # Parameters rebuilt in memory would lose the hooks, and tensors that these use, such as a mask, have no values on
-        # meta.
+        # Rebuilt parameters would lose the hooks, and tensors that hooks use, such as a mask, have no values on meta.
         return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {some(hooked)}")
     source = SeededSource(model, seed)
     kept = frozenset[str]() if stored is None else stored(model)
@@ -535,7 +533,7 @@ def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, parameter in model.named_parameters()
-        # A hook on several parameters keeps their gradient accumulators, each of which holds one more reference to its
+        # A hook on several parameters keeps their gradient accumulators, each of which holds a reference to its
         # parameter.
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter._use_count() > 1  # type: ignore[attr-defined]
     )

@@ -322,7 +322,7 @@ class _Planner:
                     self.styles[name] = "replicated_with_grad_allreduce"
             for leaf, parameter in attention.named_parameters(recurse=False):
                 if self.styles.get(f"{parent}.{leaf.removesuffix('_bias')}") == "rowwise":
-                    continue  # It is added to the sum, as the bias of a row layer is.
+                    continue  # It is added after the sum, as the bias of a row layer.
                 if leaf != "sinks" or tuple(parameter.shape) != (self.attentions[parent].queries,):
                     raise LayoutError(
                         f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
@@ -506,7 +506,7 @@ def _scales(kind: type[nn.Module]) -> bool:
     """Return True if the forward of an embedding class only multiplies the rows, as in transformers."""
     try:
         return _SCALED.fullmatch(inspect.getsource(kind.forward).strip()) is not None
-    except (OSError, TypeError):  # It has no source.
+    except (OSError, TypeError):  # Its source is not available.
         return False
 
 
