@@ -129,8 +129,7 @@ def worker_environment(
 
 
 def set_default(name: str, value: str, *aliases: str) -> None:
-    """Set a variable of this process, for a library that reads it later, unless it or one of its `aliases` has a non-empty
-    value."""
+    """Set a variable for a library that reads it later, unless it or one of its `aliases` has a non-empty value."""
     if value and not any(os.environ.get(each) for each in (name, *aliases)):
         os.environ[name] = value
 

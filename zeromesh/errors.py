@@ -59,8 +59,7 @@ def summary(error: BaseException, lines: int = 1) -> str:
 
 
 class ZeromeshError(Exception):
-    """The base of every error that zeromesh raises on purpose. Names in a message may be untrusted: it shows them as
-    `printable`."""
+    """The base of every error that zeromesh raises on purpose. Names in a message may be untrusted: they are made `printable`."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())

@@ -5,8 +5,7 @@ It also tracks the disk operations that this process waits for, to tell a slow d
     with disk_call("fsync", path): ...
     longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
 
-Functions that open, read and write raise `OSError`, as the system does. For a path that is not a regular file, its `strerror` names
-the kind of file.
+Functions that open, read and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
 """
 
 import contextlib

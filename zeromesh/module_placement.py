@@ -92,8 +92,7 @@ def _place_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
 
 
 class ModulePlacement:
-    """The placement of a model's modules, and operations on the parameters of all ranks. `homes` maps each placed module's name to
-    its process set."""
+    """The placement of a model's modules: `homes` maps each placed module's name to its process set."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, homes: Mapping[str, ProcessSet]) -> None:
         self.homes = dict(homes)

@@ -22,11 +22,11 @@ class Placement(Enum):
     """The placement of a tensor over the ranks of an axis."""
 
     REPLICATED = "replicated"
-    """Every rank holds all of it."""
+    """Every rank holds the whole tensor."""
     PARTIAL = "partial"
-    """Every rank holds a summand of it."""
+    """Every rank holds a summand of the tensor."""
     SHARDED = "sharded"
-    """Every rank holds its interval of it."""
+    """Every rank holds its interval of the flattened tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +115,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerSettings:
-    """The loss scaler: `initial_scale` is multiplied by a factor below 1 at an overflow and above 1 after `growth_interval` good
-    steps."""
+    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, and by `growth_factor` after `growth_interval`
+    others."""
 
     initial_scale: float = 65536.0
     growth_interval: int = 2000
@@ -127,8 +127,7 @@ class ScalerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageSettings:
-    """The exponential moving average of the weights: `decay` in [0, 1) is its decay rate, `start` the first update that it
-    includes."""
+    """The exponential moving average of the weights: `decay` in [0, 1) is its decay rate, `start` the first update averaged."""
 
     decay: float
     every: int = 1
@@ -139,8 +138,7 @@ class AverageSettings:
 class Precision:
     """The dtype of each role. `loss_scale` applies to float16 gradients only.
 
-    Gradients are summed in the dtype `reduce`. If that is bfloat16 and master weights are float32, they travel in bfloat16 and are
-    summed in float32.
+    Gradients are summed in `reduce`. If it is bfloat16 and master weights are float32, they travel in bfloat16 and are summed in fp32.
 
     Raises:
         ConfigError: when a sum or a master weight would be kept in less than the compute dtype.
@@ -204,8 +202,7 @@ class OffloadOptions:
     update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
     in_place: bool = False
-    """True if frozen parameters offloaded to files stay in the source's files, as far as these store them unchanged; neither is
-    ever written."""
+    """True if frozen parameters offloaded to files stay in the source's files, if these have the same bytes; neither is written."""
     staging_bytes: int | None = None
 
     def staging_on(self, device: torch.device) -> int:

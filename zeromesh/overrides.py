@@ -54,8 +54,7 @@ def override(instance: object, attribute: str, value: Any) -> Callable[[], None]
 def tensors_put_aside(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state.
 
-    Attributes that were not None before the block are kept. Yields a function that returns the names of the attributes that hold
-    such a tensor now.
+    Attributes that were not None before are kept. Yields a function that returns the names of attributes that hold such a tensor.
     """
     had = [(name, module, dict(vars(module))) for name, module in root.named_modules()]
 

@@ -131,8 +131,8 @@ class AllStates:
         self.host.restore()
 
     def mark(self, number: int) -> None:
-        """Make `torch.initial_seed()` return `number` in this state, whose CPU part begins with the latest seed; draws stay the
-        same."""
+        """Make `torch.initial_seed()` return `number` in this state, whose CPU part begins with the latest seed, without new
+        draws."""
         self.cpu[:8].view(torch.int64).fill_(number)
 
 
@@ -140,8 +140,7 @@ class Streams:
     """The random numbers of one microbatch, from its forward to the recomputations in its backward."""
 
     def __init__(self, seed: int, step: int | str, first_sample: int) -> None:
-        """Create the streams. `first_sample` is the global index of the microbatch's first sample; `step` may name another kind of
-        pass."""
+        """Create the streams. `first_sample` is the global index of the first sample; `step` may name another kind of pass."""
         self._where = f"{seed}/{step}/{first_sample}"
         self._calls: Counter[str] = Counter()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}

@@ -7,8 +7,7 @@
 gloo's all-reduce adds in the tensors' dtype and in an unspecified order. Here the summands are gathered and added locally in rank
 order, 16-bit ones in fp32, so that all ranks and all kinds of exchange compute equal bits. NCCL's collectives are used unchanged.
 
-In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all ranks read, and sums in the thread that calls
-`wait`.
+In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all ranks read, and sums in `wait`.
 """
 
 import math
@@ -54,8 +53,7 @@ class Pending:
     """An exchange in flight."""
 
     def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] | None = None) -> None:
-        """Take the call `read`, which waits and returns the result, and `release`, which follows it even if nobody asks for the
-        result."""
+        """Take `read`, which waits and returns the result, and `release`, which is called after it, even for an unused result."""
         self._read: Callable[[], torch.Tensor] | None = read
         self._release = release
         self._result: torch.Tensor | None = None

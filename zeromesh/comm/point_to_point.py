@@ -109,8 +109,7 @@ class _Line:
         return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)
 
     def advance(self, wanted: Incoming | None = None) -> None:
-        """Begin to receive messages whose shapes are known, in order; wait for the shapes of `wanted` and of the messages before
-        it."""
+        """Begin to receive messages of known shapes, in order; wait for the shapes of `wanted` and of the messages before it."""
         while self.queue and self.queue[0].advance(block=self._pair.on_stream or wanted in self.queue):
             self.queue.popleft()
 
@@ -159,8 +158,8 @@ class Channels:
         shape: MeshShape | None = None,
         ring: bool = True,
     ) -> None:
-        """Open the channels; all ranks of the world call this together. `shape` is the mesh whose pipelines each open channels;
-        None: this set alone."""
+        """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: this set
+        alone."""
         self.group = group
         self.device = device
         self._out: dict[int, _Line] = {}

@@ -121,8 +121,7 @@ class Counters:
 def shared_segments(
     group: ProcessSet, label: str, nbytes: int, *, of_first: bool = False, reserve: bool = True
 ) -> list[SharedSegment]:
-    """Map segments of `nbytes` on all ranks, in rank order: one segment created by each rank, or with `of_first` only the first
-    rank's.
+    """Map segments of `nbytes` on all ranks, in rank order: one created by each rank, or with `of_first` only the first rank's.
 
     Raises:
         StorageError: when memory is short, or a peer's segment cannot be mapped.
@@ -158,8 +157,7 @@ class RingSlot:
 
 
 def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the first bytes of `raw` as a contiguous tensor; cached, since making a view costs as much as summing a small
-    tensor."""
+    """Return the first bytes of `raw` as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
     return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
@@ -173,7 +171,7 @@ class SharedRing:
     """
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
-        """Create the ring; `label` names its purpose. `slots` slots of `nbytes` each exist from the start and are mapped by all
+        """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start and are mapped by all
         ranks."""
         self._label = label
         self._index = group.index
@@ -202,8 +200,7 @@ class SharedRing:
         self._finalizer = weakref.finalize(self, _sweep, self._left)
 
     def free_slot(self, nbytes: int) -> int:
-        """Return the number of the smallest free slot of at least `nbytes`; if none is large enough, replace a smaller free one
-        or add one."""
+        """Return the number of the smallest free slot of at least `nbytes`, else replace a smaller free slot or add one."""
         low = self.consumed.lowest()
         free = [(slot.segment.nbytes, number) for number, slot in enumerate(self.own) if slot.sequence < low]
         fitting = [each for each in free if each[0] >= nbytes]
@@ -254,8 +251,7 @@ class SharedRing:
         self.consumed.set(self._behind)
 
     def oldest(self) -> int:
-        """Return the sequence number whose entry the next message overwrites (all ranks must have consumed it); below 0 for a
-        free entry."""
+        """Return the sequence number whose entry the next message overwrites, consumed by all ranks; below 0 for a free entry."""
         return self.next - self._room
 
     def close(self) -> None:
@@ -274,8 +270,7 @@ _LEFT: list[_Left] = []
 
 
 def _sweep(*more: _Left) -> None:
-    """Close unused segments. Garbage collection may call this in the middle of a call, so the list is never iterated while it
-    changes."""
+    """Close unused segments. Garbage collection may call this at any time, so the list is never iterated while it changes."""
     _LEFT.extend(more)
     for left in list(_LEFT):
         words, slots, published, consumed = left

@@ -103,8 +103,7 @@ class CollectiveBuffer(GatherBuffer):
 
 
 class CollectiveReducer(Reducer):
-    """A reducer with `slots` send buffers and, on gloo, as many receive buffers. Reductions finish in the order of their
-    launches.
+    """A reducer with `slots` send buffers and, on gloo, as many receive buffers. Reductions finish in launch order.
 
     On a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
     """

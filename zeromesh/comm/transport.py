@@ -1,5 +1,4 @@
-"""The base class of all transports, which own the memory that they move; it serves a group of one rank. `choose_transport` chooses
-one.
+"""Transports own the memory that they move: their base class, for a group of one rank, and the choice of a transport for a group.
 
 A transport allocates the flat buffers to gather and the slots to reduce, so that it can avoid transfers: on one host, gathered
 parameters are shared pages, and a reduction reads the other ranks' slots.
@@ -142,8 +141,7 @@ class Reduction:
         return self.done or self.arrived()
 
     def finish(self) -> None:
-        """Wait for the peers and sum this rank's shard; the slot is free afterwards. Sends nothing, so ranks may finish at
-        different times."""
+        """Wait for the peers, sum this rank's shard and free the slot. Sends nothing, so ranks may finish at different times."""
         if not self.done:
             with self.traffic.timed(self.kind):
                 self.wait()

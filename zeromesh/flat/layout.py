@@ -88,8 +88,7 @@ class StridedRows:
         return cls(count=1, width=max(1, numel), columns=_all(max(1, numel)))
 
     def before(self, logical: int) -> int:
-        """Return the number of local elements before a logical position, which is the local position of the first element after
-        it."""
+        """Return the number of local elements before a logical position, also the local position of the first element after it."""
         row, at = divmod(min(max(logical, 0), self.count * self.width), self.width)
         return row * self.taken + sum(min(max(at - column.start, 0), column.length) for column in self.columns)
 
@@ -102,8 +101,7 @@ class StridedRows:
         return row * self.width + _logical_index(self.columns, at)
 
     def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
-        """Split local elements `interval` into whole rows of at most `numel` logical elements together, or into parts of one
-        row."""
+        """Split local elements `interval` into whole rows of at most `numel` logical elements together, or into parts of a row."""
         step = max(1, numel // self.width) * min(self.taken, numel)
         for start in range(interval.start, interval.end, step):
             yield Interval(start=start, end=min(start + step, interval.end))
@@ -111,8 +109,7 @@ class StridedRows:
     def blocks(self, interval: Interval) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
         """Yield the blocks of rows of local elements `interval`: the rest of a row, whole rows, the beginning of one.
 
-        A block is its first row, its number of rows, and its runs per row: begin in the logical row, begin in the local row,
-        length.
+        A block is its first row, its number of rows, and its runs per row: begin in the logical and in the local row, length.
         """
         first, start = divmod(interval.start, self.taken)
         last, end = divmod(interval.end, self.taken)
@@ -201,8 +198,7 @@ class Region:
         return prod(self.shape[max(0, self._last_split()) :])
 
     def rows(self) -> StridedRows | None:
-        """Return the region as columns of rows, if one dim is divided, into slices in order, and it has elements; None
-        otherwise."""
+        """Return the region as columns of rows, if it has elements and one dim is divided, into slices in order; else None."""
         split = self._last_split()
         others = [dim for dim in range(len(self.shape)) if dim != split]
         if split < 0 or not self.numel or any(self.dims[dim] != _all(self.shape[dim]) for dim in others):
@@ -317,7 +313,7 @@ class StageCopies:
     """A tied parameter of which several pipeline ranks have a copy each; its gradient is the sum over the copies."""
 
     name: str
-    """The name in checkpoints: the first of its names in the whole model."""
+    """The name in checkpoints: the first of the parameter's names in the whole model."""
     aliases: tuple[str, ...]
     ranks: tuple[int, ...]
     """Positions along the pipeline axis of the ranks with a copy, in order; the first one counts and writes it."""
@@ -393,7 +389,7 @@ class ShardSegment:
 
     group: int
     slot: int
-    """The index of the first slot that it overlaps."""
+    """The index of the first slot that the segment overlaps."""
     where: Interval
 
 
@@ -469,8 +465,7 @@ class BucketLayout:
         )
 
     def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
-        """Split `interval` where the optimizer group changes, or the slots' entry in `kinds`. Gaps go with the parameter before
-        them."""
+        """Split `interval` where the optimizer group or the slots' entry in `kinds` changes. Gaps go with the parameter before."""
         if not self.slots or not interval.length:
             return ()
         keys = [(slot.spec.group, kinds[number] if kinds else None) for number, slot in enumerate(self.slots)]

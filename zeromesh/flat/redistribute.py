@@ -91,8 +91,7 @@ def redistribute(
 
 
 def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessSet, what: str) -> torch.Tensor:
-    """Return the whole tensor, on all ranks, from `local`, this rank's flat part; `regions` has the part of each rank of
-    `group`."""
+    """Return the whole tensor on all ranks from `local`, this rank's flat part; `regions` has the parts of the ranks of `group`."""
     lengths = [region.numel for region in regions]
     everyone = redistribute(local, one_after_another(lengths), replicated(sum(lengths), group.size), group, what)
     whole = local.new_empty(regions[0].shape)
@@ -114,8 +113,7 @@ class _Move(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
-    """Return the copies that rank `index` needs, in order: from its own memory if possible, else from the first rank that has
-    them."""
+    """Return the copies that rank `index` needs, in order: from its own memory if possible, else from the first rank with them."""
     order = [index, *(each for each in range(len(before)) if each != index)]
     holders = [
         (held, source, end - held.length)

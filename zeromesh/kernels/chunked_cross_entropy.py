@@ -1,9 +1,9 @@
 """Cross entropy over a linear head without holding all logits in fp32, and without computing anything twice.
 
-The gradient of a sum of losses is known with the logits, up to a factor that the caller knows too (one over the number of targets,
+The gradient of a sum of losses is known with the logits, up to a factor that the caller knows (one over the number of targets,
 times the loss scale). So forward overwrites each chunk's logits with their gradient, multiplies it into the gradients of hidden
-states and weight, and drops it; backward returns the stored gradients. This is fused linear cross entropy (Liger Kernel, Hsu et al.
-2024, arXiv:2410.10989).
+states and weight, and drops it; backward returns the stored gradients (fused linear cross entropy: Liger Kernel, Hsu et al. 2024,
+arXiv:2410.10989).
 
     chunk of tokens   logits [chunk, vocab] in the compute dtype; becomes softmax - onehot in place
       block of rows   the softmax itself, in fp32 (float64 for float64), on a scratch that stays in cache
@@ -79,8 +79,7 @@ def chunked_cross_entropy(
     sizes: Sequence[int] = (),
     exchange: Exchange | None = None,
 ) -> torch.Tensor:
-    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
-    not `ignore_index`.
+    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over targets other than `ignore_index`.
 
     Args:
         hidden: [tokens, hidden], floating point; its dtype is the compute dtype.
@@ -257,8 +256,8 @@ class HeadPass:
         return max(1, elements // self.vocab)
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Write the losses; if gradients are needed, overwrite `logits` with their gradient over `seed`: (softmax - onehot) times
-        the slope of the change."""
+        """Write the losses; if needed, overwrite `logits` by their gradient over `seed`: (softmax - onehot) times the change's
+        slope."""
         rows = self.rows_at_once(logits)
         scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
         for start in range(0, logits.shape[0], rows):

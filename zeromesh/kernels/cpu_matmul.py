@@ -98,8 +98,7 @@ _scratch = _Scratch()
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in] and `bias` [out] of one 16-bit dtype, multiplied in fp32.
 
-    It is a single operator for PyTorch, so that graphs compile around it and selective activation checkpointing can keep its
-    output.
+    It is a single operator for PyTorch, so that graphs compile around it and selective checkpointing can keep its output.
     """
     flat = x.reshape(-1, x.shape[-1])
     out = x.new_empty(flat.shape[0], weight.shape[0])

@@ -126,8 +126,7 @@ class LauncherConnection:
         hello_seconds: float = HELLO_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """Wrap `connection`. The first message must come within `hello_seconds`, and later a sign of life every
-        `silence_seconds`."""
+        """Wrap `connection`. The first message must come within `hello_seconds`, then a sign of life every `silence_seconds`."""
         connection.setblocking(False)
         self.connection = connection
         self.drawn = secrets.token_hex(16)

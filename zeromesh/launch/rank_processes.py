@@ -48,7 +48,7 @@ class WorkersFailed:
     noticed: bool = False
     """True if these ranks only noticed the failure of others."""
     pid: int = 0
-    """The process id of a rank that ended without an error of its own."""
+    """The process id of a rank that ended without recording an error."""
 
     def __str__(self) -> str:
         if not self.ranks:

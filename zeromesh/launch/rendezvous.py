@@ -90,11 +90,11 @@ class Member:
 
     line: LauncherConnection
     name: str
-    """The name of its host; until that is known, the address that it connects from."""
+    """The name of the launcher's host; until that is known, the address that it connects from."""
     processes: int = 0
     rank: int | None = None
     numbered: bool = False
-    """True if it has ranks in the current start."""
+    """True if the launcher has ranks in the current start."""
     running: bool = False
     """True if these ranks have not ended."""
     failure: WorkersFailed | None = None
@@ -147,8 +147,7 @@ class Leader:
         return self.rest_seconds if self._stopping else None
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """Wait for the ranks elsewhere after those here have ended; returns the ranks of the next start, or the result of the
-        run."""
+        """Wait for the ranks elsewhere once those here have ended; returns the ranks of the next start, or the run's result."""
         if failure is not None:
             self._stop()
         while any(each.running for each in self._members):

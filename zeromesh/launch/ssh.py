@@ -107,8 +107,8 @@ class LaunchPlan:
 
     `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with `variables`, sent over its standard
     input. Ranks find each other at `port` of the first host, or at any port. `check` refuses unusable hosts. After a failure of
-    ranks the run restarts at most `max_restarts` times; hosts that are silent for `silence_seconds` are lost, and it goes on with
-    at least `least` others.
+    ranks the run restarts at most `max_restarts` times; hosts silent for `silence_seconds` are lost, and at least `least` others go
+    on.
     """
 
     hosts: tuple[Host, ...]

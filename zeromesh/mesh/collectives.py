@@ -40,8 +40,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A collective in flight: `finish` completes `out` once all `works` are done; `nbytes` is its size in the traffic
-    statistics."""
+    """A collective in flight: `finish` completes `out` after all `works`; `nbytes` is its size in the traffic statistics."""
 
     call: CollectiveCall | None
     """The call, held to keep its tensors alive."""
@@ -51,8 +50,7 @@ class Launched:
 
 
 def _broadcasts(call: CollectiveCall) -> Launched:
-    """All-gather by one broadcast per non-empty part: gloo's own all-gather allocates memory for the whole and copies from
-    there."""
+    """All-gather by one broadcast per non-empty part: gloo's all-gather allocates memory for the whole and copies from there."""
     parts = list(torch.split(call.out, list(call.received)))
     if call.received[call.index]:
         parts[call.index] = call.given

@@ -70,8 +70,7 @@ class DeviceWorks:
     """Seconds that the host may take to return after communicators were aborted."""
 
     def __init__(self, device: torch.device, watch: Watchdog, *, traces: Path | None) -> None:
-        """Start supervision. `traces` is the folder for the latest collectives of a rank that finds an error; None: they are not
-        written."""
+        """Start supervision. `traces` is the folder for the latest collectives of a rank that finds an error; None: no files."""
         self.device = device
         self._watch = watch
         self._traces = traces

@@ -21,8 +21,7 @@ from zeromesh.errors import LayoutError, counted
 
 Axis = str
 Divided = Literal["blocks", "layers", "sequence", "batch", "states"]
-"""The kinds of things that the ranks along an axis divide: blocks of the model, each of its layers, samples, or states of
-parameters."""
+"""The things that ranks along an axis divide: blocks of the model, each of its layers, samples, or states of parameters."""
 
 
 def axis(*divides: Divided) -> Any:

@@ -30,8 +30,7 @@ def listen(name: str, port: int) -> socket.socket:
 
 
 def own_address(name: str) -> str:
-    """Return the address of this host that `name` resolves to on other hosts. A host's own name often resolves to the loopback
-    locally.
+    """Return the address of this host to which `name` resolves on other hosts; locally it is often the loopback.
 
     Raises:
         ConfigError: when `name` resolves to no address of this host but the loopback, and the host has several others.

@@ -23,8 +23,7 @@ _NUMBERS = itertools.count()
 _ROWS = itertools.count()
 
 GroupPurpose = Literal["control", "data", "reduce"]
-"""The purpose of a process group. Calls on one group match in order, so calls whose order differs between ranks need separate
-groups.
+"""The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
 
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
 start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
@@ -33,8 +32,7 @@ start as gradients arrive, so their order relative to gathers differs between ra
 
 @dataclass(kw_only=True, slots=True)
 class SetGroups:
-    """The process groups of a set of ranks. A purpose that was not requested uses the control group, as far as that can carry
-    it."""
+    """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
     control: dist.ProcessGroup
     data: dist.ProcessGroup
@@ -64,8 +62,7 @@ class MeshGroups:
         self._device = device
         self._rank = environment.rank
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
-        """Groups by purpose, ranks, and the name of the process set that alone uses them; None where this rank is not a
-        member."""
+        """Groups by purpose, ranks, and the name of the process set that alone uses them; None if this rank is no member."""
         self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
@@ -121,8 +118,7 @@ class MeshGroups:
     ) -> SetGroups | None:
         """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks.
 
-        All ranks of the world make the same calls in the same order. Equal ranks share the group of a purpose, unless a `name` is
-        given.
+        All ranks of the world make the same calls in the same order. Equal ranks share a purpose's group, unless `name` is given.
         """
         found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
         for purpose in ("control", *purposes):
@@ -156,8 +152,7 @@ class MeshGroups:
                 leave_group(group, self.works)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Connect groups that torch has created, in the same order on all their ranks, and leave them together with this mesh's
-        groups."""
+        """Connect groups that torch has created, in the same order on all their ranks, and leave them with this mesh's groups."""
         for group in groups:
             if self.works is not None:
                 self.works.connect(group, dist.get_process_group_ranks(group))
@@ -242,8 +237,7 @@ def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
 
 
 def _leave_default() -> None:
-    """Leave the default group if it was created here. Its threads must not outlive the interpreter, which could abort the
-    process."""
+    """Leave the default group if it was created here. Threads that outlive the interpreter could abort the process."""
     if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
         _DEFAULT.made_here = False
         dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""`ProcessMesh` (`Mesh` for short): the connected ranks of a run, with their locations, process sets, board, watchdog and
-device."""
+"""`ProcessMesh` (`Mesh` for short): the connected ranks of a run, their locations, process sets, board, watchdog and device."""
 
 import base64
 import json
@@ -71,8 +70,7 @@ class ProcessMesh:
         order: Order = "topology",
         traces: Path | None = None,
     ) -> None:
-        """Connect the mesh. `traces` is the folder for a rank's latest collectives, written when others miss a collective on a
-        device."""
+        """Connect the mesh. `traces` is the folder for a rank's latest collectives, written when others miss one on a device."""
         if shape.world_size != environment.world_size:
             raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
         self.shape = shape
@@ -203,8 +201,8 @@ class ProcessMesh:
     def group(self, *names: str) -> ProcessSet:
         """Return this rank's set over these axes, or the process set of this name.
 
-        `world`, `data` and the single axes exist from the start. A set over other axes is created at its first use, by all ranks in
-        the same order.
+        `world`, `data` and the single axes exist from the start. All ranks create a set over other axes at its first use, in one
+        order.
 
         Raises:
             LayoutError: for names that are neither axes nor one process set.
@@ -251,15 +249,14 @@ class ProcessMesh:
         return self._links.works.nbytes if self._links.works is not None else 0
 
     def world_of_tensors(self) -> ProcessSet:
-        """Return the world with a group that moves tensors of the device (`world` itself only has one for CPU agreements). All
-        ranks call this alike."""
+        """Return the world with a group for tensors of the device (`world` has a CPU group only). All ranks call this alike."""
         if self._links.works is None:
             return self.world
         return replace(self.world, link=self._links.between(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
-        """Return the rank `step` places further along `axis` (back when negative); None past the end, unless `wrap` closes the
-        axis to a ring."""
+        """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes a
+        ring."""
         return self.shape.neighbour(self.rank, axis, step, wrap=wrap)
 
     def picture(self) -> str:
@@ -316,8 +313,7 @@ class ProcessMesh:
 
 
 def _recorder_of(device: torch.device) -> StepRecorder:
-    """Create the recorder of a device; its marks are the host's clock, or events on the compute stream, for which nothing
-    waits."""
+    """Create the recorder of a device; its marks are the host's clock, or events on the compute stream, never waited for."""
     if not is_accelerator(device):
         return StepRecorder()
 

@@ -1,8 +1,7 @@
 """`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed.
 
 As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`), every rank of the world makes the same call in the same order and
-receives the set, as a member or not. The arguments are compared first, so that all ranks refuse, by name, a set that two ranks
-declare differently.
+receives the set, as a member or not. Arguments are compared first: all ranks refuse, by name, a set declared differently.
 
 Each such set has its own process groups, so a collective of one set never waits for another: different ranks and threads may use
 overlapping sets in different orders, as long as the program itself does not deadlock. All ranks of a set make their calls on it in
@@ -255,13 +254,11 @@ class ProcessSet:
         return self.start(Collective.ALL_REDUCE, tensor, what=what).wait
 
     def start_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
-        """Begin to overwrite a small CPU tensor with that of the rank at position `source`; the returned function waits for
-        it."""
+        """Begin to overwrite a small CPU tensor with that of the rank at position `source`; the returned function waits."""
         return self._broadcast(tensor, source, what, "control").wait
 
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
-        """Overwrite `tensor`, on any device, with that of the rank at position `source`; shape and dtype are equal on all
-        ranks."""
+        """Overwrite `tensor`, on any device, with that of the rank at position `source`, of equal shape and dtype on all ranks."""
         self._broadcast(tensor, source, what, "data").wait()
         return tensor
 
@@ -335,8 +332,7 @@ _RESERVED = {"world", "data", _AGREEMENT, *AXES}
 class ProcessSets(Mapping[str, ProcessSet]):
     """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order.
 
-    A name is unique: a second set of that name is refused, even with the same ranks. A set of equal ranks under another name shares
-    nothing with the first.
+    A name is unique: a second set of that name is refused, even with the same ranks. Sets of equal ranks share nothing.
 
     All methods raise:
         CollectiveError: when ranks call differently, naming them and what each asked for; or a rank is gone or late.
@@ -376,7 +372,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return self.declare({name: numbers})[name]
 
     def split(self, colour: int | None, key: int = 0, *, name: str) -> ProcessSet | None:
-        """Add one set for each colour, named `name` and the colour, ordered by `key`, then rank; returns the set of this rank's
+        """Add one set per colour, named `name` and the colour, ordered by `key`, then rank; returns the set of this rank's
         `colour`.
 
         Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
@@ -442,6 +438,5 @@ class ProcessSets(Mapping[str, ProcessSet]):
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:
-    """Convert ranks to integers. Anything else becomes -1, refused later on all ranks: an error here would leave the others
-    waiting."""
+    """Convert ranks to integers. Anything else becomes -1, refused later on all ranks: an error here would block the others."""
     return [-1 if isinstance(rank, bool) or not hasattr(rank, "__index__") else operator.index(rank) for rank in ranks]

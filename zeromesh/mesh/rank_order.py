@@ -33,8 +33,7 @@ class ProcessLocation:
     name: str = ""
     """The host name to show to the user."""
     island: int = 0
-    """The number of the part of the host (NUMA node, or devices joined by NVLink); processes of one island are nearer to each
-    other."""
+    """The number of the part of the host (NUMA node, or devices joined by NVLink) whose processes are near each other."""
 
 
 def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
@@ -144,8 +143,7 @@ def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str,
 def _lines(
     items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]
 ) -> list[str]:
-    """Return the lines of the items. Of more than `most`, only the first and last few and the `needed` are shown, the others
-    counted."""
+    """Return the lines of the items. Of more than `most`, only some at both ends and the `needed` are shown, others counted."""
     found: list[str] = []
     gap = 0
     for number, item in enumerate(items):

@@ -6,8 +6,7 @@
 
 A word has the layout of `STATE` in a row of the board (step, kind, detail). The kinds below `BEGIN` are activities, with step and
 unit; the others have no step, and mostly a name as detail. Times are nanoseconds of the monotonic clock, which processes of a host
-share; the header has both clocks, and all ranks record `MEETING` events at the same time, so that rings of several hosts can be
-aligned.
+share; the header has both clocks, and all ranks record `MEETING` events together, so that rings of hosts can be aligned.
 """
 
 from __future__ import annotations

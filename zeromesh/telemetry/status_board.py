@@ -27,8 +27,7 @@ STREAMS = 3
 """The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
 _PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, ASKED, _CLOCK = range(8)
 """The words of a row. `SINCE` is the time of the last change of `STATE` and `_CLOCK` that of publishing, both of the rank's own
-monotonic clock in nanoseconds. `MICROBATCH` counts from 1 within the step. `ASKED`, on rank 0 only, is the number of the latest
-request for traces."""
+monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `ASKED`, on rank 0 only, is the number of the latest trace request."""
 _STAMPS_AT = 8
 _EVENTS_AT = 13
 _TOTALS_AT = 16
@@ -44,13 +43,13 @@ class RankNote(IntEnum):
     FAILURE = 0
     """The error that stops this rank."""
     CALL = 1
-    """The innermost collective method that it is in; the stamp is the number of the call, from 1."""
+    """The innermost collective method that the rank is in; the stamp is the number of the call, from 1."""
     LEFT = 2
-    """The error with which it left a call, whose number is the stamp."""
+    """The error with which the rank left a call, whose number is the stamp."""
     DISK = 3
-    """The disk operation that it waits for."""
+    """The disk operation that the rank waits for."""
     WAIT = 4
-    """The wait that it is in: numbers of the late ranks, `|`, and the operation. The stamp is its start, as in `SINCE`."""
+    """The wait that the rank is in: numbers of the late ranks, `|`, and the operation. The stamp is its start, as in `SINCE`."""
 
 
 _NOTE_BYTES = (1024, 256, 512, 512, 512)
@@ -97,8 +96,7 @@ class StatusBoard:
         self.own[PROGRESS] += 1
 
     def event(self, stream: int, code: int, state: int, at: int = 0) -> int:
-        """Append an event to a stream that has one order on all ranks, and post `state` as of the time `at`; returns the event's
-        number."""
+        """Append an event to a stream that has one order on all ranks, and post `state` as of `at`; returns the event's number."""
         own = self.own
         number = own[_EVENTS_AT + stream]
         own[STATE], own[SINCE] = state, at
@@ -196,8 +194,7 @@ class StatusBoard:
 
 
 def process_runs(pid: int) -> bool:
-    """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0, since that rank has not published one
-    yet."""
+    """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0, since the rank has not published."""
     if pid == 0:
         return True
     try:

@@ -223,8 +223,7 @@ class _Span:
 
 
 class CommAccount:
-    """The traffic of this rank on one axis of `ranks` ranks. Timed collectives also count as communication of the step, and as
-    profiler ranges."""
+    """The traffic of this rank on one axis of `ranks` ranks. Timed collectives also count as communication and as ranges."""
 
     def __init__(self, recorder: StepRecorder, axis: str, ranks: int) -> None:
         share = (ranks - 1) / ranks

@@ -470,8 +470,7 @@ class Watchdog:
         self._compare(peers)
 
     def _compare(self, peers: Sequence[int], *streams: int) -> None:
-        """Raise `CollectiveError` if a peer posted another event in place of this rank's latest in any of `streams`, by default
-        all."""
+        """Raise `CollectiveError` if a peer posted another event in place of this rank's latest in `streams`, by default all."""
         for stream in streams or list(self._events):
             number, word = self._events[stream]
             for peer in peers:

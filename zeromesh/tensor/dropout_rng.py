@@ -16,8 +16,7 @@ from zeromesh.tensor.autograd_collectives import uncompiled
 
 
 class ShardedRandomness:
-    """Switches the generators to a state of this rank between `enter` and `leave`. `active` is False for a model without
-    dropout."""
+    """Switches the generators to a state of this rank between `enter` and `leave`, unless `active` is False (no dropout)."""
 
     def __init__(self, rank: int, *, active: bool = True) -> None:
         self.active = active

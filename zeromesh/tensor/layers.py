@@ -4,8 +4,7 @@
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
     VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
 
-Embeddings and experts keep their modules; functions here wrap their forwards. `transposed` layers keep their weight as `[in, out]`,
-as GPT-2 does.
+Embeddings and experts keep their modules, whose forwards are wrapped. `transposed` layers keep weights as `[in, out]` (GPT-2).
 """
 
 from collections.abc import Callable, Sequence
@@ -126,8 +125,7 @@ def lookup_own(
 ) -> torch.Tensor:
     """Look up the embeddings `[*ids.shape, features]` of integer `ids` on all ranks.
 
-    `lookup` returns the embeddings of this rank's `tokens`, given their local numbers; those of other tokens come from the other
-    ranks.
+    `lookup` returns the embeddings of this rank's `tokens`, by their local numbers; others come from the other ranks.
     """
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
@@ -135,8 +133,7 @@ def lookup_own(
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output embedding of this rank's tokens; `sizes` counts each rank's tokens. A call returns the gathered logits of all
-    tokens."""
+    """The output embedding of this rank's tokens; `sizes` counts each rank's tokens. A call returns all logits, gathered."""
 
     def __init__(self, linear: Any, source: SharedInput, sizes: Sequence[int]) -> None:
         super().__init__(linear, source, gathered=tuple(sizes))

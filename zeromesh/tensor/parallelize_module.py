@@ -236,8 +236,7 @@ def _takes_width_of_input(attention: nn.Module) -> bool:
 
 
 def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: int, *args: Any, **kwargs: Any) -> Any:
-    """Run an attention that reads the width of its heads from its input, passing one of this rank's width; its layers read all of
-    it."""
+    """Run an attention that reads the width of its heads from its input, given one of this rank's width; layers read it whole."""
     args, kwargs = _with_hidden(args, kwargs, lambda x: source.narrowed(x, width))
     return forward(*args, **kwargs)
 
@@ -335,8 +334,7 @@ def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShar
 
 
 def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a block of experts or of linear attention on the whole sequence, and return a share of its output, whose
-    tokens may be flattened."""
+    """Run the forward of a block of experts or linear attention on the whole sequence, and return a share of its (flat) output."""
     if not shares.active:
         return forward(*args, **kwargs)
     args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.gather(x, 1, shares.exchange))

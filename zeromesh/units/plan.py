@@ -78,8 +78,7 @@ def plan_model(
     """Divide `model` into units.
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
-    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floating ones keep
-    theirs.
+    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floating ones keep theirs.
 
     Raises:
         LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
@@ -111,9 +110,7 @@ def plan_model(
                 copies=copies,
             )
         )
-    return ModelPlan(
-        units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0)
-    )  # The root belongs to a single chunk.
+    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in a single chunk.
 
 
 def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:

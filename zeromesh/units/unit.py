@@ -146,8 +146,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Uses:
     """Calls `on_use` with the name of a parameter of one bucket that is used at rest.
 
-    Parameter classes refer to this and not to the bucket: that cycle would keep the memory of a closed engine until the next
-    garbage collection.
+    Parameter classes refer to this and not to the bucket: a cycle with it would keep a closed engine's memory from being freed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
@@ -174,7 +173,7 @@ class Bucket:
         self.layout = layout
         self.name = layout.name
         self.unit = 0
-        """The index of its unit."""
+        """The index of the bucket's unit."""
         self.spec = layout.first
         self.dtype = self.spec.dtype
         self.nbytes = layout.nbytes

@@ -131,8 +131,7 @@ class TensorPlan:
         return inside(name, (layer.parent for layer in self.layers if layer.style is Style.EXPERTS))
 
     def readers(self) -> tuple[str, ...]:
-        """Return the FQNs of modules in blocks that need the whole sequence, since code around their column layers reads its
-        length."""
+        """Return the FQNs of modules in blocks that need the whole sequence, since code around column layers reads its length."""
         gathered = (layer.parent for layer in self.layers if layer.style is Style.COLUMN_GATHERED)
         return tuple(name for name in dict.fromkeys((*self.attentions, *gathered)) if self.in_block(name))
 
