@@ -138,7 +138,7 @@ class AverageSettings:
 class Precision:
     """The dtype of each role. `loss_scale` applies to float16 gradients only.
 
-    Gradients are summed in `reduce`. If it is bfloat16 and master weights are float32, they travel in bfloat16 and are summed in fp32.
+    Gradients are summed in `reduce`. If it is bfloat16 and master weights fp32, they travel in bfloat16 and are summed in fp32.
 
     Raises:
         ConfigError: when a sum or a master weight would be kept in less than the compute dtype.

@@ -78,7 +78,7 @@ def plan_model(
     """Divide `model` into units.
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
-    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floating ones keep theirs.
+    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
 
     Raises:
         LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
