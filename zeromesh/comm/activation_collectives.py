@@ -333,9 +333,9 @@ def _phrase(about: list[int]) -> str:
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:
     """Open the exchange of activations over `group`. Every rank of the group calls this, in the same order.
 
-        Raises:
-            ConfigError: when the named kind cannot serve the group.
-    StorageError: when memory is short.
+    Raises:
+        ConfigError: when the named kind cannot serve the group.
+        StorageError: when memory is short.
     """
     name = choose_transport(kind, group, device)
     if name == "local":

@@ -102,8 +102,7 @@ class _Line:
         self._flying: deque[tuple[torch.Tensor, InFlight]] = deque()
 
     def start(self, tensor: torch.Tensor, what: str) -> InFlight:
-        # Bytes suit every backend, which not every dtype does; at least one, since an empty message could not be waited
-        # for.
+        # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
         pair, received = self._pair, (len(flat), 0)
         return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)
