@@ -267,8 +267,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> _Place:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Place:
-    # A step may be smaller than its job, and the interactive step of `salloc` has one task: its own count
-    # wins.
+    # A step may be smaller than its job, and the interactive step of `salloc` has one task: the step's count is used.
     total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
     local_world_size, master = _slurm_local_world_size(environ, world_size), _slurm_master(environ, world_size)

@@ -115,8 +115,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerSettings:
-    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, and by `growth_factor` after `growth_interval`
-    others."""
+    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, by `growth_factor` after `growth_interval`
+    steps."""
 
     initial_scale: float = 65536.0
     growth_interval: int = 2000

@@ -131,8 +131,8 @@ class AllStates:
         self.host.restore()
 
     def mark(self, number: int) -> None:
-        """Make `torch.initial_seed()` return `number` in this state, whose CPU part begins with the latest seed, without new
-        draws."""
+        """Make `torch.initial_seed()` return `number` in this state, whose CPU part begins with the latest seed; draws stay
+        equal."""
         self.cpu[:8].view(torch.int64).fill_(number)
 
 

@@ -157,8 +157,8 @@ class Channels:
         shape: MeshShape | None = None,
         ring: bool = True,
     ) -> None:
-        """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: this set
-        alone."""
+        """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: only this
+        set."""
         self.group = group
         self.device = device
         self._out: dict[int, _Line] = {}

@@ -171,8 +171,7 @@ class SharedRing:
     """
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
-        """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start and are mapped by all
-        ranks."""
+        """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start, mapped by all ranks."""
         self._label = label
         self._index = group.index
         self._room = max(IN_FLIGHT, slots)

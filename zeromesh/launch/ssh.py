@@ -336,8 +336,7 @@ class HostProcess:
         """True if the command has closed its output and is about to end."""
         ours, self._theirs = socket.socketpair()
         try:
-            # A session of its own, so that the terminal's Ctrl-C does not end ssh before the signal was passed on over
-            # it.
+            # A session of its own, so that the terminal's Ctrl-C does not end ssh, over which the signal is passed on.
             self._process = subprocess.Popen(
                 plan.arguments(host),
                 stdin=self._theirs.fileno(),

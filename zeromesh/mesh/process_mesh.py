@@ -201,7 +201,7 @@ class ProcessMesh:
     def group(self, *names: str) -> ProcessSet:
         """Return this rank's set over these axes, or the process set of this name.
 
-        `world`, `data` and the single axes exist from the start. All ranks create a set over other axes at its first use, in one
+        `world`, `data` and the single axes exist from the start. All ranks create sets over other axes at their first use, in one
         order.
 
         Raises:
@@ -255,8 +255,7 @@ class ProcessMesh:
         return replace(self.world, link=self._links.between(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
-        """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes a
-        ring."""
+        """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes it."""
         return self.shape.neighbour(self.rank, axis, step, wrap=wrap)
 
     def picture(self) -> str:

@@ -372,8 +372,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return self.declare({name: numbers})[name]
 
     def split(self, colour: int | None, key: int = 0, *, name: str) -> ProcessSet | None:
-        """Add one set per colour, named `name` and the colour, ordered by `key`, then rank; returns the set of this rank's
-        `colour`.
+        """Add one set per colour, named `name` and the colour, in the order of `key`, then rank; returns this rank's set.
 
         Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
         """

@@ -74,8 +74,7 @@ class LocalRowStore:
 
 
 def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> Store:
-    """Return the store of the launch, kept for the life of the process. All ranks call this, first waiting up to `seconds` for rank
-    0.
+    """Return the store of the launch, kept for the life of the process. All ranks call this, first waiting `seconds` for rank 0.
 
     With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
 

@@ -58,8 +58,7 @@ class _Reading:
 
     exchange: Exchange
     mode: str
-    """The origin: `sum`, whole on all ranks; `gather`, a share on each; `gathered`, shares that `attention` has concatenated
-    before."""
+    """The origin: `sum`, whole on all ranks; `gather`, a share on each; `gathered`, shares concatenated by `attention`."""
     transposed: tuple[bool, ...]
     needed: bool
     trained: tuple[bool, ...]

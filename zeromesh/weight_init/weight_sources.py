@@ -533,8 +533,7 @@ def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, parameter in model.named_parameters()
-        # A hook on several parameters keeps their gradient accumulators, each of which holds a reference to its
-        # parameter.
+        # A hook on several parameters keeps their gradient accumulators, each of which refers to its parameter.
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter._use_count() > 1  # type: ignore[attr-defined]
     )
 
