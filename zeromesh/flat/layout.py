@@ -332,7 +332,7 @@ class ParameterSpec:
     part: ParameterPart | None = None
     """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
     copies: StageCopies | None = None
-    """The copies of a tied parameter on several pipeline stages; None if there is one."""
+    """The copies of a tied parameter on several pipeline stages; None for a single copy."""
 
     @property
     def numel(self) -> int:
