@@ -1,7 +1,7 @@
 """zeromesh: a ZeRO-style trainer on PyTorch that is exact, small in memory and fast.
 
-`from zeromesh import Trainer` is all that most people need. The engine lives in the subpackages of this package, the
-trainer in `zeromesh.trainer`, and what knows about memory tiers in `zeromesh.offload`.
+Most users need only `from zeromesh import Trainer`. The engine is in the subpackages of this package, the trainer in
+`zeromesh.trainer`, and memory tiers in `zeromesh.offload`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "Traine
 
 
 def __getattr__(name: str) -> Any:
-    """Hand on the trainer's names lazily, so that the engine never imports what stands above it."""
+    """Import the trainer's names lazily, so that the engine never imports the layer above it."""
     if name in _MODULES:
         return getattr(import_module(f"zeromesh.trainer.{_MODULES[name]}"), name)
     if name in _TRAINER:

@@ -1,4 +1,4 @@
-"""`from zeromesh.accelerate import Accelerator`: accelerate's own, with the engine under its loops."""
+"""`from zeromesh.accelerate import Accelerator`: accelerate's class of that name, running on the engine."""
 
 from zeromesh.trainer.integrations.accelerate import Accelerator
 

@@ -1,7 +1,7 @@
-"""The launcher of this process, and its rank: the one file that touches environment variables.
+"""The launcher and rank of this process; the only file that reads or sets environment variables.
 
-Understood are torchrun (and all that sets its variables, as accelerate and Kubernetes operators do), Slurm,
-Open MPI, MPICH and Intel MPI. A process that none of them started is a world of one.
+It understands torchrun (and all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and
+Intel MPI. A process without a launcher is a world of one.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo which interface to use."""
 
 SECRET = "ZEROMESH_SECRET"
-"""The variable with which launchers of several hosts prove to each other that they belong to one user."""
+"""The variable with the secret by which launchers of several hosts authenticate each other."""
 
 ERRORS = "ZEROMESH_ERROR_FILE"
-"""The variable that names the file which a worker writes its error to."""
+"""The variable that names the file for a worker's error."""
 
 BEGAN = "ZEROMESH_BEGAN"
-"""The variable that tells workers when their command began, in seconds since the machine was started."""
+"""The variable that tells workers the start time of their command, in seconds since boot."""
 
 _LAUNCHER = "ZEROMESH_LAUNCHER_PID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -43,9 +43,9 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _LEAST_SECRET = 8
-"""Characters."""
+"""The least number of characters of a secret."""
 
-# The variables of a rank, the number of ranks, and the same among the processes of one host.
+# Each tuple names the variables of rank, number of ranks, and the same two within the host.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -56,16 +56,15 @@ _FAMILIAR = (
 )
 
 _Place = tuple[int, int, int, int, str, int]
-"""Rank, number of ranks, the same among the processes of one host, and the address and the port of rank 0."""
+"""Rank, number of ranks, the same two within the host, and the address and port of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """This process's place among those that were started together.
+    """The position of this process among the processes of one launch.
 
-    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means that any free
-    port will do, which holds for a single process only. Raises `ConfigError` when the numbers contradict
-    each other.
+    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means any free port, for a single process
+    only. Raises `ConfigError` for contradictory numbers.
     """
 
     rank: int
@@ -90,10 +89,10 @@ class LaunchEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """This process's place, from `environ` (default: the process's own variables).
+    """Read this process's position from `environ` (default: the process's own variables).
 
     Raises:
-        ConfigError: a launcher's variables are there in part; the message names the missing ones.
+        ConfigError: when some variables of a launcher are missing; the message names them.
     """
     environ = os.environ if environ is None else environ
     # torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in
@@ -107,7 +106,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         return LaunchEnvironment(*_read_slurm(environ), "slurm")
     if environ.get("PMI_RANK"):
         return LaunchEnvironment(*_read_mpi(environ, _MPICH), "mpich")
-    # A world without a rank: such a process would train alone without being asked to.
+    # A world size without a rank: such a process would train alone without being asked to.
     for rank, *others in (_TORCHRUN, _OPENMPI[:2], _MPICH[:2]):
         if any(environ.get(name) for name in others):
             raise ConfigError(_missing([rank], environ))
@@ -117,10 +116,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
 def worker_environment(
     processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None, alone: bool = True
 ) -> dict[str, str]:
-    """The variables to set for `processes` workers that this process starts on its host; those that are set already are left out.
+    """Return the variables to set for `processes` workers on this host, without those that are already set.
 
-    The workers divide the cores among them: else each one's kernels would use all of them, and they would wait for each other.
-    Loopback needs no host name that resolves, but reaches no other host, so it is for a host `alone`.
+    The workers divide the cores, so that their kernels do not compete for all of them. The loopback interface works without a
+    resolvable host name, but reaches no other host, so it is set only for a host `alone`.
     """
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
@@ -130,15 +129,14 @@ def worker_environment(
 
 
 def set_default(name: str, value: str, *aliases: str) -> None:
-    """Set a variable of this process, for a library that reads it later, unless it or one of its `aliases` has a value; an empty
-    `value` is none."""
+    """Set a variable for a library that reads it later, unless it or one of its `aliases` has a non-empty value."""
     if value and not any(os.environ.get(each) for each in (name, *aliases)):
         os.environ[name] = value
 
 
 @contextmanager
 def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Set variables for the block, and restore all of them at its end, whatever other people's code has set inside."""
+    """Set variables for the block, and restore all variables at its end, even those changed by foreign code."""
     before = dict(os.environ)
     os.environ.update(variables or {})
     try:
@@ -149,21 +147,21 @@ def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[Non
 
 
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Values of the variables whose names say that they are secrets, such as `HF_TOKEN`; short ones are none."""
+    """Return the values of variables whose names mark them as secrets, such as `HF_TOKEN`, without short ones."""
     environ = os.environ if environ is None else environ
     found = (value.strip() for name, value in environ.items() if _SECRET.search(name))
     return tuple(value for value in found if len(value) >= _LEAST_SECRET)
 
 
 def export(variables: Mapping[str, str]) -> None:
-    """Set variables for the rest of this process's life, and for the processes that it starts."""
+    """Set variables for the rest of this process's life, and for its child processes."""
     os.environ.update(variables)
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when its launcher ends, or leave when the one that `RankRange.variables` names has ended.
+    """Make the kernel end this process when its launcher ends; exit if the launcher has ended already.
 
-    To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
+    Call it before slow imports: a launcher that is killed cannot end its workers itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
@@ -174,7 +172,7 @@ def die_with_launcher() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRange:
-    """The ranks of this host in a start, `processes` from `first` on of `world_size`, and the address of rank 0."""
+    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and the address of rank 0."""
 
     first: int
     processes: int
@@ -185,7 +183,7 @@ class RankRange:
     restart: int = 0
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """The variables that tell a process its rank. The names are torchrun's, which other libraries read too."""
+        """Return the variables that tell a process its rank, under torchrun's names, which other libraries read too."""
         found: dict[str, object] = {
             **dict(zip(_TORCHRUN, (self.first + local_rank, self.world_size, local_rank, self.processes), strict=True)),
             "MASTER_ADDR": self.master_address,
@@ -198,33 +196,33 @@ class RankRange:
 
 
 def command_began() -> float | None:
-    """When the command began that started this process as a worker; None for other processes, and for workers started again."""
+    """Return the start time of the command that started this worker; None for other processes, and for restarted workers."""
     began = setting(BEGAN)
     return float(began) if began is not None and setting(_RUN[1]) == "0" else None
 
 
 def launch_identity(environment: LaunchEnvironment) -> str:
-    """Text that is equal in all ranks of one start, and differs between starts that run at the same time on a host."""
+    """Return a text that is equal in all ranks of one start, and differs between simultaneous starts on a host."""
     started = (os.environ.get(name, "") for name in _RUN)
     return " ".join((environment.master_address, str(environment.master_port), *started))
 
 
 def launcher_serves_store() -> bool:
-    """Return True if the launcher, which is torchrun then, serves the store that the ranks of several hosts meet in."""
+    """Return True if the launcher, then torchrun, serves the store in which the ranks of several hosts meet."""
     return os.environ.get(_AGENT_STORE) == "True"
 
 
 def available_cores() -> int:
-    """The cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The arguments that run `module` in a new Python as it runs in this one.
+    """Return the arguments that run `module` in a new Python with the module search path of this one.
 
-    `python -m` searches the working directory first, an installed command does not: then a worker must not
-    either, lest a `datasets.py` lying there be taken for the library.
+    `python -m` searches the working directory first, an installed command does not: then a worker must not either, or a
+    `datasets.py` in it would shadow the library.
     """
     searched = {os.path.realpath(entry or os.getcwd()) for entry in sys.path[:1]}
     isolated = () if os.path.realpath(os.getcwd()) in searched else ("-P",)
@@ -232,12 +230,12 @@ def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def setting(name: str) -> str | None:
-    """The value of one environment variable; an empty one counts as not set."""
+    """Return the value of one environment variable; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: `node[01-03,7],gpu1` gives `node01`. Raises `ConfigError`."""
+    """Return the first host of a Slurm node list: `node01` of `node[01-03,7],gpu1`. Raises `ConfigError`."""
     match = re.match(r"(?:[^,\[\]\s]|\[[^\[\]\s]+\])+(?=,|$)", nodelist.strip())
     host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match.group()) if match else ""
     if not host or "[" in host:
@@ -246,13 +244,13 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_on_node(counts: str, node: int) -> int:
-    """How many tasks Slurm started on the node of index `node`, from a list such as `2(x3),1`."""
+    """Return the number of tasks that Slurm started on the node of index `node`, from a list such as `2(x3),1`."""
     tasks: list[int] = []
     for item in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
             raise ConfigError(f"Slurm's tasks per node {counts!r} cannot be read; set SLURM_NTASKS_PER_NODE")
-        # A node past this run is not reached, so a huge repeat count costs nothing.
+        # Nodes after this one are not expanded, so a huge repeat count costs nothing.
         tasks.extend([int(match[1])] * min(int(match[2] or 1), node + 1))
     if node >= len(tasks):
         raise ConfigError(f"SLURM_NODEID is {node}, but Slurm's tasks per node are {counts!r}")
@@ -260,7 +258,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> _Place:
-    # Operators that start one process per host often set neither local variable; one alone is a mistake.
+    # Operators that start one process per host often set neither local variable; a single one is a mistake.
     names = _TORCHRUN[2:] if any(environ.get(name) for name in _TORCHRUN[2:]) else ()
     found = _integers(environ, [*_TORCHRUN[:2], "MASTER_PORT", *names], also=("MASTER_ADDR",))
     rank, world_size, port, *local = found
@@ -269,8 +267,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> _Place:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Place:
-    # A step may be smaller than its job, and the interactive step of `salloc` has one task: its own count
-    # wins.
+    # A step may be smaller than its job, and the interactive step of `salloc` has one task: the step's count is used.
     total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
     local_world_size, master = _slurm_local_world_size(environ, world_size), _slurm_master(environ, world_size)
@@ -281,7 +278,7 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if counts and environ.get("SLURM_NODEID"):
         return _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
-    # Set by --ntasks-per-node, which is an upper limit: a small step may hold fewer tasks.
+    # --ntasks-per-node sets this, as an upper limit: a small step may hold fewer tasks.
     if environ.get("SLURM_NTASKS_PER_NODE"):
         return min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])[0])
     if world_size == 1 or environ.get(_first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")) == "1":
@@ -301,7 +298,7 @@ def _slurm_master(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return True if `srun` started this process. A batch script's body carries SLURM_PROCID=0 too, but no step."""
+    """Return True if `srun` started this process. A batch script's body has SLURM_PROCID=0 too, but is no step."""
     in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
     return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
 
@@ -309,15 +306,15 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
 def _read_mpi(environ: Mapping[str, str], names: Sequence[str]) -> _Place:
     rank, world_size, local_rank, local_world_size = _integers(environ, names)
     address = environ.get("MASTER_ADDR") or (LOOPBACK if local_world_size == world_size else "")
-    if not address:  # MPI tells no rank where rank 0 runs.
+    if not address:  # MPI does not tell ranks the host of rank 0.
         raise ConfigError(_missing(["MASTER_ADDR (the host of rank 0)"], environ))
     return rank, world_size, local_rank, local_world_size, address, _job_port(environ)
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
-    """A port that all ranks of a job agree on: MASTER_PORT, or one derived from what identifies the job.
+    """Return a port on which all ranks of a job agree: MASTER_PORT, or one derived from the job's identity.
 
-    It lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
+    The port lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
     """
     if environ.get("MASTER_PORT"):
         return _integers(environ, ["MASTER_PORT"])[0]
@@ -327,7 +324,7 @@ def _job_port(environ: Mapping[str, str]) -> int:
 
 
 def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str, ...] = ()) -> list[int]:
-    """The values of `names` as integers; `also` must be set too. Raises `ConfigError` naming what is not."""
+    """Return the values of `names` as integers; `also` must be set too. Raises `ConfigError` naming missing or invalid ones."""
     missing = [name for name in (*names, *also) if not environ.get(name)]
     if missing:
         raise ConfigError(_missing(missing, environ))
@@ -348,5 +345,4 @@ def _missing(names: list[str], environ: Mapping[str, str]) -> str:
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    """The first of `names` that is set, else the last one."""
     return next((name for name in names if environ.get(name)), names[-1])

@@ -1,7 +1,7 @@
-"""One taxonomy of errors.
+"""The error classes of the project, and helpers for messages.
 
-What a user gave and can change is a `ValueError`; an invariant that broke while running is a `RuntimeError`. Every message
-says what was given, what is allowed, where, and what to do next.
+A mistake that the user can correct is a `ValueError`; an invariant broken at run time is a `RuntimeError`. Every message says what
+was given, what is allowed, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import islice
 
 
 def printable(text: str) -> str:
-    r"""Text in one line without what a terminal would obey: control characters and the like as escapes, such as `\x1b`."""
+    r"""Return the text in one line, with control characters and the like as escapes, such as `\x1b`."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text of several lines."""
+    """Return a text of several lines, each made `printable`."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -59,7 +59,7 @@ def summary(error: BaseException, lines: int = 1) -> str:
 
 
 class ZeromeshError(Exception):
-    """Base of every error that zeromesh raises on purpose. Names in a message may be anybody's: it shows them as `printable`."""
+    """The base of every error that zeromesh raises on purpose. Names in a message may be untrusted: they are made `printable`."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
@@ -84,7 +84,7 @@ _OF_DISKS = frozenset({errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOSPC, errno
 
 
 def refused_path(error: OSError) -> ZeromeshError | None:
-    """Return what a person is told where the system refuses a path or a disk fails; None for another error of the system."""
+    """Return the error for a path refused by the system or a failed disk; None for another error of the system."""
     named = isinstance(error.filename, str | bytes)
     if not named and error.errno not in _OF_DISKS:
         return None
@@ -99,8 +99,8 @@ def refused_path(error: OSError) -> ZeromeshError | None:
 
 @contextmanager
 def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] | None = None) -> Iterator[None]:
-    """Raise whatever a library raises inside the block, which reads what a person has given, as a `ConfigError` of the key `where`
-    or as `kind`; its text follows `before`."""
+    """Raise any error of a library inside the block, which reads user input, as a `ConfigError` of the key `where` or as `kind`;
+    the library's text follows `before`."""
     try:
         yield
     except (ZeromeshError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -115,15 +115,15 @@ class DataError(ZeromeshError, ValueError):
 
 
 class QueueFullError(ZeromeshError, RuntimeError):
-    """As many requests to a model are open as are allowed."""
+    """The number of open requests to a model has reached its limit."""
 
 
 class LayoutError(ZeromeshError, ValueError):
-    """A mesh, a bucket or a model does not fit the layout that was asked for."""
+    """A mesh, a bucket or a model does not fit the requested layout."""
 
 
 class PhaseError(ZeromeshError, RuntimeError):
-    """A unit was asked for something that its phase does not allow."""
+    """An operation is not allowed in the current phase of a unit."""
 
 
 class CheckpointError(ZeromeshError, RuntimeError):
@@ -135,16 +135,16 @@ class StorageError(ZeromeshError, RuntimeError):
 
 
 class CollectiveError(ZeromeshError, RuntimeError):
-    """Ranks that should act together do not: one is gone, late, or doing something else."""
+    """Ranks that should act together do not: one is gone, late, or runs another operation."""
 
 
 class WeightsDifferError(ZeromeshError, RuntimeError):
-    """Ranks hold other values of the same weights."""
+    """Ranks hold different values of the same weights."""
 
 
 class TransferError(ZeromeshError, RuntimeError):
-    """Weights were not handed to another process, or not received from one."""
+    """A transfer of weights to or from another process failed."""
 
 
 class NonFiniteError(ZeromeshError, RuntimeError):
-    """A gradient or a loss is NaN or infinite and the run is to stop then."""
+    """A gradient or a loss is NaN or infinite, and the run must stop then."""

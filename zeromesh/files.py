@@ -1,12 +1,11 @@
-"""Opens, reads and writes files of a run: no links are followed, nothing waits for a pipe, and the umask sets the permissions.
+"""Opens, reads and writes files of a run: links are not followed, opening never waits for a pipe, and the umask sets permissions.
 
-It also keeps the disk operations that this process waits for, so that a slow disk can be distinguished from a rank that is stuck.
+It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank.
 
     with disk_call("fsync", path): ...
     longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
 
-Functions that open, read and write raise `OSError`, as the system does. Where something other than a regular file is at a path,
-its `strerror` says what that is, so that one `except OSError` of a caller names both kinds of trouble.
+Functions that open, read and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from pathlib import Path
 from zeromesh.errors import StorageError
 
 _PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
-"""Names of files that are not whole yet. They are short whatever the name of the file that they become: that may have 255 bytes."""
+"""The names of unfinished files, short since the final name may have the maximum of 255 bytes."""
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a directory"),
@@ -36,18 +35,18 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
-"""The running calls of each thread, inside each other: what is done, to which path, and since when."""
+"""The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor of the regular file at `path`; a file that `os.O_CREAT` makes has the permissions that the umask leaves.
+    """Open the regular file at `path` and return its descriptor; a file created by `os.O_CREAT` has the umask's permissions.
 
     Raises:
-        OSError: where it cannot be opened, or is a link, a pipe or anything else that is no regular file.
+        OSError: for a path that cannot be opened, or is a link, a pipe or anything else but a regular file.
     """
     try:
-        # Without O_NONBLOCK a pipe that nobody else has open would be waited for.
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
@@ -69,7 +68,7 @@ def _require_regular(mode: int, path: str | os.PathLike[str], flags: int) -> Non
 
 
 def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """All bytes of a file. Raises `OSError`, also for one of more than `limit` bytes, of which nothing is read."""
+    """Return all bytes of a file. Raises `OSError`, also for a file of more than `limit` bytes, of which nothing is read."""
     with disk_call("read", path), open(open_regular(path, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None and size > limit:
@@ -78,12 +77,12 @@ def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True) -> None:
-    """Put `data` at `path` all at once: whoever reads meanwhile, or comes after a kill, finds the old content or the new.
+    """Replace the content of `path` atomically: concurrent readers, and those after a kill, find the old content or the new.
 
-    A link at `path` is replaced, and what it leads to is left alone. With `sync` the data is on the disk first.
+    A link at `path` is replaced, and its target left alone. With `sync` the data is flushed to disk first.
 
     Raises:
-        OSError: the old content is still there then.
+        OSError: when the write fails; the old content is then unchanged.
     """
     path = Path(path)
     passing = path.parent / f".zeromesh-{secrets.token_hex(8)}.tmp"
@@ -103,19 +102,19 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what processes killed in `write_whole` left in a directory, where nobody may be writing. Raises `OSError`."""
+    """Remove the files that processes killed in `write_whole` left in a directory without writers. Raises `OSError`."""
     for path in directory.iterdir():
         if _PASSING.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False where another open file has the lock.
+    """Lock an open file until it is closed; returns False if another open file holds the lock.
 
-    Locks are those of `flock`, or where the file system has none, the open file's own of `fcntl`.
+    The lock is one of `flock`, or on file systems without it an open file description lock of `fcntl`.
 
     Raises:
-        OSError: where the file system has neither.
+        OSError: when the file system supports neither lock.
     """
     whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     for lock in (
@@ -136,7 +135,7 @@ def try_lock(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterator[None]:
-    """In the block an `OSError` becomes a `StorageError` that what is at `path` cannot be `what`, with the reason and a cure."""
+    """Turn an `OSError` inside the block into a `StorageError` saying that `path` cannot be `what`, with the reason and a cure."""
     try:
         yield
     except OSError as error:
@@ -145,7 +144,7 @@ def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterato
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A running call, its seconds so far, and those of the outermost call around it."""
+    """A running disk call, its seconds so far, and those of the outermost call around it."""
 
     what: str
     seconds: float
@@ -154,14 +153,14 @@ class Waiting:
 
 @contextlib.contextmanager
 def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Note for the length of the block that this thread waits for a disk; such blocks may lie inside each other."""
+    """Record for the length of the block that this thread waits for a disk; blocks may be nested."""
     thread = threading.get_ident()
     calls = _CALLS.setdefault(thread, [])
     calls.append((what, path, time.monotonic()))
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # Calls that are given a descriptor know no name.
+        if error.filename is None:  # Calls on a descriptor know no file name.
             error.filename = os.fspath(path)
         raise
     finally:
@@ -171,7 +170,7 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def longest() -> Waiting | None:
-    """Return the one of all threads' innermost calls that has been going on for longest; None where no disk is waited for."""
+    """Return the longest running of all threads' innermost disk calls; None if there is none."""
     now = time.monotonic()
     found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_CALLS.values())) if calls]
     if not found:

@@ -1,4 +1,4 @@
-"""Integer arithmetic of splitting a flat buffer. The one owner of how an uneven length is divided."""
+"""Integer arithmetic for splitting a flat buffer; the only place that decides how an uneven length is divided."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from zeromesh.errors import LayoutError
 
 ALIGNMENT = 64
-"""Elements. A parameter and a shard begin at a multiple of it, so that both begin on a cache line in every dtype."""
+"""The alignment of parameters and shards in elements, so that both begin on a cache line in every dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Half-open interval `[start, end)` of elements."""
+    """The half-open interval `[start, end)` of elements."""
 
     start: int
     end: int
@@ -26,26 +26,26 @@ class Interval:
         return self.end - self.start
 
     def after(self, origin: int) -> Interval:
-        """The same elements, counted from `origin` on."""
+        """Return the same elements, counted from `origin`."""
         return Interval(start=self.start - origin, end=self.end - origin)
 
     def intersect(self, other: Interval) -> Interval:
-        """The common part; empty (at the later start) when there is none."""
+        """Return the common part; empty (at the later start) if there is none."""
         start = max(self.start, other.start)
         return Interval(start=start, end=max(start, min(self.end, other.end)))
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def padded_length(numel: int, parts: int, alignment: int = ALIGNMENT) -> int:
-    """Length of a buffer of `numel` elements after padding, so that `parts` aligned shards of one length fill it."""
+    """Return the length to which a buffer of `numel` elements is padded, so that `parts` aligned shards of equal length fill it."""
     return round_up(numel, parts * alignment)
 
 
 def shard_interval(padded: int, parts: int, index: int) -> Interval:
-    """Elements that part `index` of `parts` owns in a buffer that `padded_length` has made divisible."""
+    """Return the elements of part `index` of `parts` in a buffer of the length from `padded_length`."""
     length = padded // parts
     return Interval(start=index * length, end=(index + 1) * length)

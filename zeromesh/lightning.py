@@ -1,4 +1,4 @@
-"""`from zeromesh.lightning import ZeromeshStrategy`: the engine under Lightning's Trainer."""
+"""`from zeromesh.lightning import ZeromeshStrategy`: a strategy for Lightning's Trainer, running on the engine."""
 
 from zeromesh.trainer.integrations.lightning import ZeromeshStrategy
 

@@ -1,4 +1,4 @@
-"""Gives modules of a model to process sets: each computes on the ranks of its set alone, and all ranks get what it returns.
+"""Places modules of a model on process sets: each computes only on the ranks of its set, and all ranks receive its output.
 
     sets = mesh.process_sets.declare({"left": [0, 1], "right": [2, 3]})
     placement = place(model, {"encoder": sets["left"], "decoder": sets["right"]}, mesh)
@@ -6,12 +6,12 @@
     placement.clip_grad_norm_(1.0)       # over the parameters of all ranks
     optimizer.step()                     # of this rank's parameters
 
-Every rank runs the same program. Where a module lives elsewhere, a stub stands in its place: its output comes from the first rank
-of its set, and in backward so do the gradients of its inputs. What is computed outside of placed modules is on all ranks; a placed
-parameter, its gradient and the optimizer's state for it are on the ranks of its set alone, alike on all of them.
+Every rank runs the same program. A stub replaces each module of other ranks: its output, and in backward the gradients of its
+inputs, come from the first rank of the module's set. Computations outside of placed modules run on all ranks; a placed parameter,
+its gradient and its optimizer state are replicated over the ranks of its set alone.
 
-Autograd goes back through a graph in the reverse order of its making, so ranks that ran one forward meet in one order in backward.
-Recompute activations inside a placed module, not around it: what is recomputed around it would differ from rank to rank.
+Autograd visits a graph in the reverse order of its construction, so ranks with the same forward communicate in the same order in
+backward. Recompute activations inside a placed module, not around it: a recomputation around it would differ between ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
-    """Give each module whose fully qualified name matches a pattern of `homes` to a process set, in place.
+    """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
 
-    A pattern may have `*` for whatever; the first that matches a name counts. All ranks of the mesh call this alike, on equal
-    models. Ranks outside of the set lose the module's parameters; other names stay as they were.
+    A pattern may contain `*`; the first one that matches a name counts. All ranks of the mesh call this alike, on equal models.
+    Ranks outside of the set lose the module's parameters; other names do not change.
 
     Raises:
         LayoutError: on all ranks alike, for a pattern without a module, a module inside another one that is placed, and a
@@ -61,7 +61,6 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
 
 
 def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, ProcessSet]:
-    """The process set of each module that is to be placed, by its name."""
     found: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
@@ -88,15 +87,12 @@ def _refuse_ties(model: nn.Module, found: Mapping[str, ProcessSet]) -> None:
 
 
 def _place_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
-    """The placed module that a parameter belongs to."""
+    """Return the placed module that contains a parameter; None if there is none."""
     return next((module for module in found if name.startswith(f"{module}.")), None)
 
 
 class ModulePlacement:
-    """Which modules of a model live where, and what concerns the parameters of all ranks.
-
-    `homes`: the process set of each placed module, by its name.
-    """
+    """The placement of a model's modules: `homes` maps each placed module's name to its process set."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, homes: Mapping[str, ProcessSet]) -> None:
         self.homes = dict(homes)
@@ -104,9 +100,9 @@ class ModulePlacement:
         self._mesh = mesh
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns what it was. All ranks call this.
+        """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns the norm before. All ranks call this.
 
-        As `torch.nn.utils.clip_grad_norm_`: each parameter counts once, wherever it is and however many ranks hold it.
+        As in `torch.nn.utils.clip_grad_norm_`, each parameter counts once, however many ranks hold it.
         """
         gradients = {name: each.grad for name, each in self._model.named_parameters() if each.grad is not None}
         world = self._mesh.world
@@ -125,7 +121,7 @@ class ModulePlacement:
 
 
 class _ModuleExchange:
-    """Carries tensors of one placed module from the ranks of its set to all ranks."""
+    """Sends tensors of one placed module from the ranks of its set to all ranks."""
 
     def __init__(self, what: str, home: ProcessSet, mesh: Mesh) -> None:
         self.what = what
@@ -134,27 +130,26 @@ class _ModuleExchange:
         self._source = mesh.world.ranks.index(home.ranks[0])
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send what the first rank of the set has to all; the others of the set have the same, and get it too."""
+        """Send the tensors of the set's first rank to all ranks; the other ranks of the set call this with equal tensors."""
         header = write_header([MessageSpec.of(each) for each in tensors]).to(self._device)
         self._broadcast(header)
-        # Contiguous copies: the first rank's own tensor may be changed in place later, and the others' be views.
+        # Contiguous copies: the first rank's tensor may be changed in place later, and the other ranks' may be views.
         return [self._broadcast(each.detach().clone(memory_format=torch.contiguous_format)) for each in tensors]
 
     def receive(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
-        """Receive, on ranks outside of the set, what its first rank sends."""
         header = self._broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=self._device))
         specs = read_header(header)
         return [self._broadcast(spec.empty(self._device)) for spec in specs], specs
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Bytes: not every backend takes every dtype.
+        # Tensors travel as bytes, since not every backend takes every dtype.
         if tensor.numel():
             self._world.broadcast_(tensor.view(-1).view(torch.uint8), self._source, self.what)
         return tensor
 
 
 def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a placed module on the ranks of its set: gradients of its inputs and its output go to the other ranks."""
+    """Run the forward of a placed module on the ranks of its set, and send output and input gradients to the other ranks."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     at = _differentiable(leaves)
     if at:
@@ -177,7 +172,7 @@ def _views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _OnOtherRanks(Stub):
-    """Stands for a module that lives on a process set without this rank."""
+    """The stub of a module that lives on a process set without this rank."""
 
     def __init__(self, module: nn.Module, exchange: _ModuleExchange) -> None:
         shape = meta_copy(module)
@@ -188,7 +183,7 @@ class _OnOtherRanks(Stub):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        # On all ranks the generators go on alike: what stands for this call's randomness is drawn here too.
+        # Generators advance alike on all ranks, so the draw that this call makes on the set is made here too.
         with self._exchange.randomness.sharded(), torch.no_grad():
             made, spec = pytree.tree_flatten(self._shape[0](*args, **kwargs))
         tensors, specs = self._exchange.receive()
@@ -213,7 +208,7 @@ class _OnOtherRanks(Stub):
 
 
 class _AtHome(torch.autograd.Function):
-    """On the ranks of the set: around the module, tensors pass by one call, and their gradients by another."""
+    """Applies one call to tensors and another to their gradients, around the module, on the ranks of its set."""
 
     @staticmethod
     def forward(ctx: Any, forward: _Move, backward: _Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -228,7 +223,7 @@ class _AtHome(torch.autograd.Function):
 
 
 class _Elsewhere(torch.autograd.Function):
-    """On other ranks: `count` outputs of the module, then its inputs; the gradients of these come from where it lives."""
+    """Returns `count` outputs of the module on other ranks; in backward, its set sends the gradients of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, exchange: _ModuleExchange, anchor: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
@@ -246,7 +241,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
 
 
 def _differentiable(leaves: list[Any]) -> list[int]:
-    """The indices of tensors whose gradients are wanted."""
+    """Return the indices of tensors that require a gradient."""
     if not torch.is_grad_enabled():
         return []
     return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

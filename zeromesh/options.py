@@ -1,4 +1,4 @@
-"""The options of an engine: precision, optimizer, offload and ZeRO, each checked when it is made."""
+"""The options of an engine: precision, optimizer, offload and ZeRO, each checked when it is constructed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,24 +14,24 @@ from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 
 NO_GROUP = -1
-"""The group of a parameter that no update changes."""
+"""The optimizer group of a parameter that is never updated."""
 UpdateOn = Literal["auto", "host", "device"]
 
 
 class Placement(Enum):
-    """How a tensor lies over the ranks of an axis."""
+    """The placement of a tensor over the ranks of an axis."""
 
     REPLICATED = "replicated"
-    """Every rank holds all of it."""
+    """Every rank holds the whole tensor."""
     PARTIAL = "partial"
-    """Every rank holds a summand of it."""
+    """Every rank holds a summand of the tensor."""
     SHARDED = "sharded"
-    """Every rank holds its interval of it."""
+    """Every rank holds its interval of the flattened tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placements:
-    """One stage. `accumulating` is where gradients lie between two microbatches of a step, `gradients` where at its end."""
+    """The placements of one stage: gradients are `accumulating` between microbatches, and `gradients` at the end of a step."""
 
     parameters: Placement
     accumulating: Placement
@@ -46,7 +46,7 @@ STAGES: dict[int, Placements] = {
     2: Placements(parameters=_WHOLE, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
     3: Placements(parameters=_SHARDED, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
 }
-"""[Note: A stage is a row of data] Where states lie over the shard axis decides which collectives run, not which code does.
+"""[Note: A stage is a row of data] The placement of states over the shard axis decides which collectives run, not which code.
 
     stage   parameters                    gradients                            optimizer state
     0       replicated                    replicated                           replicated
@@ -54,56 +54,56 @@ STAGES: dict[int, Placements] = {
     2       replicated                    sharded as a bucket completes        sharded
     3       sharded, gathered around use  sharded as a bucket completes        sharded
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. That stages are placements follows
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stages as placements follow
 Megatron-FSDP's experimental rewrite.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlan:
-    """The states that an optimizer class keeps of a parameter, by the names of the class, as a step on one has shown."""
+    """The optimizer states of a parameter, under the names of the optimizer class, found by a trial step."""
 
     tensors: dict[str, torch.Tensor]
-    """Examples of tensors, on the meta device. They may be subclasses, with plain tensors inside."""
+    """Example tensors on the meta device, which may be subclasses with plain tensors inside."""
     scalars: dict[str, Any]
-    """Examples of numbers, which may be tensors without dimensions."""
+    """Example numbers, which may be 0-dim tensors."""
     by_size: bool = False
-    """True if tensors of larger parameters are subclasses."""
+    """True if the state tensors of larger parameters are subclasses, as in 8-bit optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerClass:
-    """An optimizer that is run by the step of its own class."""
+    """An optimizer that is run by its own class's `step`."""
 
     optimizer: Optimizer = field(repr=False, compare=False)
     whole: bool
-    """True if its update needs whole tensors; otherwise any elements can be updated on their own."""
+    """True if its update needs whole tensors; otherwise it may update any elements separately."""
     plans: Mapping[tuple[int, int], StatePlan]
-    """The states that it keeps of a parameter, by the number of its group and of its dimensions."""
+    """The states of a parameter, by the index of its group and its number of dimensions."""
     sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict, compare=False)
-    """The states that it keeps by the number of the group and the shape, where they depend on sizes, as far as asked for."""
+    """The states by group index and shape, where they depend on sizes; filled on demand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """The optimizer and its rates, under torch's names."""
+    """The optimizer and its hyperparameters, under torch's names."""
 
     name: str = "adamw"
     own_class: OptimizerClass | None = None
-    """The class that is run instead of the optimizer of that name."""
+    """The class to run instead of the optimizer of that name."""
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     momentum: float = 0.0
     no_decay: tuple[str, ...] = ()
-    """Patterns of parameter names (as in `fnmatch`) that are not decayed."""
+    """Patterns of names (as in `fnmatch`) of parameters without weight decay."""
     members: tuple[tuple[str, ...], ...] = ()
-    """Names of the parameters of each group, where groups are the user's own; one that is in none is never updated."""
+    """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 
     def groups(self, lr_factor: float = 1.0, momentum: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings that decayed parameters and the others are updated with in a step, whose schedule multiplies the
-        learning rate by `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
+        """Return the settings of decayed parameters and of the others for a step whose schedule multiplies the learning rate by
+        `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
         common = {
             "lr": self.lr * lr_factor,
             "betas": self.betas if momentum is None else (momentum, self.betas[1]),
@@ -115,7 +115,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerSettings:
-    """`initial_scale`; halved at an overflow, doubled after `growth_interval` steps without one, or changed by other factors."""
+    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, by `growth_factor` after `growth_interval`
+    steps."""
 
     initial_scale: float = 65536.0
     growth_interval: int = 2000
@@ -126,7 +127,7 @@ class ScalerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageSettings:
-    """`decay` is what an average keeps of itself, from 0 to below 1. `start` is the first update that counts."""
+    """The exponential moving average of the weights: `decay` in [0, 1) is its decay rate, `start` the first update averaged."""
 
     decay: float
     every: int = 1
@@ -135,10 +136,9 @@ class AverageSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """The dtype of each role. `loss_scale` is for float16 gradients alone.
+    """The dtype of each role. `loss_scale` applies to float16 gradients only.
 
-    Gradients are summed in the dtype `reduce`. Where that is bfloat16 and master weights are float32, they travel in bfloat16, and
-    are summed in float32.
+    Gradients are summed in `reduce`. If it is bfloat16 and master weights fp32, they travel in bfloat16 and are summed in fp32.
 
     Raises:
         ConfigError: when a sum or a master weight would be kept in less than the compute dtype.
@@ -170,7 +170,7 @@ class Precision:
         return self.master if travels and self.master is torch.float32 else self.reduce
 
     def table(self, optimizer: str) -> str:
-        """One line naming the dtype of every role."""
+        """Return one line naming the dtype of every role."""
         compute, reduce, sums, master = (
             str(each).removeprefix("torch.") for each in (self.compute, self.reduce, self.sums, self.master)
         )
@@ -183,16 +183,16 @@ class Precision:
 
 
 STAGING_SHARE = 64
-"""The divisor of an accelerator's memory that gives the buffers of the update stream: 1.25 GiB of 80 GiB."""
+"""The fraction 1/64 of an accelerator's memory for the buffers of the update stream: 1.25 GiB of 80 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
 
-    The caller itself offloads `activations`, which recomputed blocks keep for backward. `gradients` None follows the optimizer.
-    `update` is where updates are computed, if states are not on the device. `staging_bytes` bounds the buffers on the way there;
-    None: `staging_on` decides.
+    The caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the
+    optimizer. `update` is the place of updates for states that are not on the device. `staging_bytes` bounds the buffers on the way
+    there; None: `staging_on`.
     """
 
     optimizer: TierChoice = field(default_factory=TierChoice)
@@ -202,14 +202,13 @@ class OffloadOptions:
     update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
     in_place: bool = False
-    """True if frozen parameters on files stay in the files of their source, as far as they lie there as they are: nobody changes
-    them, neither here nor there."""
+    """True if frozen parameters offloaded to files stay in the source's files, if these have the same bytes; neither is written."""
     staging_bytes: int | None = None
 
     def staging_on(self, device: torch.device) -> int:
-        """Bytes of the buffers through which states pass that are updated on `device`, if nobody has said how many.
+        """Return the bytes of the buffers through which states pass that are updated on `device`, if `staging_bytes` is None.
 
-        An accelerator gets longer rows, since launching the copies of many short ones would take longer than the copies.
+        An accelerator gets longer rows, since launching many short copies would take longer than the copies.
         """
         if self.staging_bytes is not None or not is_accelerator(device):
             return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
@@ -223,10 +222,10 @@ class OffloadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOptions:
-    """How an engine partitions and overlaps.
+    """The partitioning and overlap of an engine.
 
-    `gathered_budget` is bytes of gathered parameters that a rank keeps between uses at stage 3; None: where ranks share one copy,
-    those that take no more memory for it, and elsewhere none.
+    `gathered_budget` is the bytes of gathered parameters that a rank keeps between uses at stage 3; None: where ranks share pages,
+    the parameters that need no extra memory, and elsewhere none.
 
     Raises:
         ConfigError: for impossible combinations.
@@ -241,11 +240,11 @@ class ZeroOptions:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     average: AverageSettings | None = None
-    """Settings of an average of the weights, which is kept beside them; None: there is none."""
+    """The settings of the exponential moving average of the weights; None: there is none."""
     accumulation: int = 1
-    """Microbatches of a step on each rank."""
+    """The number of microbatches per step on each rank."""
     reduce_once: bool = False
-    """True if stages 2 and 3 too reduce gradients once a step, from sums of each rank that take memory for all of them."""
+    """True if stages 2 and 3 also reduce gradients once per step, from each rank's own sums, which need full gradient memory."""
     clip_norm: float = 0.0
     on_nonfinite: Literal["skip", "stop"] = "skip"
     optimizer_in_backward: bool = False
@@ -277,19 +276,18 @@ class ZeroOptions:
 
     @property
     def placements(self) -> Placements:
-        """The row of the stage, but for gradients that are reduced once a step."""
+        """The placements of the stage, adjusted for gradients that are reduced once per step."""
         row = STAGES[self.stage]
         return replace(row, accumulating=Placement.PARTIAL) if self.reduce_once else row
 
     @property
     def gradients_pass_through(self) -> bool:
-        """True if a gradient shard lives only from its reduction to its update, within one backward."""
+        """True if a gradient shard exists only from its reduction to its update, within one backward."""
         return self.optimizer_in_backward and self.accumulation == 1
 
     def gradients_stay(self, device: torch.device) -> bool:
-        """Return True if gradient shards have memory from step to step on a rank that computes on `device`: sums over several
-        microbatches, and what rests on another tier. Else they have what activations have just left, from reduction to update.
-        """
+        """Return True if gradient shards keep memory from step to step on `device`: sums over several microbatches, and shards
+        offloaded to another tier. Otherwise they use memory just freed by activations."""
         resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves(device)
         return self.accumulation > 1 or resting
 
@@ -299,9 +297,9 @@ class ZeroOptions:
         return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL
 
     def wire_dtype(self, own: torch.dtype, *, on_device: bool) -> torch.dtype:
-        """The dtype in which gradients of parameters of dtype `own` travel to their sum: their own where ranks add what has come,
-        and that of the sum where earlier microbatches are in it, or where a device's collective itself adds; but nothing wider than
-        `precision.reduce`."""
+        """Return the dtype in which gradients of parameters of dtype `own` travel to their sum: `own` where ranks add the received
+        tensors, the dtype of the sum where it already holds earlier microbatches or where a device's collective adds; but nothing
+        wider than `precision.reduce`."""
         reduce = self.precision.reduce
         found = self.precision.sums if on_device or self.sums_before_reducing else own
         return reduce if reduce.itemsize < found.itemsize else found

@@ -1,7 +1,7 @@
-"""What a run sets for a while: an instance's own `forward`, tensors that a module puts aside, functions of libraries.
+"""Temporary replacements: an instance's `forward`, tensors cached by modules, functions of libraries.
 
-`PATCHES` has every function of a library that is replaced; `tests/unit/test_library_patches.py` fails where one of them is another
-than in the version that it was read from.
+`PATCHES` lists every replaced function of a library; `tests/unit/test_library_patches.py` fails if an installed version of one
+differs from the recorded version.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 PATCHES = {
-    "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a mode holds for backward too.
-    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: the kernel of a device.
-    # loop/device_batch.py: the host answers from the batch, where the library would wait for the device.
+    "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
+    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: takes a device's kernel.
+    # loop/device_batch.py: the host computes the answer from the batch, since the library would wait for the device.
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "5.23.0",
     "transformers.masking_utils._ignore_causal_mask_sdpa": "5.23.0",
     "transformers.masking_utils.fast_all": "5.23.0",
     "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",
     "transformers.masking_utils.is_tracing": "5.23.0",
-    "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerator over zeromesh.
+    "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerate class on zeromesh.
 }
-"""Functions and classes of libraries that are replaced, and the versions that they were read from."""
+"""The replaced functions and classes of libraries, with the versions that the replacements were written for."""
 
 
 @contextmanager
 def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
-    """Put other values for names of a library inside the block; they are among `PATCHES`."""
+    """Replace names of a library inside the block; they must be among `PATCHES`."""
     if unknown := [name for name in values if f"{library.__name__}.{name}" not in PATCHES]:
         raise RuntimeError(f"{library.__name__}: {', '.join(unknown)} is not among PATCHES of {__name__}")
     before = {name: vars(library)[name] for name in values}
@@ -41,7 +41,7 @@ def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def override(instance: object, attribute: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of the instance itself; returns a call that puts back what was there."""
+    """Set an attribute on the instance itself; returns a function that restores the previous state."""
     own = vars(instance)
     undo = (
         partial(own.__setitem__, attribute, own[attribute]) if attribute in own else partial(own.pop, attribute, None)
@@ -52,10 +52,9 @@ def override(instance: object, attribute: str, value: Any) -> Callable[[], None]
 
 @contextmanager
 def tensors_put_aside(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Take from modules, after the block, the tensors that they have put aside as attributes inside it, such as a recurrent state.
+    """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state.
 
-    Attributes that were there before and were not None stay as they are. Yields a call that returns the names of those attributes
-    that hold such a tensor now.
+    Attributes that were not None before are kept. Yields a function that returns the names of attributes that hold such a tensor.
     """
     had = [(name, module, dict(vars(module))) for name, module in root.named_modules()]
 

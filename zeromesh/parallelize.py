@@ -1,11 +1,10 @@
-"""Divides a model over the tensor and pipeline axes of a mesh, in place, before its parameters are partitioned over the data axes.
+"""Divides a model in place over the tensor and pipeline axes of a mesh, before its parameters are sharded over the data axes.
 
     source = BuiltSource(model)                   # or any other of the whole model
     divided = divide(model, mesh, options)        # modules compute this rank's part; what is divided is on the meta device
     engine = ZeroEngine.build(model, mesh, zero_options, source, cuts=divided.cuts)
 
-Layers are divided first, then the stages of other ranks leave the model: what a stage is does not depend on how its layers are
-divided.
+Layers are divided first, then other ranks' stages are removed: the cut into stages does not depend on the division of layers.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelOptions:
-    """How a model is divided.
+    """The options for dividing a model.
 
-    `rules` are the user's own styles of layers, by pattern of their names; with `sequence`, blocks pass on shares of the sequence.
-    `chunks` are stages of a pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
+    `rules` are the user's styles of layers, by name pattern; with `sequence`, blocks pass on shares of the sequence. `chunks` is
+    the number of stages per pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divided:
-    """The result of `divide` for a model."""
+    """The result of `divide`."""
 
     cuts: ModelCuts = field(default_factory=ModelCuts)
     tensor: Parallelized | None = None
@@ -57,14 +56,14 @@ class Divided:
     notes: tuple[str, ...] = ()
 
     def restore(self) -> None:
-        """Give the model its own modules back; parameters that were divided are then whole and on the meta device."""
+        """Restore the model's own modules; divided parameters are then whole and on the meta device."""
         if self.pipeline is not None:
             self.pipeline.restore()
         if self.tensor is not None:
             self.tensor.restore()
 
     def close(self) -> None:
-        """Leave what was opened for it."""
+        """Close the communication opened for the divided model."""
         if self.pipeline is not None:
             self.pipeline.close()
 
@@ -75,8 +74,8 @@ def divide(
     options: ParallelOptions,
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Divided:
-    """Make `model` compute this rank's part. All ranks of the mesh call this alike. `example` gives a batch such as the model will
-    be given, for a trial without values; None: token ids alone.
+    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the run
+    for a trial without values; None: token ids alone.
 
     Raises:
         LayoutError: for a model that cannot be divided so, with the reason.
@@ -105,7 +104,7 @@ def divide(
 
 
 def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
-    # Divided layers load torch's compiler, to keep it out of their exchanges: two seconds that other runs need not spend.
+    # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
     from zeromesh.tensor.parallelize_module import Parallelized
     from zeromesh.tensor.plan.planner import plan_tensor
 
@@ -115,7 +114,7 @@ def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Pa
 
 
 def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:
-    """Tied parameters that this rank and another one have, by their name here."""
+    """Return the tied parameters shared by this rank and another one, by their name on this rank."""
     found = {}
     for tie in stages.ties:
         holders = tuple(sorted({stage % ranks for stage in tie.held}))

@@ -1,4 +1,4 @@
-"""The random numbers of forward and of the data, which depend on what is computed, and not on who computes it.
+"""The random numbers of forward and of the data, which depend on what is computed, and not on the rank that computes it.
 
 A microbatch has a stream of random numbers for its loss, and one for every call of a unit:
 
@@ -6,9 +6,9 @@ A microbatch has a stream of random numbers for its loss, and one for every call
     root                  draws d         draws e                                one stream: d, e
     blocks                        draws f         draws g                        a stream for each call
 
-When a unit's call ends, the stream of its caller goes on from where it was.
+When a unit's call ends, its caller's stream continues.
 
-The global generators that a forward draws from: PyTorch's, NumPy's and Python's.
+The streams set the global generators of PyTorch, NumPy and Python, from which a forward draws.
 """
 
 from __future__ import annotations
@@ -29,51 +29,47 @@ from zeromesh.offload import accelerator
 
 
 def seed_generators(number: int) -> None:
-    """Seed the CPU's generator and those of the accelerators in use, as `torch.manual_seed` does.
+    """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does.
 
-    `torch.manual_seed` also keeps a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
-    in a model that is a millisecond, before every unit.
+    `torch.manual_seed` also queues a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
+    in a model that takes a millisecond, before every unit.
     """
     torch.default_generator.manual_seed(number)
     accelerator.seed(number)
 
 
 def seed_all(number: int) -> None:
-    """Seed the generators of PyTorch, NumPy and Python. Models of speech draw from NumPy's what they mask."""
+    """Seed the generators of PyTorch, NumPy (used by speech models to draw masks) and Python."""
     seed_generators(number)
     random.seed(number)
     _numpy.seed(number & 0xFFFFFFFF)
 
 
 class _Seeded(NamedTuple):
-    """The state of a generator from which nothing was drawn since it was seeded, and its memory then."""
+    """The state of a generator since its last seed without any draw, and its memory then."""
 
     number: int
     memory: bytes
 
 
 class _NumpyGenerator:
-    """NumPy's global Mersenne Twister, as fast to save and to put back as may be while nothing draws from it.
-
-    Most units never do: a copy of its memory takes 1 us, and its state as 624 numbers takes up to 80 us.
-    """
+    """NumPy's global Mersenne Twister, saved and restored cheaply while nothing draws from it, as in most units: a copy of its
+    memory takes 1 us, its state as 624 numbers up to 80 us."""
 
     def __init__(self) -> None:
         self._seeded: _Seeded | None = None
 
     def seed(self, number: int) -> None:
-        """Seed it."""
         np.random.seed(number)
         memory = self._memory()
         self._seeded = None if memory is None else _Seeded(number, memory)
 
     def state(self) -> Any:
-        """The last seed where nothing was drawn since, else the whole state."""
+        """Return the last seed if nothing was drawn since, else the whole state."""
         seeded = self._seeded
         return np.random.get_state() if seeded is None or self._memory() != seeded.memory else seeded
 
     def restore(self, state: Any) -> None:
-        """Put it into a state that `state` has returned."""
         if isinstance(state, _Seeded):
             self.seed(state.number)
         else:
@@ -81,7 +77,7 @@ class _NumpyGenerator:
             np.random.set_state(state)
 
     def _memory(self) -> bytes | None:
-        """Its numbers and the position in them; None where the user has replaced it by another."""
+        """Return the generator's numbers and its position in them; None if the user has replaced the generator."""
         generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if type(generator) is not np.random.MT19937:
             return None
@@ -100,17 +96,15 @@ class HostState:
 
     @classmethod
     def now(cls) -> HostState:
-        """The present states of both generators."""
         return cls(numpy=_numpy.state(), python=random.getstate())
 
     def restore(self) -> None:
-        """Put both generators into this state."""
         _numpy.restore(self.numpy)
         random.setstate(self.python)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside the block both generators go on from this state; afterwards they are as they were before it."""
+        """Continue both generators from this state inside the block; afterwards restore their previous states."""
         before = HostState.now()
         self.restore()
         try:
@@ -121,7 +115,7 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllStates:
-    """The states of all global generators that `seed_all` seeds; of accelerators', that of the current one."""
+    """The states of all global generators that `seed_all` seeds; of the accelerators, the current one."""
 
     cpu: torch.Tensor
     device: torch.Tensor | None
@@ -129,20 +123,16 @@ class AllStates:
 
     @classmethod
     def now(cls) -> AllStates:
-        """The present states of all generators."""
         return cls(cpu=torch.get_rng_state(), device=accelerator.generator_state(), host=HostState.now())
 
     def restore(self) -> None:
-        """Put all generators into this state."""
         torch.set_rng_state(self.cpu)
         accelerator.set_generator_state(self.device)
         self.host.restore()
 
     def mark(self, number: int) -> None:
-        """Make `torch.initial_seed()` return `number` where this state is in force; what is drawn stays the same.
-
-        The state of the CPU's generator begins with its latest seed, from which it does not draw.
-        """
+        """Make `torch.initial_seed()` return `number` in this state, whose CPU part begins with the latest seed; draws stay
+        equal."""
         self.cpu[:8].view(torch.int64).fill_(number)
 
 
@@ -150,31 +140,31 @@ class Streams:
     """The random numbers of one microbatch, from its forward to the recomputations in its backward."""
 
     def __init__(self, seed: int, step: int | str, first_sample: int) -> None:
-        """`first_sample` is the global index of the microbatch's first sample; `step` may be the name of another kind of pass."""
+        """Create the streams. `first_sample` is the global index of the first sample; `step` may name another kind of pass."""
         self._where = f"{seed}/{step}/{first_sample}"
         self._calls: Counter[str] = Counter()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
-        """By unit and mark of the caller's stream: the number of the call, and the mark of that stream after it."""
+        """The index of a call and the mark of the caller's stream after it, by unit and mark of the caller's stream before it."""
         self._callers: list[tuple[str, int, AllStates]] = []
         self._first_mark = number_of(f"{self._where}//marks")
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside the block the generators go on in these streams, at first in that of the loss; afterwards they are as before."""
+        """Make the generators draw from these streams inside the block, first from that of the loss; afterwards restore them."""
         with own_randomness():
             self._callers.clear()
             seed_all(number_of(f"{self._where}//loss"))
             yield
 
     def begin(self, unit: str) -> None:
-        """Begin the stream of a unit's first call, where only a part of the unit runs and nothing calls the unit itself."""
+        """Begin the stream of a unit's first call, for code that runs a part of the unit without calling it."""
         seed_all(number_of(f"{self._where}/{unit}"))
 
     def enter(self, unit: str, *, again: bool) -> None:
-        """A unit is called: its stream begins, and that of its caller pauses. `again`: backward recomputes the call.
+        """Begin the stream of a unit's call and pause that of its caller. `again`: backward recomputes the call.
 
-        `torch.utils.checkpoint` puts the caller's stream back before it calls a unit again. The mark on it tells which of the
-        unit's calls that is; where the stream was not put back (`preserve_rng_state=False`), it is taken for the last one.
+        `torch.utils.checkpoint` restores the caller's stream before it calls a unit again, and the mark on it identifies the call;
+        without restored streams (`preserve_rng_state=False`), the last call is assumed.
         """
         caller, mark = AllStates.now(), torch.initial_seed()
         if (unit, mark) not in self._known:
@@ -185,7 +175,7 @@ class Streams:
         seed_all(number_of(f"{self._where}/{unit}/{number}" if number else f"{self._where}/{unit}"))
 
     def leave(self, unit: str) -> None:
-        """The unit's call has ended: the stream of its caller goes on. Calls inside it that an exception ended are forgotten."""
+        """End a unit's call and resume the stream of its caller. Inner calls that an exception ended are dropped."""
         while self._callers:
             name, after, caller = self._callers.pop()
             if name == unit:
@@ -198,16 +188,14 @@ _MASK = 2**63 - 1
 
 
 def number_of(text: str) -> int:
-    """63 bits that look random."""
+    """Return a 63-bit hash of the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
-    """Inside the block datasets and collators draw numbers that belong to the microbatch whose first sample has this index.
-
-    That holds for the global generators of PyTorch, NumPy and Python, which are afterwards as they were.
-    """
+    """Make datasets and collators inside the block draw numbers that belong to the microbatch of this first sample; the global
+    generators of PyTorch, NumPy and Python are restored afterwards."""
     with own_randomness():
         seed_all(number_of(f"{seed}/data/{first_sample}"))
         yield
@@ -215,7 +203,7 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Restore the generators after the block, so that what it draws does not disturb what the user draws elsewhere."""
+    """Restore the generators after the block, so that its draws do not disturb the user's."""
     states = AllStates.now()
     try:
         yield

@@ -1,4 +1,4 @@
-"""`from zeromesh.transformers import Trainer`: transformers' own, with the engine under them."""
+"""`from zeromesh.transformers import Trainer`: transformers' class of that name, running on the engine."""
 
 from zeromesh.trainer.integrations.transformers import Seq2SeqTrainer, Trainer, on_zeromesh
 

@@ -1,15 +1,13 @@
-"""Collectives on activations: `Exchange`, the one over process groups, and the one over memory that CPU ranks of a host share.
+"""Collectives on activations: `Exchange`, and its versions over process groups and over memory shared by CPU ranks of a host.
 
     exchange = open_exchange(group, device, "auto")
     pending = exchange.sum(partial)                                # starts; compute meanwhile
     whole = pending.wait()                                         # a new tensor
 
-gloo's all-reduce adds in the tensors' dtype and in an order of its own. Here the summands are gathered and added locally in
-rank order, 16-bit ones in fp32, so that all ranks and every kind of exchange give the same bits. NCCL's collectives are used as
-they are.
+gloo's all-reduce adds in the tensors' dtype and in an unspecified order. Here the summands are gathered and added locally in rank
+order, 16-bit ones in fp32, so that all ranks and all kinds of exchange compute equal bits. NCCL's collectives are used unchanged.
 
-In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all of them read.
-The sum happens in each rank's own thread, when it asks for its result.
+In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all ranks read, and sums in `wait`.
 """
 
 import math
@@ -29,11 +27,11 @@ from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 _CHUNK = 1 << 15
-"""Elements that are summed at a time over more than two ranks, so that the sum stays in a core's cache."""
+"""The number of elements summed at a time over more than two ranks, chosen so that the partial sum stays in a core's cache."""
 
 
 class ExchangeKind(IntEnum):
-    """The kinds of exchanges of tensors between ranks."""
+    """The kinds of collectives on activations."""
 
     SUM = 0
     GATHER = 1
@@ -41,12 +39,12 @@ class ExchangeKind(IntEnum):
 
     @property
     def phrase(self) -> str:
-        """The name of the kind in messages."""
+        """The name of the kind in error messages."""
         return self.name.lower().replace("_", " ")
 
     @property
     def collective(self) -> Collective:
-        """The collective that its traffic counts as."""
+        """The row of the traffic statistics under which this kind is counted."""
         named = {ExchangeKind.GATHER: Collective.ALL_GATHER, ExchangeKind.SCATTERED_SUM: Collective.REDUCE_SCATTER}
         return named.get(self, Collective.ALL_REDUCE)
 
@@ -55,13 +53,13 @@ class Pending:
     """An exchange in flight."""
 
     def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] | None = None) -> None:
-        """`read` waits and returns the result; `release` is called after it, also for an exchange that nobody waits for."""
+        """Take `read`, which waits and returns the result, and `release`, which is called after it, even for an unused result."""
         self._read: Callable[[], torch.Tensor] | None = read
         self._release = release
         self._result: torch.Tensor | None = None
 
     def settle(self) -> None:
-        """Wait, and keep the result until it is asked for."""
+        """Wait for the result and keep it until `wait` returns it."""
         read, self._read = self._read, None
         if read is not None:
             self._result = read()
@@ -73,10 +71,10 @@ class Pending:
             release()
 
     def wait(self) -> torch.Tensor:
-        """The result; once. On CUDA the compute stream waits, not the host.
+        """Return the result; may be called once. On CUDA the compute stream waits, not the host.
 
         Raises:
-            CollectiveError: when a peer is gone, late, or exchanges something else; or when asked twice.
+            CollectiveError: when a peer is gone, late, or exchanges another tensor; and for a second call.
         """
         self.settle()
         result, self._result = self._result, None
@@ -90,25 +88,24 @@ class Pending:
 
 
 class Exchange:
-    """Collectives on activations of any dtype and any shape over the ranks of a process set; this one is that of a set of one rank.
+    """Collectives on activations of any dtype and shape over a process set; this base class serves a set of one rank.
 
-    All ranks call the same ones in the same order, with the same dtypes and shapes (but along `dim`, where `sizes` says what each
-    rank has); results may be waited for in any order, or never. A tensor must stay as it is until its result has been waited for.
-    Sums run in rank order and are bitwise the same on all ranks; 16-bit tensors are summed in fp32 and rounded once (NCCL: its own
-    order and arithmetic). Nothing is recorded for autograd.
+    All ranks call the same methods in the same order, with equal dtypes and shapes (except along `dim`, where `sizes` gives each
+    rank's length); results may be waited for in any order, or never. A tensor must not change until its result has been waited for.
+    Sums run in rank order and are bitwise equal on all ranks; 16-bit tensors are summed in fp32 and rounded once (except by NCCL).
+    Nothing is recorded for autograd.
     """
 
     size = 1
-    """Ranks of the set."""
     index = 0
-    """This rank's position among them."""
+    """This rank's position in the set."""
 
     def sum(self, tensor: torch.Tensor) -> Pending:
-        """The sum over the ranks: a new tensor of the same shape and dtype."""
+        """Return the sum over the ranks as a new tensor of the same shape and dtype."""
         return self._start(ExchangeKind.SUM, tensor)
 
     def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        """The ranks' tensors concatenated along `dim`. `sizes`: what each rank has along it, when they differ.
+        """Concatenate the ranks' tensors along `dim`. `sizes` gives each rank's length along `dim` when these differ.
 
         Raises:
             LayoutError: when `sizes` do not fit the tensor or the ranks.
@@ -124,10 +121,10 @@ class Exchange:
         return self._start(ExchangeKind.GATHER, tensor, dim, lengths)
 
     def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        """The sum, of which each rank has its share of `dim`: equal ones, or those that `sizes` says.
+        """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`.
 
         Raises:
-            LayoutError: when `dim` cannot be shared out so.
+            LayoutError: when `dim` cannot be divided into these slices.
         """
         dim = _dim(tensor, dim)
         length, size = tensor.shape[dim], self.size
@@ -140,20 +137,18 @@ class Exchange:
         return self._start(ExchangeKind.SCATTERED_SUM, tensor, dim, lengths)
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin an exchange; `lengths` are what each rank gives or gets along `dim`, where it has one."""
+        """Begin an exchange; `lengths` are the lengths that each rank sends or receives along `dim`, if the kind has one."""
         return Pending(lambda: self._combine(kind, [tensor.detach()], dim, lengths))
 
     def _shapes(
         self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """The shapes of the ranks' tensors."""
         shape = tuple(tensor.shape)
         if kind is not ExchangeKind.GATHER:
             return [shape] * self.size
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
     def _combine(self, kind: ExchangeKind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        """The result of the ranks' whole tensors."""
         if kind is ExchangeKind.GATHER:
             return torch.cat(parts, dim)
         if kind is ExchangeKind.SCATTERED_SUM:
@@ -171,7 +166,7 @@ class GroupExchange(Exchange):
         self._group = group
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin the collective. What a device's collectives write is never the caller's tensor, which autograd may keep."""
+        """Begin the collective. On a device it never writes into the caller's tensor, which autograd may have saved."""
         group, tensor, size = self._group, tensor.detach(), self.size
         what = f"{kind.phrase} of activations over axis {group.name}"
         on_device, even = group.on_stream, len(set(lengths)) == 1
@@ -202,7 +197,7 @@ class GroupExchange(Exchange):
         if kind is ExchangeKind.GATHER and not dim:
             flight = start(Collective.ALL_GATHER, flat, own.view(-1), received=sizes)
             return _arriving(flight, lambda: flat.view(-1, *tensor.shape[1:]))
-        # The own part need not be copied: nothing writes to it.
+        # This rank's part need not be copied: nothing writes to it.
         row = Collective.ALL_GATHER if on_device else Collective.BROADCAST
         flight = start(row, flat, own.view(-1), received=sizes, times=times)
         parts = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
@@ -222,7 +217,7 @@ def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """`parts[0] + parts[1] + ...` in this order, in a new contiguous tensor; 16-bit ones are added in fp32 and rounded once."""
     first = parts[0]
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
-    # One addition is rounded once, whatever it computes in.
+    # A single addition is rounded once in any dtype, so only three or more 16-bit summands need fp32.
     narrow = len(parts) > 2 and first.dtype.is_floating_point and first.dtype.itemsize < 4
     chunks = [(out, parts)]
     if len(parts) > 2 and all(part.is_contiguous() for part in parts):
@@ -248,7 +243,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class SharedExchange(Exchange):
-    """Collectives over memory that all ranks of a host see. Every rank of `group` makes one, in the same order.
+    """Collectives over memory shared by all ranks of a host. Every rank of `group` creates one, in the same order.
 
     Raises:
         StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
@@ -262,7 +257,6 @@ class SharedExchange(Exchange):
         self._flying: dict[int, weakref.ref[Pending]] = {}
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Write `tensor` and publish it."""
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{kind.phrase} of activations over axis {self._group.name}"
@@ -282,7 +276,7 @@ class SharedExchange(Exchange):
                 ring.published.wait(sequence + 1, what)
                 try:
                     parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
-                except StorageError:  # The memory of a rank that is gone cannot be mapped any more.
+                except StorageError:  # The memory of an ended rank cannot be mapped any more.
                     self._group.watch.examine(self._group.ranks, what)
                     raise
                 return self._combine(kind, parts, dim, lengths)
@@ -292,12 +286,11 @@ class SharedExchange(Exchange):
         return pending
 
     def _consume(self, sequence: int) -> None:
-        """This rank will not read exchange `sequence` any more."""
         self._flying.pop(sequence, None)
         self._ring.consume(sequence)
 
     def _await_entry(self, oldest: int, what: str) -> None:
-        """Wait until no rank needs the entry that is about to be written again."""
+        """Wait until all ranks have consumed the ring entry that is about to be overwritten."""
         found = self._flying.get(oldest)
         arriving = found() if found is not None else None
         if arriving is not None:
@@ -307,7 +300,7 @@ class SharedExchange(Exchange):
     def _part(
         self, rank: int, sequence: int, about: list[int], shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The tensor that the rank at position `rank` has published as exchange `sequence`."""
+        """Return the tensor that the rank at position `rank` published as exchange `sequence`."""
         slot, other = self._ring.read(rank, sequence)
         if other != about:
             raise self._parted(rank, other, self._ring.read(self.index, sequence)[1])
@@ -325,7 +318,7 @@ class SharedExchange(Exchange):
 def _about(
     kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
-    """Return the exchange as the words of an entry that all ranks compare. The result must not be changed."""
+    """Encode the exchange as words of a ring entry, which all ranks compare. The cached list must not be changed."""
     shares = zlib.crc32(array("q", lengths).tobytes())
     dims = [*shape, *([0] * _DIMS)][:_DIMS]
     return [int(kind) | (dim + 1) << 8, shares, _CODES[dtype], len(shape), *dims]
@@ -338,11 +331,11 @@ def _phrase(about: list[int]) -> str:
 
 
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:
-    """The exchange of activations over `group`. Every rank of it calls this, in the same order.
+    """Open the exchange of activations over `group`. Every rank of the group calls this, in the same order.
 
     Raises:
         ConfigError: when the named kind cannot serve the group.
-        StorageError: when the memory cannot be had.
+        StorageError: when memory is short.
     """
     name = choose_transport(kind, group, device)
     if name == "local":

@@ -1,13 +1,13 @@
-"""`Channels`: tensors of any dtype and shape from a rank of a process set to its neighbours, in the order of sending.
+"""`Channels`: sends tensors of any dtype and shape from a rank of a process set to its neighbours, in order.
 
-Each direction between two ranks is a process group of these two: what one sends the other receives in the same order, and nothing
-that goes the other way can stand before it (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
-unlike gloo's own send and receive can be waited for in slices, so that `Watchdog` bounds it and names whom it waits for.
+Each direction between two ranks is a process group of these two, in which messages arrive in the order of sending and are never
+queued behind messages of the other direction (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
+unlike gloo's send and receive can be waited for in slices, so that `Watchdog` bounds the wait and names the ranks waited for.
 
-On a device a message is launched on both ends where the caller asks for it, shapes known or not: for these the host then waits.
+On a device, both ends launch a message where the caller asks for it; if its shapes are unknown, the host waits for them.
 
-The receiver must know shapes before it can receive. Those of a kind of message that it has not had yet travel ahead in a header;
-both sides remember what they are, and the next message of the kind needs none: it can be on its way while the receiver computes.
+The receiver must know shapes before it can receive. The first message of a kind is preceded by a header with its shapes; both ends
+remember them, so that the next message of the kind needs no header and can travel while the receiver computes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 HEADER_BYTES = 2048
-_LONG = timedelta(
-    days=7
-)  # gloo's receives are posted long before their messages; `Watchdog` bounds what is waited for.
+_LONG = timedelta(days=7)  # gloo's receives are posted long before their messages arrive; `Watchdog` bounds the waits.
 _KINDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageSpec:
-    """A tensor that travels. `differentiable`: its gradient travels back."""
+    """The shape and dtype of a tensor that travels. `differentiable`: its gradient travels back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,12 +44,12 @@ class MessageSpec:
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, differentiable=tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Room for such a tensor."""
+        """Allocate an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Incoming:
-    """A message on its way to this rank."""
+    """A message that this rank receives."""
 
     def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._line = line
@@ -63,7 +61,7 @@ class Incoming:
         self.what = what
 
     def advance(self, *, block: bool) -> bool:
-        """Begin to receive as soon as shapes are known; whether that is so, and the next message may begin."""
+        """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
         line = self._line
         if self._flights is not None:
             return True
@@ -83,7 +81,7 @@ class Incoming:
         return True
 
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
-        """The tensors, and what they are; once."""
+        """Return the tensors and their specifications; may be called once."""
         self._line.advance(self)
         for flight in self._flights or ():
             flight.wait()
@@ -92,26 +90,25 @@ class Incoming:
 
 
 class _Line:
-    """One direction between this rank and another: `pair` is the set of the two, the sender first."""
+    """One direction between two ranks: `pair` is their process set, the sender first."""
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
         self._pair = pair
         self.device = device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
-        """Shapes of kinds of messages. Both ends have the same ones."""
+        """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
-        """Messages that are wanted, in the order in which they come."""
+        """Messages requested by the receiver, in the order of arrival."""
         self._flying: deque[tuple[torch.Tensor, InFlight]] = deque()
 
     def start(self, tensor: torch.Tensor, what: str) -> InFlight:
-        """Begin to send a tensor, or to receive one like it."""
-        # Bytes: not every backend takes every dtype. One of them at least: an empty message could not be waited for.
+        # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
         pair, received = self._pair, (len(flat), 0)
         return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)
 
     def advance(self, wanted: Incoming | None = None) -> None:
-        """Begin with messages whose shapes are known by now, in order; wait for those of `wanted` and the ones before it."""
+        """Begin to receive messages of known shapes, in order; wait for the shapes of `wanted` and of the messages before it."""
         while self.queue and self.queue[0].advance(block=self._pair.on_stream or wanted in self.queue):
             self.queue.popleft()
 
@@ -138,7 +135,7 @@ class _Line:
         self._flying.append((tensor, self.start(tensor, what)))
 
     def settle(self) -> None:
-        """Wait until all that was sent is gone. Shapes are not remembered without end."""
+        """Wait until all messages are sent, and bound the number of remembered specifications."""
         while self._flying:
             self._flying.popleft()[1].wait()
         if len(self.known) > _KINDS:
@@ -150,7 +147,7 @@ class _Line:
 
 
 class Channels:
-    """This rank's lines to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
+    """This rank's channels to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
 
     def __init__(
         self,
@@ -160,8 +157,8 @@ class Channels:
         shape: MeshShape | None = None,
         ring: bool = True,
     ) -> None:
-        """All ranks of the world call this together. `shape`: the mesh, each of whose pipelines opens channels; by default there is
-        this set alone."""
+        """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: only this
+        set."""
         self.group = group
         self.device = device
         self._out: dict[int, _Line] = {}
@@ -191,17 +188,17 @@ class Channels:
         what: str,
         specs: Sequence[MessageSpec] | None = None,
     ) -> None:
-        """Send to the neighbour at position `target` of the set. Returns at once; the tensors are kept until they are gone.
+        """Start to send to the neighbour at position `target` of the set; the tensors are kept alive until they are sent.
 
-        Messages of one `kind` have the same shapes and dtypes. `specs`: what the receiver knows by itself to expect.
+        Messages of one `kind` have the same shapes and dtypes. `specs` are those that the receiver already expects.
 
         Raises:
-            CollectiveError: for tensors that are not what the receiver expects.
+            CollectiveError: for tensors that differ from `specs`.
         """
         self._out[target].send(kind, tensors, specs, what)
 
     def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
-        """Begin to receive the next message of the neighbour at position `source`, whose `kind` and `specs` are the sender's."""
+        """Begin to receive the next message of the neighbour at position `source`; `kind` and `specs` equal the sender's."""
         line = self._in[source]
         incoming = Incoming(line, kind, specs, what)
         line.queue.append(incoming)
@@ -209,22 +206,22 @@ class Channels:
         return incoming
 
     def advance(self) -> None:
-        """Go on with what could not begin yet; between two computations."""
+        """Start receives that could not start before; called between two computations."""
         for line in self._in.values():
             line.advance()
 
     def settle(self) -> None:
-        """Wait until all that was sent is gone; at the end of a step.
+        """Wait until all messages are sent; called at the end of a step.
 
         Raises:
-            CollectiveError: as `Watchdog` has it.
+            CollectiveError: for the reasons of `Watchdog`.
         """
         for line in (*self._out.values(), *self._in.values()):
             line.settle()
 
     def close(self) -> None:
-        """Leave the groups, on all ranks alike, when nothing is in flight. After a wait that ended with an error they stay until
-        the process ends, for they wait for what is in flight."""
+        """Leave the groups, on all ranks alike, when nothing is in flight. After a failed wait they stay until the process ends,
+        since leaving would wait for the collective in flight."""
         if not self.group.watch.in_doubt:
             for line in (*self._out.values(), *self._in.values()):
                 line.close()
@@ -232,7 +229,6 @@ class Channels:
 
 
 def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
-    """Pairs of positions, each once, in order."""
     pairs = [(index, index + 1) for index in range(size - 1)]
     return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
 
@@ -247,7 +243,7 @@ def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> list[MessageSpec]:
-    """The tensors that a header describes."""
+    """Decode the tensor specifications of a header."""
     rows = json.loads(bytes(header.tolist()))
     return [
         MessageSpec(shape=tuple(shape), dtype=getattr(torch, dtype), differentiable=differentiable)

@@ -1,14 +1,14 @@
-"""`SharedRing`: what ranks of one host write in turn, into memory that all of them read.
+"""`SharedRing`: messages of the ranks of one host, in memory that all of them read.
 
     slots   of each rank, one segment each:   | a tensor |        filled by their rank, read by all
     words   one segment, per rank:            published | consumed | entries, a ring of them
 
-Number n of a rank is described by an entry: in which slot it lies, and what the caller says of it. `published` counts what a rank
-has written, `consumed` what it will read no more, in order. Counters only grow, and each has one writer. A slot is free once all
-have consumed what it held. Where there is none that is free and large enough a rank makes one, and the others map it when they
-meet it in an entry: so to write never waits for a peer, and may be read in any order.
+Message n of a rank has an entry with its slot and a description by the caller. `published` counts the messages that a rank has
+written, `consumed` those that it has finished reading, in order. Counters only grow, and each has one writer. A slot is free once
+all ranks have consumed its message. If no free slot is large enough, a rank creates one, and the others map it when they read an
+entry that names it: so writing never waits for a peer, and messages may be read in any order.
 
-The counters order memory as x86 does (stores are seen in order); `choose_transport` takes gloo on other processors.
+The counters rely on the memory order of x86 (stores become visible in order); `choose_transport` takes gloo on other processors.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 
 _FUTEX = 202
-"""The number of futex(2) on x86-64, the one kind of processor that has this transport."""
+"""The number of the system call futex(2) on x86-64, the only processor type that has this transport."""
 _WAIT, _WAKE = 0, 1
 _EVERYONE = 2**31 - 1
 _LOW_HALF = 0xFFFFFFFF
 
 
 _TIME = struct.Struct("ll")
-"""struct timespec: seconds and nanoseconds."""
+"""The layout of struct timespec: seconds and nanoseconds."""
 _system_call = ctypes.CDLL(None).syscall
-"""`_system_call(_FUTEX, address, operation, value, timeout)`, with which these operations end."""
+"""The C function `syscall(_FUTEX, address, operation, value, timeout)`, which wakes and waits."""
 _system_call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
 _system_call.restype = ctypes.c_long
 
 
 class Futex:
-    """One 64-bit word, little-endian, that grows; a futex is its lower half.
+    """A growing 64-bit little-endian word in shared memory; its lower half is the futex.
 
-    Whoever polls with short sleeps takes processor time from the rank that it waits for, and gets its turn late where more
-    processes than cores want to run. A process that waits on a futex is woken when the word has been written.
+    Polling with short sleeps would take processor time from the rank waited for, and react late with more processes than cores. A
+    process that waits on a futex is woken when the word is written.
     """
 
     def __init__(self, words: memoryview, place: int) -> None:
-        """`words` are shared memory, seen as 64-bit words, which stays mapped for as long as this lives."""
+        """Take 64-bit words of shared memory, which must stay mapped for the lifetime of this object."""
         self._half = ctypes.c_uint32.from_buffer(words, place * words.itemsize)
         self._address = ctypes.addressof(self._half)
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleep for at most `seconds`, below one, unless the word is not `seen` any more; a signal ends it too."""
+        """Sleep for at most `seconds` (below 1) while the word equals `seen`; a signal ends the sleep, too."""
         _system_call(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, _TIME.pack(0, int(1e9 * seconds)))
 
     def wake(self) -> None:
-        """Wake all that wait for the word, which has been written."""
+        """Wake all processes that wait for the word; the caller has written the word before."""
         _system_call(_FUTEX, self._address, _WAKE, _EVERYONE, None)
 
 
 LINE = 8
-"""Words in a cache line: counters of different writers never share one."""
+"""The number of words in a cache line: counters of different writers never share one."""
 
 
 class Counters:
-    """One growing counter per rank, in shared words, a cache line apart."""
+    """One growing counter per rank in shared words, each on its own cache line."""
 
     def __init__(self, words: memoryview, base: int, group: ProcessSet) -> None:
         self._words = words
@@ -79,29 +79,29 @@ class Counters:
         self._futexes = [Futex(words, place) for place in self._places]
 
     def set(self, value: int) -> None:
-        """Set this rank's counter, and wake those that sleep until it changes."""
+        """Set this rank's counter and wake the ranks that wait for it."""
         self._words[self._places[self._index]] = value
         self._futexes[self._index].wake()
 
     def own(self) -> int:
-        """This rank's counter."""
+        """Return this rank's counter."""
         return self._words[self._places[self._index]]
 
     def lowest(self) -> int:
-        """Return the counter of the last of the ranks."""
+        """Return the lowest counter of all ranks."""
         words = self._words
         return min(words[place] for place in self._places)
 
     def reached(self, value: int) -> bool:
-        """Return True if all ranks have got to `value`."""
+        """Return True if the counters of all ranks are at least `value`."""
         words = self._words
-        for place in self._places:  # noqa: SIM110 - a third of the time of `all`, in the loop of every wait
+        for place in self._places:  # noqa: SIM110 - three times as fast as `all`, in the loop of every wait
             if words[place] < value:
                 return False
         return True
 
     def wait(self, value: int, what: str) -> None:
-        """Wait until all ranks have got to `value`; the ranks that have not are the ones that an error names."""
+        """Wait until the counters of all ranks are at least `value`; an error names the ranks that lag."""
         if self.reached(value):
             return
         words = self._words
@@ -121,7 +121,7 @@ class Counters:
 def shared_segments(
     group: ProcessSet, label: str, nbytes: int, *, of_first: bool = False, reserve: bool = True
 ) -> list[SharedSegment]:
-    """Segments of `nbytes` that all ranks map, in the order of the ranks that make them: each one, or `of_first` the first alone.
+    """Map segments of `nbytes` on all ranks, in rank order: one created by each rank, or with `of_first` only the first rank's.
 
     Raises:
         StorageError: when memory is short, or a peer's segment cannot be mapped.
@@ -137,19 +137,16 @@ def shared_segments(
 
 
 IN_FLIGHT = 64
-"""Entries of a ring at least. With more under way, writing one waits for the oldest to be read."""
+"""The minimum number of entries of a ring. With more in flight, a writer waits until the oldest is consumed."""
 _ENTRY = 16
-"""Words of an entry: number of the slot, its serial number, descriptor and bytes; then `ABOUT` words of what is in it."""
+"""The number of words of an entry: slot number, serial number, file descriptor, bytes, then `ABOUT` words of the caller."""
 ABOUT = _ENTRY - 4
 _SMALLEST = 16 * PAGE
 _VIEWS = 32
 
 
 class RingSlot:
-    """A mapped segment that holds number `sequence` of its rank, seen as tensors.
-
-    What was seen lately is kept: making a view costs as much as summing a small tensor.
-    """
+    """A mapped segment of one slot, which holds message `sequence` of its rank, viewed as tensors."""
 
     def __init__(self, segment: SharedSegment, serial: int) -> None:
         self.segment = segment
@@ -160,21 +157,21 @@ class RingSlot:
 
 
 def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of `raw` as a contiguous tensor."""
+    """Return the first bytes of `raw` as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
     return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class SharedRing:
-    """The ring of a process set on one host. Every rank of `group` makes one, in the same order.
+    """The ring of messages of a process set on one host. Every rank of `group` creates one, in the same order.
 
-    Its memory goes once nobody refers to it on any rank, or with `close`.
+    Its memory is freed by `close`, or once no rank refers to it.
 
     Raises:
         StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
     """
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
-        """`label` says what the slots are for; so many of `nbytes` each are there, and mapped by all, from the start."""
+        """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start, mapped by all ranks."""
         self._label = label
         self._index = group.index
         self._room = max(IN_FLIGHT, slots)
@@ -185,13 +182,13 @@ class SharedRing:
         self.published, self.consumed = (Counters(self._words, row * group.size * LINE, group) for row in range(2))
         self._entries = 2 * group.size * LINE
         self.next = 0
-        """The number that this rank writes next."""
+        """The sequence number of the next message that this rank writes."""
         self._finished: set[int] = set()
         self._behind = 0
-        """The first number that this rank has not consumed."""
+        """The first sequence number that this rank has not consumed."""
         self.own: list[RingSlot] = []
         self._met: dict[tuple[int, int], RingSlot] = {}
-        """The slots of other ranks that this one has met, by rank and number."""
+        """The mapped slots of other ranks, by rank and serial number of the slot."""
         for number in range(slots):
             for rank, found in enumerate(shared_segments(group, label, nbytes)):
                 self._met[rank, number] = RingSlot(found, number)
@@ -202,8 +199,7 @@ class SharedRing:
         self._finalizer = weakref.finalize(self, _sweep, self._left)
 
     def free_slot(self, nbytes: int) -> int:
-        """The number of the smallest slot that is free and large enough, made if there is none; in place of a free one that is too
-        small."""
+        """Return the number of the smallest free slot of at least `nbytes`, else replace a smaller free slot or add one."""
         low = self.consumed.lowest()
         free = [(slot.segment.nbytes, number) for number, slot in enumerate(self.own) if slot.sequence < low]
         fitting = [each for each in free if each[0] >= nbytes]
@@ -219,7 +215,7 @@ class SharedRing:
         return number
 
     def publish(self, number: int, about: Sequence[int] = (0,) * ABOUT) -> None:
-        """Let all read what this rank has written into its slot of that number, with `ABOUT` words on what it is."""
+        """Publish the contents of slot `number` to all ranks, with `ABOUT` words that describe it."""
         slot = self.own[number]
         slot.sequence = self.next
         where = [number, slot.serial, slot.segment.descriptor, slot.segment.nbytes]
@@ -229,10 +225,10 @@ class SharedRing:
         self.published.set(self.next)
 
     def read(self, rank: int, sequence: int) -> tuple[RingSlot, list[int]]:
-        """What the rank at position `rank` has published under a number, and what it says of it.
+        """Return the slot that the rank at position `rank` published as message `sequence`, and the words that describe it.
 
         Raises:
-            StorageError: when its memory cannot be mapped any more.
+            StorageError: when the slot's memory cannot be mapped any more.
         """
         place = self._entry(rank, sequence)
         number, serial, descriptor, capacity, *about = self._words[place : place + _ENTRY].tolist()
@@ -242,11 +238,11 @@ class SharedRing:
         if slot is None or slot.serial != serial:
             segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, self._label)
             slot = self._met[rank, number] = RingSlot(segment, serial)
-            segment.close()  # The mapping stays for as long as the tensor.
+            segment.close()  # The tensor keeps the mapping.
         return slot, about
 
     def consume(self, sequence: int) -> None:
-        """Note that this rank will not read what has this number any more."""
+        """Note that this rank will not read message `sequence` any more."""
         self._finished.add(sequence)
         while self._behind in self._finished:
             self._finished.discard(self._behind)
@@ -254,27 +250,26 @@ class SharedRing:
         self.consumed.set(self._behind)
 
     def oldest(self) -> int:
-        """The number whose entry the next one takes; below 0 where it is free. All have to have consumed it."""
+        """Return the sequence number whose entry the next message overwrites, consumed by all ranks; below 0 for a free entry."""
         return self.next - self._room
 
     def close(self) -> None:
-        """Give back the descriptors, when no rank will meet a slot of this one for the first time."""
+        """Close the file descriptors, once no rank will map a slot of this rank for the first time."""
         self._finalizer.detach()
         for segment in (self._left[0], *(slot.segment for slot in (*self.own, *self._met.values()))):
             segment.close()
 
     def _entry(self, rank: int, sequence: int) -> int:
-        """The first word of an entry."""
         return self._entries + (rank * self._room + sequence % self._room) * _ENTRY
 
 
 _Left = tuple[SharedSegment, list[RingSlot], Counters, Counters]
 _LEFT: list[_Left] = []
-"""The segments that forgotten rings have left: their last tensors stay until the peers, too, have read them."""
+"""Segments of rings that were garbage-collected; their last tensors stay until all peers have read them."""
 
 
 def _sweep(*more: _Left) -> None:
-    """Close what nobody needs. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
+    """Close unused segments. Garbage collection may call this at any time, so the list is never iterated while it changes."""
     _LEFT.extend(more)
     for left in list(_LEFT):
         words, slots, published, consumed = left

@@ -1,12 +1,12 @@
-"""The transport of CPU ranks on one host: gathered parameters and gradient slots are memory that all of them see.
+"""The transport of CPU ranks on one host: gathered parameters and gradient slots lie in memory shared by all of them.
 
     arena   one segment      | bucket 0: shard 0 | shard 1 | bucket 1: ... |     each rank writes its shards, all read all
     words   one segment      per bucket and rank: written, done
     ring    see `shared_ring.py`
 
-`written[bucket][rank]` is the generation that the rank's shard holds and `done[bucket][rank]` the last generation that the rank
-has finished reading; a shard is rewritten when all are done with it. Slot n % slots of the ring is refilled when all have consumed
-gradient bucket n - slots.
+`written[bucket][rank]` is the generation of the rank's shard, and `done[bucket][rank]` the last generation that the rank has
+finished reading; a shard is rewritten when all ranks are done with it. Slot n % slots of the ring is refilled when all have
+consumed gradient bucket n - slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeromesh.telemetry.step_recorder import Collective
 
 
 class SharedBuffer(GatherBuffer):
-    """A buffer whose shards are written by their ranks straight into the pages that all ranks read."""
+    """A gather buffer in shared memory: each rank writes its shard straight into the pages that all ranks read."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class SharedBuffer(GatherBuffer):
         self._await(self._written, "")
 
     def _await(self, counters: Counters, purpose: str) -> None:
-        """Wait until all ranks have got to this generation, and count the time; there is none where they have."""
+        """Wait until all ranks' counters reach the current generation, and record the waiting time."""
         if not counters.reached(self._generation):
             with self._traffic.timed(Collective.ALL_GATHER):
                 counters.wait(self._generation, f"{purpose} ({self._what})" if purpose else self._what)
 
     def _finish_reading(self) -> None:
-        """This rank's shard is in place: others may read it."""
+        """Publish this rank's shard, which has arrived from its tier."""
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
@@ -106,7 +106,7 @@ class SharedBuffer(GatherBuffer):
             self._done.set(self._generation)
 
     def poll(self) -> None:
-        """Let others have this rank's shard once it is there; give its pages back once nobody reads them."""
+        """Publish this rank's shard once it is in place; free its pages once no rank reads them."""
         if self._reading is not None and self._reading.done():
             self._finish_reading()
         if not self.persistent and not self._live and not self._pages_out and self._done.reached(self._generation):
@@ -115,14 +115,14 @@ class SharedBuffer(GatherBuffer):
 
     def _reserve_own(self) -> None:
         if self._pages_out and self._own_bytes[1]:
-            if self.persistent:  # Once; others come and go too often to ask each time.
+            if self.persistent:  # Asked once: other buffers are reserved too often to ask each time.
                 require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
             self._pages_out = False
 
 
 class SharedReducer(Reducer):
-    """Gradient slots in a shared ring."""
+    """A reducer whose gradient slots lie in a shared ring."""
 
     def __init__(self, request: RingRequest, group: ProcessSet) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class SharedReducer(Reducer):
 
 
 class SharedTransport(Transport):
-    """Buffers and slots in memory that all ranks of a host see.
+    """A transport whose buffers and slots lie in memory shared by all ranks of a host.
 
     Raises:
         StorageError: when memory is short, or a peer's segment cannot be mapped.

@@ -1,8 +1,8 @@
 """Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks; and `open_transport`, which opens one of any kind.
 
-gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all,
-half the bytes, and a local sum in rank order in the dtype of the sum. So it is on a device where gradients travel in fewer bytes
-than their sum has; else NCCL's own reduce-scatter is used as it is.
+gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all, half the
+bytes, and a local sum in rank order in the dtype of the sum. A device does the same if the dtype of the transfer is narrower than
+that of the sum; otherwise NCCL's own reduce-scatter is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from zeromesh.telemetry.step_recorder import Collective
 
 
 class CollectiveBuffer(GatherBuffer):
-    """A buffer that an all-gather fills.
+    """A gather buffer filled by an all-gather.
 
-    Gathers start once this rank's shard is there, in the order in which they were asked for: `queue` has those that wait for it.
+    Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones.
 
-    A device runs collectives in the order of their launches, over whatever groups, and stands still in each until all ranks have
-    come to it. So there a gather starts where the program says so, whenever the shard is there: at once if the device itself waits
-    for the shard, else when the next gather is asked for, or this one is needed, for which the host then waits.
+    A device runs collectives of all groups in launch order, and blocks in each until all ranks have launched it. So its gathers
+    start at fixed places of the program: at once if a stream waits for the shard, else when the next gather is requested or this
+    one is needed; the host then waits for the shard.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class CollectiveBuffer(GatherBuffer):
             self._queue.popleft().start()
 
     def may_start(self) -> bool:
-        """Return True if the shard is in place, or cannot be had; on a device, if the device itself will wait for it."""
+        """Return True if this rank's shard is in place or has failed; on a device, also if a stream will wait for it."""
         reading = self._reading
         if reading is None:
             return False
         return reading is DONE or reading.on_device if self._group.on_stream else reading.done()
 
     def start(self) -> None:
-        """Gather, once this rank's shard is in place."""
+        """Start the all-gather, once this rank's shard is in place."""
         reading, self._reading = self._reading, None
         if reading is not None:
             with reading.ordering():
@@ -91,7 +91,7 @@ class CollectiveBuffer(GatherBuffer):
             self._flight, self._live = None, True
 
     def settle(self) -> None:
-        """On a device have what is launched from now on, in whose order memory is freed, come after a gather in flight."""
+        """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
         if self._flight is not None and self._group.on_stream:
             self._flight.wait()
 
@@ -103,7 +103,7 @@ class CollectiveBuffer(GatherBuffer):
 
 
 class CollectiveReducer(Reducer):
-    """`slots` buffers to send, and on gloo as many to receive into. Reductions finish in the order in which they were launched.
+    """A reducer with `slots` send buffers and, on gloo, as many receive buffers. Reductions finish in launch order.
 
     On a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
     """
@@ -117,7 +117,7 @@ class CollectiveReducer(Reducer):
         self._slots, self._receive = made[: ring.slots], made[ring.slots :]
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        # The caller finishes what it launched before it blocks, so a slot can only be missing while it does not.
+        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
         return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
@@ -161,7 +161,7 @@ class CollectiveReducer(Reducer):
 
 
 class CollectiveTransport(Transport):
-    """Buffers filled by all-gathers and slots emptied by reductions."""
+    """A transport whose buffers are filled by all-gathers and whose slots are reduced by collectives."""
 
     def __init__(
         self, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest
@@ -179,7 +179,7 @@ class CollectiveTransport(Transport):
             self._queue[0].poll()
 
     def close(self) -> None:
-        with suppress(CollectiveError):  # The caller knows already that one cannot end.
+        with suppress(CollectiveError):  # The caller has already seen the error of a gather.
             for buffer in self._gathered:
                 buffer.settle()
 
@@ -190,7 +190,7 @@ def open_transport(
     """Allocate the buffers and slots of a group. Every rank of it calls this with the same requests.
 
     Raises:
-        StorageError: when the memory cannot be had.
+        StorageError: when memory is short.
     """
     if name == "local":
         return Transport(requests, device)

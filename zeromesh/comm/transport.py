@@ -1,12 +1,12 @@
-"""The base of all transports, which own the memory that they move; the one of a group of one rank; and the choice for a group.
+"""Transports own the memory that they move: their base class, for a group of one rank, and the choice of a transport for a group.
 
-A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
-unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
+A transport allocates the flat buffers to gather and the slots to reduce, so that it can avoid transfers: on one host, gathered
+parameters are shared pages, and a reduction reads the other ranks' slots.
 
     GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
-All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
+All ranks of the group make the same calls in the same order. No transport knows about parameters.
 """
 
 import platform
@@ -26,10 +26,10 @@ from zeromesh.telemetry.step_recorder import Collective, CommAccount
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRequest:
-    """A buffer to gather into: `padded` elements of `dtype`.
+    """A request for a gather buffer of `padded` elements of `dtype`.
 
-    A `persistent` buffer keeps its memory, so what was gathered stays until its owners write again; another one has
-    memory only from `gather` to `release`. On a host it begins `lead` bytes after the start of a page.
+    A `persistent` buffer keeps its memory, so gathered values stay until their owners write again; others have memory only from
+    `gather` to `release`. On a host it begins `lead` bytes after the start of a page.
     """
 
     name: str
@@ -41,99 +41,99 @@ class BufferRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingRequest:
-    """`slots` gradient buffers of `nbytes` each, used in turn."""
+    """A request for `slots` gradient buffers of `nbytes` each, used in turn."""
 
     slots: int
     nbytes: int
 
 
 class GatherBuffer:
-    """One flat buffer whose shards belong to the ranks of the group.
+    """A flat buffer whose shards belong to the ranks of the group.
 
-    This one is that of a group of one rank, or of parameters that every rank updates by itself: private memory that holds
-    everything, all the time or around its use.
+    This base class serves a group of one rank, and parameters that every rank updates itself: private memory that always holds
+    everything while it is allocated.
     """
 
     full: torch.Tensor
-    """`[padded]`. Its address never changes; without memory while released."""
+    """The whole buffer, `[padded]`. Its address never changes; it has no memory while released."""
     _own = slice(None)
-    """The elements of this rank's shard."""
+    """The slice of this rank's shard."""
 
     def __init__(self, request: BufferRequest, device: torch.device, spare: SparePages) -> None:
-        """`spare` has the pages of buffers that are released."""
+        """Allocate the buffer; released buffers give their pages to `spare`."""
         count, dtype = request.padded, request.dtype
         self.persistent = request.persistent
         self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
         self._live = False
         if self.persistent:
-            # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
+            # Zeros: padding belongs to no rank, and persistent memory may hold the master weights themselves.
             self.full = allocate_lasting(count, dtype, device)
         else:
             self._memory = ReleasableBuffer(count, dtype, device, spare=spare, lead=request.lead)
             self.full = self._memory.full
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
-        """Flat views of `full`, which stay valid for the buffer's life; also while it has no memory."""
+        """Return flat views of `full`, valid for the buffer's life even while the buffer has no memory."""
         ends = [(place.start, place.end) for place in places]
         if self._memory is not None:
             return self._memory.carve(ends)
         return [self.full[start:end] for start, end in ends]
 
     def own(self) -> torch.Tensor:
-        """This rank's shard, a view of `full`; only for a buffer that has memory."""
+        """Return this rank's shard, a view of `full`, which must have memory."""
         return self.full[self._own]
 
     def begin_write(self) -> None:
-        """Wait until no rank reads the present contents any more."""
+        """Wait until no rank reads the current contents."""
 
     def end_write(self) -> None:
-        """This rank's shard is new; what others have gathered is out of date."""
+        """Mark this rank's shard as new; gathered copies on other ranks are then out of date."""
 
     def gather(self, shard: TieredTensor) -> None:
-        """Start to complete `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype, wherever it rests."""
+        """Start to fill `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype on any tier."""
         if self._memory is not None and not self._live:
             self._memory.take()
             self._live = True
             self._reading = shard.read(0, self.full)
 
     def poll(self) -> None:
-        """Go on with what `gather` has started, as far as that needs no waiting."""
+        """Advance a started gather as far as possible without waiting."""
 
     def wait(self) -> None:
-        """Return when `full` is complete and current."""
+        """Wait until `full` is complete and current."""
         if self._reading is not None:
             self._reading.wait()
 
     def release(self) -> None:
-        """Give the memory back unless the buffer is persistent. This rank will read no more before the next gather."""
+        """Free the memory unless the buffer is persistent. This rank reads no more before the next gather."""
         if self._memory is not None and self._live:
             self.wait()
             self._memory.give_back()
             self._live = False
 
     def retire(self) -> None:
-        """This rank will not read the present contents again: their owners may write."""
+        """Mark the current contents as no longer read by this rank, so that their owners may write."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Reduction:
-    """A reduction in flight, which this rank's own thread completes when it is asked to finish."""
+    """A reduction in flight, which the thread that calls `finish` completes."""
 
     traffic: CommAccount
     kind: Collective
     parts: Callable[[], Sequence[torch.Tensor]]
-    """Returns the tensors that have arrived, one from each rank."""
+    """Returns the received tensors, one from each rank."""
     sums: torch.Tensor
-    """The elements that this rank sums, of one length with each part."""
+    """The accumulator of the elements that this rank sums, of the same length as each part."""
     add: bool
     arrived: Callable[[], bool]
-    """A query that returns True if `wait` would return at once. On a device nobody asks that: it is a question of time."""
+    """Returns True if `wait` would return at once. It is never called on a device."""
     wait: Callable[[], None]
     free: Callable[[], None]
-    """Called once the slot may be filled again."""
+    """Called once the slot may be refilled."""
     complete: Callable[[], None] | None = None
-    """Gathers the other ranks' sums, where this rank wants the whole one."""
+    """Gathers the other ranks' sums, if this rank needs the whole sum."""
     done: bool = False
 
     def ready(self) -> bool:
@@ -141,8 +141,7 @@ class Reduction:
         return self.done or self.arrived()
 
     def finish(self) -> None:
-        """Wait for the peers and sum what this rank sums; its slot is free afterwards. Moves nothing itself, so ranks may
-        finish at different moments."""
+        """Wait for the peers, sum this rank's shard and free the slot. Sends nothing, so ranks may finish at different times."""
         if not self.done:
             with self.traffic.timed(self.kind):
                 self.wait()
@@ -151,13 +150,13 @@ class Reduction:
             self.done = True
 
     def settle(self) -> None:
-        """Complete an `out` that wants the whole sum. All ranks settle in the order of launches."""
+        """Complete an `out` that takes the whole sum. All ranks settle in the order of launches."""
         if self.complete is not None:
             self.complete()
 
 
 def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
-    """`out = parts[0] + parts[1] + ...` (after `out` itself when `add`), in this order, in the dtype of `out`."""
+    """Compute `out = parts[0] + parts[1] + ...` (plus `out` when `add`), in this order, in the dtype of `out`."""
     remaining = list(parts)
     if not add:
         first = remaining.pop(0)
@@ -170,38 +169,37 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
 
 
 class Reducer:
-    """Slots in which gradient buckets wait to be summed over the group; bucket number `sequence` counts up from 0.
+    """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0.
 
-    This one is that of a group of one rank, which has nothing to sum and no slot: gradients are accumulated where they stay.
+    This base class serves a group of one rank, which needs no sums and no slots: gradients are accumulated in place.
     """
 
     def __init__(self, *, on_stream: bool = False) -> None:
-        """`on_stream`: gradients lie on a device. To finish a reduction there holds up what is launched, not the host."""
+        """Take `on_stream`: gradients lie on a device, where finishing a reduction makes the stream wait, not the host."""
         self.on_stream = on_stream
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        """The bytes of the slot for `sequence`; None while a peer still reads what it held, unless told to wait."""
+        """Return the bytes of the slot for `sequence`; None while a peer still reads its old contents, unless `block`."""
         raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
 
-        `filled` is the slot seen in the gradients' dtype, `[padded]`. `out` has the dtype of the sum and receives
-        this rank's shard of it, or all of it when `out` is as long as `filled`; `add` adds to what is there. Sums run
-        in rank order, one addition after the other in the dtype of `out`, so that every transport gives the same
-        bits.
+        `filled` is the slot as gradients, `[padded]`. `out` has the dtype of the sum and receives this rank's shard of it, or all
+        of it if `out` is as long as `filled`; `add` adds to `out`. Sums run in rank order, one addition after the other in the
+        dtype of `out`, so that every transport gives the same bits.
         """
         raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
 
 
 class Transport:
-    """Buffers and slots of one group; this one is that of a group of one rank, where nothing moves."""
+    """The buffers and slots of one group; this base class serves a group of one rank, which communicates nothing."""
 
     name = "local"
     buffers: Sequence[GatherBuffer]
     reducer: Reducer
     share = 1.0
-    """Part of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
+    """The fraction of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
     def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
         self._spare = SparePages()
@@ -209,11 +207,11 @@ class Transport:
         self.reducer = Reducer(on_stream=is_accelerator(device))
 
     def poll(self) -> None:
-        """Do what can be done without waiting, at the end of a pass: no gather follows at once."""
+        """Advance started work without waiting, at the end of a pass, when no gather follows at once."""
         self._spare.give_back()
 
     def close(self) -> None:
-        """Give back what does not go with the tensors."""
+        """Free the resources that are not freed with the tensors."""
 
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
@@ -221,11 +219,11 @@ _STRONG_ORDER = {"x86_64", "AMD64"}
 
 
 def choose_transport(kind: TransportName, group: ProcessSet, device: torch.device) -> str:
-    """The transport that `kind` means for this group: `local`, `shared`, `gloo` or `nccl`.
+    """Resolve `kind` for this group to `local`, `shared`, `gloo` or `nccl`.
 
     Raises:
-        ConfigError: when the named one cannot serve the group.
-        CollectiveError: when this rank is not in it.
+        ConfigError: when the named transport cannot serve the group.
+        CollectiveError: when this rank is not in the group.
     """
     group.require_member()
     if is_accelerator(device):

@@ -1,18 +1,16 @@
-"""`BucketLayout`: which parameter lies where in one flat buffer, and which rank owns which elements of it.
+"""`BucketLayout`: the positions of parameters in one flat buffer, and the division of its elements over ranks.
 
     bucket  |  weight  |gap|   bias  |  ...  | weight2      | padding |
             0          a   b                                numel     padded
     shards  |        rank 0         |        rank 1         |  rank 2 ... |
 
-Parameters begin at multiples of `alignment`; what lies between them, and the padding at the end, belongs to no parameter and
-holds zeros. Parameters of one optimizer group lie together, so that a shard has a few long segments.
+Parameters begin at multiples of `alignment`; gaps between them and the padding at the end hold zeros. Parameters of one optimizer
+group are adjacent, so that a shard has a few long segments.
 
-[Note: Regions]
-A `Region` says which elements of a logical tensor a rank holds, and where they lie in it: integer arithmetic alone.
-A rank's part of a tensor is cut twice. Tensor parallelism takes slices of dims (several of one dim where projections are packed),
-which make a local tensor of their own; ZeRO then takes an interval of that local tensor, flattened. A checkpoint knows whole
-tensors, so both are undone here: an interval of a local tensor is a list of runs, each contiguous in the local and in the logical
-tensor.
+[Note: Regions] A `Region` is the set of elements of a logical tensor that a rank holds, and their order: integer arithmetic alone.
+A rank's part is cut twice: tensor parallelism slices dims (in several slices where projections are packed), which gives a local
+tensor; ZeRO then takes an interval of that, flattened. A checkpoint holds whole tensors, so an interval of a local tensor is
+translated to a list of runs, each contiguous in the local and in the logical tensor.
 
     logical [4, 6]         region: all of dim 0, [0, 2) and [4, 6) of dim 1         local [4, 4], interval [2, 9)
       0  1  .  .  4  5                                                               run  local 2   logical 4   length 4
@@ -20,15 +18,15 @@ tensor.
      12 13  .  . 16 17
      18 19  .  . 22 23
 
-Columns of rows: what a rank has of a tensor that is divided inside of its rows, moved by whole blocks of rows.
+Columns of rows are the part of a rank of a tensor that is divided within its rows; they are moved in whole blocks of rows.
 
     logical rows of 6         columns [0, 2) and [4, 6)         local rows of 4
       0  1  .  .  4  5                                            0  1  2  3
       6  7  .  . 10 11                                            4  5  6  7
      12 13  .  . 16 17                                            8  9 10 11
 
-Columns are in order, so elements have one order in both: those of a stretch of the logical tensor are a stretch of the local one.
-Whatever the number of rows, a stretch is a few tiles, each of which is copied at once.
+Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any number of rows, an
+interval consists of a few tiles, each of which is copied in one operation.
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """`rows` runs of `length` elements each: the first from `local` on in a flattened local tensor and from `logical` on in the
-    logical one, the next ones a row further in both."""
+    """A tile of `rows` runs of `length` elements each: the first run begins at `local` in the flattened local tensor and at
+    `logical` in the logical one, each further run one row later in both."""
 
     local: int
     logical: int
@@ -73,7 +71,7 @@ class StridedRows:
     width: int
     columns: tuple[Interval, ...]
     taken: int = field(init=False, repr=False, compare=False)
-    """Elements of a local row."""
+    """The number of elements of a local row."""
 
     def __post_init__(self) -> None:
         ordered = all(one.end <= other.start for one, other in pairwise(self.columns))
@@ -86,16 +84,16 @@ class StridedRows:
 
     @classmethod
     def whole(cls, numel: int) -> StridedRows:
-        """All of a tensor of some elements, as one row."""
+        """Return all of a tensor of `numel` elements, as one row."""
         return cls(count=1, width=max(1, numel), columns=_all(max(1, numel)))
 
     def before(self, logical: int) -> int:
-        """How many local elements come before a logical position, which is also the place of the first one from there on."""
+        """Return the number of local elements before a logical position, also the local position of the first element after it."""
         row, at = divmod(min(max(logical, 0), self.count * self.width), self.width)
         return row * self.taken + sum(min(max(at - column.start, 0), column.length) for column in self.columns)
 
     def hull(self, interval: Interval) -> Interval:
-        """The logical stretch from the first to the last of some local elements, of which there is one at least."""
+        """Return the logical interval from the first to the last of the local elements `interval`, which is not empty."""
         return Interval(start=self._logical(interval.start), end=self._logical(interval.end - 1) + 1)
 
     def _logical(self, local: int) -> int:
@@ -103,16 +101,15 @@ class StridedRows:
         return row * self.width + _logical_index(self.columns, at)
 
     def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
-        """Yield local elements `interval` in parts: of whole rows of `numel` logical elements, or of as many of one row."""
+        """Split local elements `interval` into whole rows of at most `numel` logical elements together, or into parts of a row."""
         step = max(1, numel // self.width) * min(self.taken, numel)
         for start in range(interval.start, interval.end, step):
             yield Interval(start=start, end=min(start + step, interval.end))
 
     def blocks(self, interval: Interval) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-        """Yield the blocks of rows that local elements `interval` consist of: the rest of a row, whole rows, the beginning of one.
+        """Yield the blocks of rows of local elements `interval`: the rest of a row, whole rows, the beginning of one.
 
-        Of each block: the first row, how many rows, and its runs in each of them: where a run begins in the logical row, where in
-        the local one, and its length.
+        A block is its first row, its number of rows, and its runs per row: begin in the logical and in the local row, length.
         """
         first, start = divmod(interval.start, self.taken)
         last, end = divmod(interval.end, self.taken)
@@ -123,7 +120,7 @@ class StridedRows:
                 yield row, rows, parts
 
     def _parts(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where runs of elements [low, high) of a local row begin in the logical row, where in the local one, and lengths."""
+        """Yield the runs of elements [low, high) of a local row: begin in the logical row, begin in the local row, length."""
         at = 0
         for column in self.columns:
             begin, end = max(low, at), min(high, at + column.length)
@@ -132,20 +129,20 @@ class StridedRows:
             at += column.length
 
     def tiles(self, interval: Interval) -> Iterator[Tile]:
-        """Yield the tiles that local elements `interval` consist of: one of each column of each block of rows."""
+        """Yield the tiles of local elements `interval`: one for each column of each block of rows."""
         for row, rows, parts in self.blocks(interval):
             for start, local, length in parts:
                 yield Tile(local=row * self.taken + local, logical=row * self.width + start, rows=rows, length=length)
 
     def take(self, window: torch.Tensor, start: int, interval: Interval, out: torch.Tensor) -> None:
-        """Put local elements `interval` into `out`, 1-D, from `window`: the logical tensor from position `start` on, 1-D."""
+        """Copy local elements `interval` into `out`, 1-D, from `window`, 1-D: the logical tensor from position `start` on."""
         for tile in self.tiles(interval):
             there = _block(window, tile.logical - start, tile, self.width)
             _block(out, tile.local - interval.start, tile, self.taken).copy_(there)
 
 
 def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
-    """A tile in memory, `[rows, length]`."""
+    """Return a view of a tile in memory, `[rows, length]`."""
     return flat.as_strided((tile.rows, tile.length), (stride, 1), flat.storage_offset() + at)
 
 
@@ -174,7 +171,6 @@ class Region:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Region:
-        """All of a tensor."""
         return cls(shape=shape, dims=tuple(_all(size) for size in shape))
 
     @property
@@ -192,12 +188,12 @@ class Region:
 
     @property
     def is_strided(self) -> bool:
-        """True if the region is taken from the inside of rows, of which there are several."""
+        """True if the region takes columns of several rows."""
         split = self._last_split()
         return split > 0 and prod(self.shape[:split]) > 1
 
     def rows(self) -> StridedRows | None:
-        """The region as columns of rows, if it has elements and is just that: one dim is divided, into slices in order."""
+        """Return the region as columns of rows, if it has elements and one dim is divided, into slices in order; else None."""
         split = self._last_split()
         others = [dim for dim in range(len(self.shape)) if dim != split]
         if split < 0 or not self.numel or any(self.dims[dim] != _all(self.shape[dim]) for dim in others):
@@ -210,12 +206,12 @@ class Region:
         return StridedRows(count=prod(self.shape[:split]), width=self.shape[split] * inner, columns=columns)
 
     def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Boxes that make the region up: where each lies in the local tensor, and where in the logical one."""
+        """Yield the boxes of the region, each as slices of the local tensor and of the logical one."""
         for box in itertools.product(*map(_placed, self.dims)):
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
     def runs(self, interval: Interval) -> Iterator[Tile]:
-        """Runs of elements `interval` of the flattened local tensor, in its order, each as long as it can be.
+        """Yield the maximal runs of elements `interval` of the flattened local tensor, in its order.
 
         Raises:
             LayoutError: for an interval beyond the local tensor.
@@ -234,7 +230,6 @@ class Region:
             yield found
 
     def _pieces(self, interval: Interval) -> Iterator[Tile]:
-        """As `runs`, but neighbours may still continue each other."""
         if not interval.length:
             return
         split = self._last_split()
@@ -253,12 +248,12 @@ class Region:
                 at += taken.length * inner
 
     def _last_split(self) -> int:
-        """The last dim that is not taken whole; -1 when all are."""
+        """Return the last dim that is not whole; -1 if all are."""
         split = [dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)]
         return split[-1] if split else -1
 
     def _logical_row(self, number: int, split: int) -> int:
-        """The logical position of the first element of local row `number`, rows being indices of the dims before `split`."""
+        """Return the logical position of the first element of local row `number`, where rows index the dims before `split`."""
         at, stride = 0, prod(self.shape[split:])
         for dim in range(split - 1, -1, -1):
             number, index = divmod(number, self.local_shape[dim])
@@ -272,7 +267,7 @@ def _all(size: int) -> tuple[Interval, ...]:
 
 
 def _placed(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield for each interval its place when the intervals follow one another, and the place that it is taken from."""
+    """Yield each interval as a slice of their concatenation, and as a slice of the dim that it is taken from."""
     at = 0
     for interval in intervals:
         yield slice(at, at + interval.length), slice(interval.start, interval.end)
@@ -288,9 +283,9 @@ def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
 
 
 def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Interval:
-    """Part `index` of an interval that `parts` ranks hold alike: each writes its share, and together all of it once.
+    """Return part `index` of an interval that `parts` ranks hold alike, each of which writes its share.
 
-    Shares begin at multiples of `alignment` from the interval's start. Some are empty where the interval is short.
+    Shares begin at multiples of `alignment` from the interval's start. Some are empty if the interval is short.
     """
     length = round_up(-(-interval.length // parts), alignment)
     start = min(interval.start + index * length, interval.end)
@@ -299,25 +294,24 @@ def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Inte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPart:
-    """The part of a parameter that a rank holds under tensor parallelism: its tensor is `region` of the whole one, in its order."""
+    """The part of a parameter that a rank holds under tensor parallelism: `region` of the whole tensor."""
 
     region: Region
     holders: tuple[int, ...]
-    """Positions along the tensor axis that hold this very region, in order; the first one counts and writes it."""
+    """Positions along the tensor axis of the ranks with the same region, in order; the first one counts and writes it."""
     partial: bool = False
-    """True if the holders' gradients are summands of the gradient; otherwise they compute the same one."""
+    """True if the holders' gradients must be summed; otherwise they are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCopies:
-    """A tied parameter of which several ranks of a pipeline have a copy each: the gradients of the copies are summands."""
+    """A tied parameter of which several pipeline ranks have a copy each; its gradient is the sum over the copies."""
 
     name: str
-    """In checkpoints: the first of its names in the whole model."""
+    """The name in checkpoints: the first of the parameter's names in the whole model."""
     aliases: tuple[str, ...]
-    """Its other names in the whole model."""
     ranks: tuple[int, ...]
-    """Positions along the pipeline axis that have a copy, in order; the first one counts and writes it."""
+    """Positions along the pipeline axis of the ranks with a copy, in order; the first one counts and writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,13 +323,11 @@ class ParameterSpec:
     dtype: torch.dtype
     requires_grad: bool
     group: int = 0
-    """Index of the optimizer group whose settings apply."""
     aliases: tuple[str, ...] = ()
-    """Further fully qualified names of the same parameter."""
     part: ParameterPart | None = None
-    """The part of the whole parameter that this is; None: all of it, the same on all ranks of the tensor axis."""
+    """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
     copies: StageCopies | None = None
-    """For a tied parameter that several stages of a pipeline have."""
+    """The copies of a tied parameter on several pipeline stages; None for a single copy."""
 
     @property
     def numel(self) -> int:
@@ -343,65 +335,61 @@ class ParameterSpec:
 
     @property
     def name(self) -> str:
-        """The name of the parameter in checkpoints, and for whoever asks for it."""
+        """The name of the parameter in checkpoints and for users."""
         return self.fqn if self.copies is None else self.copies.name
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """The other names of the parameter, including those that only other pipeline stages use."""
+        """The other names of the parameter, including those on other pipeline stages."""
         return self.aliases if self.copies is None else self.copies.aliases
 
     @property
     def region(self) -> Region:
-        """The region of the whole parameter that this is."""
+        """The region of the whole parameter that this rank holds."""
         return Region.whole(self.shape) if self.part is None else self.part.region
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Positions along the tensor axis that hold the same; none: all of them."""
+        """Positions along the tensor axis of the ranks with the same part; empty: all."""
         return () if self.part is None else self.part.holders
 
     @property
     def shared_by(self) -> Positions:
-        """Positions along axes, other than those of the batch, whose gradients of it are summands of the whole one."""
+        """Positions along axes other than those of the batch over which gradients of this parameter are summed."""
         holders = self.holders if self.part is not None and self.part.partial else ()
         found = (("tensor", holders), ("pipeline", () if self.copies is None else self.copies.ranks))
         return tuple(each for each in found if each[1])
 
     @property
     def counted_at(self) -> dict[Axis, int]:
-        """The index, along the axes that divide the model, of the ranks that count and write it; on other axes it is elsewhere."""
+        """The index, along axes that divide the model, of the ranks that count and write it; it does not depend on other axes."""
         first = {"tensor": self.holders[0] if self.holders else 0}
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, object, object]:
-        """Parameters of one kind may lie in one bucket."""
+        """A key that is equal for parameters that may lie in one bucket."""
         return self.dtype, self.requires_grad, self.holders, self.shared_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSlot:
-    """The place of one parameter in a bucket."""
-
     spec: ParameterSpec
     where: Interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSegment:
-    """A run of elements of a shard that are updated alike; `where` counts from the start of the shard."""
+    """A run of elements of a shard with the same update; `where` counts from the start of the shard."""
 
     group: int
     slot: int
-    """The first of the slots that it spans."""
+    """The index of the first slot that the segment overlaps."""
     where: Interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPiece:
-    """The part of one parameter inside one shard."""
-
     spec: ParameterSpec
     in_parameter: Interval
     in_shard: Interval
@@ -409,16 +397,16 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """Frozen and self-checking: slots are in order, aligned, disjoint and inside the buffer.
+    """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer.
 
     Raises:
-        LayoutError: at construction, when any of this does not hold.
+        LayoutError: at construction, when one of these conditions is violated.
     """
 
     name: str
     slots: tuple[ParameterSlot, ...]
     parts: int
-    """Shards that the buffer is split into: the size of the shard axis."""
+    """The number of shards: the size of the shard axis."""
     alignment: int = ALIGNMENT
     padded: int = field(init=False)
 
@@ -436,12 +424,12 @@ class BucketLayout:
 
     @property
     def first(self) -> ParameterSpec:
-        """The first parameter: all have its dtype, are trained or not like it, and are shared by the same ranks."""
+        """The first parameter; all others have its dtype, `requires_grad` and ranks."""
         return self.slots[0].spec
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gathered parameters, padding included."""
+        """Bytes of the gathered parameters, including padding."""
         return self.padded * self.first.dtype.itemsize
 
     @property
@@ -449,11 +437,11 @@ class BucketLayout:
         return self.padded // self.parts
 
     def shard(self, index: int) -> Interval:
-        """Elements of the buffer that shard `index` owns."""
+        """Return the elements of the buffer that shard `index` owns."""
         return shard_interval(self.padded, self.parts, index)
 
     def gaps(self) -> tuple[Interval, ...]:
-        """Intervals that belong to no parameter, padding included."""
+        """Return the intervals that belong to no parameter, including the padding."""
         starts = [*(slot.where.start for slot in self.slots), self.padded]
         ends = [0, *(slot.where.end for slot in self.slots)]
         return tuple(Interval(start=end, end=start) for end, start in zip(ends, starts, strict=True) if start > end)
@@ -472,8 +460,7 @@ class BucketLayout:
         )
 
     def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
-        """`interval` cut where the optimizer group changes, or what `kinds` has for each slot. Gaps go with the parameter before
-        them."""
+        """Split `interval` where the optimizer group or the slots' entry in `kinds` changes. Gaps go with the parameter before."""
         if not self.slots or not interval.length:
             return ()
         keys = [(slot.spec.group, kinds[number] if kinds else None) for number, slot in enumerate(self.slots)]
@@ -488,7 +475,7 @@ class BucketLayout:
 
 
 def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
-    """Lay parameters out one after the other, those of one optimizer group together, order kept otherwise."""
+    """Lay out parameters one after the other, grouped by optimizer group, otherwise in order."""
     slots, end = [], 0
     for spec in sorted(specs, key=lambda spec: spec.group):
         start = round_up(end, alignment)

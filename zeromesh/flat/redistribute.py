@@ -1,6 +1,6 @@
-"""`redistribute`: the one verb that turns a placement of a flat tensor over the ranks of an axis into another.
+"""`redistribute`: moves a flat tensor from one placement over the ranks of an axis to another.
 
-A placement has, for each rank, the intervals of the tensor that the rank holds, one after the other in its memory.
+A placement has, for each rank, the intervals of the tensor that the rank holds, consecutively in its memory.
 
     from              to                 by
     anything          the same           nothing
@@ -8,7 +8,7 @@ A placement has, for each rank, the intervals of the tensor that the rank holds,
     on one rank       replicated         broadcast
     anything          anything           all-to-all of what a rank does not hold itself
 
-Nothing is added up here: summands become sums in a `Reducer`, or an `Exchange`.
+Nothing is summed here; `Reducer` and `Exchange` compute sums.
 """
 
 from collections.abc import Sequence
@@ -31,41 +31,41 @@ FlatPlacement = tuple[Spans, ...]
 
 
 def replicated(numel: int, ranks: int) -> FlatPlacement:
-    """Every rank holds all elements."""
+    """Return the placement in which every rank holds all elements."""
     return ((Interval(start=0, end=numel),),) * ranks
 
 
 def on_one_rank(numel: int, ranks: int, index: int) -> FlatPlacement:
-    """The rank at position `index` holds all elements."""
+    """Return the placement in which the rank at position `index` holds all elements."""
     return tuple((Interval(start=0, end=numel),) if each == index else () for each in range(ranks))
 
 
 def one_after_another(lengths: Sequence[int]) -> FlatPlacement:
-    """Each rank holds so many elements, after those of the ranks before it."""
+    """Return the placement in which each rank holds `lengths[rank]` elements after those of the ranks before it."""
     ends = zip(accumulate(lengths), lengths, strict=True)
     return tuple((Interval(start=end - length, end=end),) for end, length in ends)
 
 
 def of_bucket(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPlacement:
-    """A bucket's shards, or all of it on every rank."""
+    """Return the placement of a bucket: its shards, or with `whole` all of it on every rank."""
     return replicated(layout.padded, ranks) if whole else tuple((layout.shard(index),) for index in range(ranks))
 
 
 def redistribute(
     flat: torch.Tensor, before: FlatPlacement, after: FlatPlacement, group: ProcessSet, what: str
 ) -> torch.Tensor:
-    """Return what this rank holds of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike.
+    """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike.
 
-    `flat`, 1-D, is what it holds in `before`, or may be returned itself. Where nothing is held it is empty.
+    `flat`, 1-D, holds this rank's elements in `before`, and may be returned itself. It is empty for a rank without elements.
 
     Raises:
-        LayoutError: for elements that are wanted and that no rank holds.
+        LayoutError: when no rank holds some of the requested elements.
         CollectiveError: when a rank is gone or late.
     """
     own, here, wanted = group.index, before[group.index], after[group.index]
     if before == after:
         return flat
-    # Of a CPU tensor beside an accelerator's groups, the group for agreements takes care.
+    # A CPU tensor uses the control group where the other groups are an accelerator's.
     purpose: GroupPurpose = "data" if on_accelerator(flat) or not group.on_stream else "control"
     out = flat if here == wanted else flat.new_empty(_length(wanted))
     if after.count(after[0]) == len(after) and _joined(before) == _joined(after[:1]):
@@ -91,7 +91,7 @@ def redistribute(
 
 
 def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessSet, what: str) -> torch.Tensor:
-    """Return the whole tensor of which each rank of `group` has one of `regions`, and this rank `local`, flat; on all of them."""
+    """Return the whole tensor on all ranks from `local`, this rank's flat part; `regions` has the parts of the ranks of `group`."""
     lengths = [region.numel for region in regions]
     everyone = redistribute(local, one_after_another(lengths), replicated(sum(lengths), group.size), group, what)
     whole = local.new_empty(regions[0].shape)
@@ -103,7 +103,7 @@ def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessS
 
 
 class _Move(NamedTuple):
-    """Elements on their way: from the place `at` in the memory of the rank at position `source` to the place `to` in another's."""
+    """A copy of elements from position `at` in the memory of the rank at position `source` to position `to` in the target's."""
 
     source: int
     at: int
@@ -113,7 +113,7 @@ class _Move(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
-    """What the rank at `index` gets, in order: from itself what it has already, else from the first rank that has it."""
+    """Return the copies that rank `index` needs, in order: from its own memory if possible, else from the first rank with them."""
     order = [index, *(each for each in range(len(before)) if each != index)]
     holders = [
         (held, source, end - held.length)
@@ -136,7 +136,7 @@ def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Mov
 
 
 def _joined(placement: FlatPlacement) -> list[Interval]:
-    """The intervals of all ranks in order, neighbours joined."""
+    """Return the intervals of all ranks in order, with adjacent ones merged."""
     found: list[Interval] = []
     for each in (each for spans in placement for each in spans if each.length):
         if found and found[-1].end == each.start:

@@ -1,17 +1,16 @@
 """Cross entropy over a linear head without holding all logits in fp32, and without computing anything twice.
 
-The gradient of a sum of losses is known as soon as the logits are, up to a factor that the caller knows too
-(one over the number of targets, times the loss scale). So the forward pass turns each chunk's logits into
-their gradient in place, multiplies it into the gradients of the hidden states and of the weight, and forgets
-it; backward hands out what is ready. Known as fused linear cross entropy (Liger Kernel, Hsu et al. 2024,
+The gradient of a sum of losses is known with the logits, up to a factor that the caller knows (one over the number of targets,
+times the loss scale). So forward overwrites each chunk's logits with their gradient, multiplies it into the gradients of hidden
+states and weight, and drops it; backward returns the stored gradients (fused linear cross entropy: Liger Kernel, Hsu et al. 2024,
 arXiv:2410.10989).
 
     chunk of tokens   logits [chunk, vocab] in the compute dtype; becomes softmax - onehot in place
       block of rows   the softmax itself, in fp32 (float64 for float64), on a scratch that stays in cache
 
-Where each rank has the logits of some tokens of the vocabulary, logits never travel. For every target, ranks exchange three
-numbers: the largest local logit m, the sum of exp(logit - m), and the target's logit where it is one's own (else 0). (Megatron-LM
-exchanges maximum, sum and logit one after the other: Shoeybi et al. 2019, arXiv:1909.08053.)
+If the vocabulary is divided over ranks, logits never travel. For every target, ranks exchange three numbers: the largest local
+logit m, the sum of exp(logit - m), and the target's logit on its rank (else 0). (Megatron-LM exchanges maximum, sum and logit one
+after the other: Shoeybi et al. 2019, arXiv:1909.08053.)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from zeromesh.kernels.cpu_matmul import product_dtype, row_blocks
 from zeromesh.offload.accelerator import on_accelerator
 
 _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
-_ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
+_ROW_ELEMENTS_ACCELERATOR = 2**24  # larger on accelerators, to amortize kernel launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ class LogitChange:
         return f"a factor of {self.scale:g}{cap}"
 
     def close_to(self, other: LogitChange) -> bool:
-        """Tell whether it is the same but for rounding to 16 bits."""
+        """Return True if both are equal up to rounding to 16 bits."""
         return math.isclose(self.scale, other.scale, rel_tol=1e-2) and math.isclose(self.cap, other.cap, rel_tol=1e-2)
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -80,29 +79,26 @@ def chunked_cross_entropy(
     sizes: Sequence[int] = (),
     exchange: Exchange | None = None,
 ) -> torch.Tensor:
-    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
-    not `ignore_index`.
+    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over targets other than `ignore_index`.
 
     Args:
         hidden: [tokens, hidden], floating point; its dtype is the compute dtype.
         weight: [vocab, hidden], same dtype.
         bias: [vocab], same dtype, or None.
         targets: [tokens], integers in [0, vocab) or `ignore_index`.
-        seed: the gradient that backward will be given for the result; any other is right too, at the price of one
-            more pass over the gradients.
-        chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
-        change: what is done to each logit before the softmax, in the dtype of the softmax.
-        count: how many targets are not `ignore_index`, where the caller knows it, and that they are in the vocabulary: then
-            nothing is asked of a device, for whose answer the host would wait.
-        sizes: with an `exchange`, tokens of the vocabulary on each of its ranks, in order. Then `weight` and `bias` are this
-            rank's part, `hidden` and `targets` the same on all ranks, and so are the result and the gradient of `hidden`.
+        seed: the gradient of the result expected in backward; another one costs one more pass over the gradients.
+        chunk_tokens: number of tokens per chunk, whose logits are in memory together (see `chunk_for`).
+        change: the transformation of each logit before the softmax, in the dtype of the softmax.
+        count: number of targets other than `ignore_index`, if the caller knows it and has checked that they are in the
+            vocabulary; this saves a synchronization of host and device.
+        sizes: with an `exchange`, number of vocabulary tokens on each of its ranks. Then `weight` and `bias` are this rank's
+            part; `hidden`, `targets`, the result and the gradient of `hidden` are equal on all ranks.
 
-    Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in
-    the compute dtype (or a wider one where that is faster), and the weight's gradient is summed over chunks
-    in fp32.
+    Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
+    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32.
 
-    Without gradients to compute nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit,
-    a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
+    If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
+    and `DataError` for a target outside of the vocabulary.
     """
     run, vocab = _pass_over(weight.shape[0], sizes, exchange)
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
@@ -115,7 +111,7 @@ def chunked_cross_entropy(
         kept = torch.sort(wanted, descending=True, stable=True).indices[:count]
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
-    seed = seed or 1.0  # The gradient of a microbatch of weight 0 says so by itself.
+    seed = seed or 1.0  # For a microbatch of weight 0, the gradient passed to backward is 0.
     settings = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
     head = partial(run, rows=kept if masked else None, targets=bound.long(), **settings)
     if not any(trained):
@@ -125,7 +121,7 @@ def chunked_cross_entropy(
 
 
 def _pass_over(held: int, sizes: Sequence[int], exchange: Exchange | None) -> tuple[Callable[..., HeadPass], int]:
-    """Return the class of evaluations of a head of which this rank holds so many tokens, and the size of the vocabulary."""
+    """Return the class of evaluations for a head that holds `held` tokens on this rank, and the size of the vocabulary."""
     if exchange is None:
         return HeadPass, held
     if len(sizes) != exchange.size or sizes[exchange.index] != held:
@@ -146,13 +142,11 @@ def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -1
 
 
 def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """Choose the number of tokens in a chunk that needs the least memory, in elements of [tokens, hidden] x [vocab,
-    hidden].
+    """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden].
 
-    In fp32 and wider, chunks add into the gradient itself: small ones are best, and 256 tokens are enough for
-    the speed of matrix products. In a 16-bit dtype more than one chunk needs a second, fp32 sum of the
-    gradient (4 vocab x hidden bytes), and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x
-    hidden tokens.
+    In fp32 and wider, chunks add into the gradient itself: small chunks are best, and 256 tokens are enough for fast matrix
+    products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4 vocab x hidden bytes), and holding all logits (2
+    vocab x tokens bytes) is cheaper up to 2 x hidden tokens.
     """
     small = min(tokens, 256)
     if dtype.itemsize >= 4 or tokens > 2 * hidden + small:
@@ -186,9 +180,9 @@ def _check(
 
 
 class HeadPass:
-    """One evaluation: the loss and, where wanted, its gradients times `seed`.
+    """One evaluation: the loss and, if needed, its gradients times `seed`.
 
-    `rows` of `hidden` (None: all of them) have `targets`, int64.
+    `targets`, int64, belong to the `rows` of `hidden` (None: all of them).
     """
 
     def __init__(
@@ -207,7 +201,7 @@ class HeadPass:
         self.shape = hidden.shape
         self.hidden = hidden if rows is None else hidden.index_select(0, rows)
         self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
-        # The change's derivative but for its slope, which differs from logit to logit.
+        # The constant factor of the change's derivative; the rest differs from logit to logit.
         self.seed = seed * change.scale
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
         self.chunk = max(1, min(chunk_tokens, self.tokens))
@@ -224,7 +218,7 @@ class HeadPass:
         self.grad_bias = weight.new_zeros(self.vocab, dtype=self.wide) if trained[2] else None
 
     def run(self) -> torch.Tensor:
-        """The sum of the losses; gradients lie in `grad_hidden`, `grad_weight`, `grad_bias` afterwards."""
+        """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
         losses = self.hidden.new_empty(self.tokens, dtype=self.wide)
         logits = self.hidden.new_empty(self.chunk, self.vocab)
         for start in range(0, self.tokens, self.chunk):
@@ -242,7 +236,7 @@ class HeadPass:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
+        """Compute `out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
         if self.product == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)
@@ -257,13 +251,12 @@ class HeadPass:
             out[:, block] = product
 
     def rows_at_once(self, logits: torch.Tensor) -> int:
-        """Rows whose softmax is made at once."""
+        """Return the number of rows whose softmax is computed at once."""
         elements = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
         return max(1, elements // self.vocab)
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Write the losses; with gradients wanted, turn `logits` into their gradient in place, but for `seed`: softmax -
-        onehot, times the slope of the change."""
+        """Write the losses; if needed, overwrite `logits` by their gradient over `seed`: (softmax - onehot) times the slope."""
         rows = self.rows_at_once(logits)
         scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
         for start in range(0, logits.shape[0], rows):
@@ -303,7 +296,7 @@ class HeadPass:
             grad_hidden.copy_(wide)
 
     def finish(self) -> None:
-        """Bring the gradients into the form of what they belong to."""
+        """Convert the gradients to the dtypes and shapes of their tensors."""
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -316,7 +309,7 @@ class HeadPass:
 
 
 def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float, *, first: bool) -> None:
-    """out = alpha a @ b, added to `out` unless `first`; `out` may have another dtype than the factors."""
+    """Compute out = alpha a @ b, added to `out` unless `first`; `out` may have another dtype than the factors."""
     if out.dtype == a.dtype:
         out.addmm_(a, b, beta=0.0 if first else 1.0, alpha=alpha)
     elif first:
@@ -326,12 +319,12 @@ def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: floa
 
 
 def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the targets `local` [rows] have a column in `part`, and a column of each, `[rows, 1]`, that is there."""
+    """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
 def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; `part` becomes exp(logit - m)."""
+    """Return [3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; `part` becomes exp(logit - m)."""
     own, picked = _picked(part, local)
     chosen = part.gather(1, picked).squeeze(1).masked_fill_(~own, 0)
     largest = part.amax(dim=1)
@@ -340,7 +333,7 @@ def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses [rows]; largest logit and sum of exp(logit - largest) over all ranks [rows]. `statistics` is this rank's [3, rows]."""
+    """Return losses [rows], largest logit and sum of exp(logit - largest) over all ranks [rows], from this rank's [3, rows]."""
     everyone = exchange.gather(statistics.unsqueeze(0), 0).wait()
     largest = everyone[:, 0].amax(dim=0)
     total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
@@ -348,16 +341,13 @@ def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    """softmax - onehot, in place, for the targets that are in this part."""
     own, picked = _picked(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
 
 
 class _PartOfHead(HeadPass):
-    """One evaluation of a head whose tokens from `first` on are here, in step with the ranks that have the others.
-
-    The sum over the ranks of one chunk's gradient of hidden states goes on while the next chunk is computed.
-    """
+    """One evaluation of a head that holds the tokens from `first` on, in step with the ranks that hold the others. One chunk's
+    gradient of hidden states is summed over the ranks while the next chunk is computed."""
 
     def __init__(self, *arguments: Any, exchange: Exchange, first: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -366,7 +356,6 @@ class _PartOfHead(HeadPass):
         self._under_way: tuple[torch.Tensor, Pending] | None = None
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Do as `HeadPass.softmax` does, with maxima and sums over all ranks."""
         local = targets - self._first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
@@ -389,7 +378,7 @@ class _PartOfHead(HeadPass):
                 part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
                 _subtract_targets(part, local[block])
                 continue
-            # Logits are still as they were: in 16 bits rounding exp(logit - m) as well as the softmax would round twice.
+            # The logits are unchanged here: rounding both exp(logit - m) and the softmax to 16 bits would round twice.
             wide = scratch[: part.shape[0]].copy_(part)
             slope = self.change.apply_(wide)
             wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
@@ -399,7 +388,7 @@ class _PartOfHead(HeadPass):
             part.copy_(wide)
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
-        """Do as the whole head does; then the sum of this chunk's gradient of hidden states begins, and the last one's ends."""
+        """Compute the gradients as for a whole head; start this chunk's sum over ranks and finish the last chunk's."""
         super().gradients(dlogits, start, end)
         if self.grad_hidden is not None:
             part = self.grad_hidden[start:end]
@@ -408,7 +397,6 @@ class _PartOfHead(HeadPass):
             self._under_way = begun
 
     def finish(self) -> None:
-        """Wait for the last sum, and bring the gradients into the form of what they belong to."""
         self._arrive()
         super().finish()
 
@@ -435,8 +423,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise PhaseError("backward ran a second time through chunked_cross_entropy, which keeps its gradients once")
         gradients: list[torch.Tensor | None] = ctx.gradients
         ctx.gradients = None
-        # Reading the number would make the host wait for an accelerator; multiplying there costs less. A seed that
-        # came through a product and a quotient is off by a rounding, which changes nothing that a sum would keep.
+        # Reading the number would make the host wait for an accelerator, so the factor is always applied there. A seed
+        # that came through a product and a quotient is off by a rounding error, too small to change the result.
         close = 4 * torch.finfo(grad.dtype).eps
         if on_accelerator(grad) or not math.isclose(float(grad), ctx.seed, rel_tol=close):
             for gradient in gradients:

@@ -1,8 +1,8 @@
-"""16-bit matrix products on CPUs that multiply faster in fp32: factors are widened on the way, tile by tile.
+"""16-bit matrix products on CPUs that multiply faster in fp32: factors are widened tile by tile.
 
-Some CPUs multiply 16-bit matrices at half the speed of fp32, some at twice that speed, and their lists of instructions do not
-tell which: a trial does. Where widening pays, which costs one pass over each factor, inputs, outputs and what is kept for
-backward stay in the 16-bit dtype; sums inside a product are fp32, as in the hardware's own. docs/decisions/0014 has the figures.
+Some CPUs multiply 16-bit matrices at half the speed of fp32, some at twice that speed, and their instruction sets do not tell
+which: a trial does. Widening costs one pass over each factor; inputs, outputs and tensors saved for backward stay in 16 bits, and
+sums inside a product are fp32, as in 16-bit hardware products. docs/decisions/0014 has the figures.
 """
 
 import threading
@@ -21,16 +21,16 @@ _LEAST_ROWS = 128
 _TRIAL_SIZE = 512
 _TRIAL_ROUNDS = 5
 _WORTH = 0.8
-"""The share of the other's time that a widened product may take at most to be chosen: a tie is the same choice in every process."""
+"""The largest fraction of the 16-bit time at which widening is chosen; below 1, so that a tie gives the same choice everywhere."""
 
 _fastest: dict[torch.dtype, torch.dtype] = {}
-"""By 16-bit dtype, what a trial on this CPU has found."""
+"""The fastest dtype of products on this CPU, by 16-bit dtype, as measured."""
 
 
 def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype in which matrices of `dtype` are multiplied fastest: on CPUs fp32 for 16-bit ones where that is faster.
+    """Return the dtype in which matrices of `dtype` are multiplied fastest: on CPUs, fp32 for 16-bit ones if that is faster.
 
-    The first call for a dtype tries it, for some tens of milliseconds.
+    The first call for a dtype measures both, which takes some tens of milliseconds.
     """
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
@@ -41,10 +41,7 @@ def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 
 def _try_products(dtype: torch.dtype) -> tuple[float, float]:
-    """The least processor time, in seconds, of a product of matrices of `dtype`, and of one that is made in fp32.
-
-    Processor time of this thread, since other processes may want the processor meanwhile.
-    """
+    """Return the least CPU seconds of this thread for a product of matrices of `dtype`, and for one computed in fp32."""
     left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device="cpu") for _ in range(2))
     rounds = [
         (
@@ -58,7 +55,7 @@ def _try_products(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def row_blocks(rows: int, columns: int) -> list[slice]:
-    """Cut a weight of `[rows, columns]` into blocks of rows that are worth a product and small when widened."""
+    """Split a weight of `[rows, columns]` into blocks of rows large enough for a fast product and small when widened."""
     return _cut(rows, columns, _WEIGHT_TILE)
 
 
@@ -69,29 +66,28 @@ def _cut(rows: int, columns: int, elements: int) -> list[slice]:
 
 @cache
 def take_product_buffers() -> None:
-    """Multiply large fp32 matrices once in a process, before anything else does.
+    """Multiply large fp32 matrices once in a process, before any other product.
 
-    MKL keeps the memory into which it packs factors, and takes more whenever a product is larger than those before: growing
-    products leave 24 MiB of buffers behind, the largest one first leaves 7 (20 ms).
+    MKL keeps its packing buffers, and allocates more whenever a product is larger than all before: growing products leave 24 MiB of
+    buffers behind, the largest one first leaves 7 (20 ms).
     """
     torch.mm(torch.zeros(512, 1536), torch.zeros(1536, 1536))
 
 
 class _Scratch(threading.local):
-    """Each thread's fp32 tiles. They are used again: freed and taken anew, they would lie between activations that stay."""
+    """Each thread's fp32 tiles, reused: allocated anew, they would fragment the memory between activations that stay."""
 
     def __init__(self) -> None:
         self._tiles: dict[str, torch.Tensor] = {}
 
     def tile(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """`[rows, columns]` of arbitrary values, the same memory for the same name."""
+        """Return an uninitialized `[rows, columns]` tile, in the same memory for the same name."""
         tile = self._tiles.get(name)
         if tile is None or tile.numel() < rows * columns:
             tile = self._tiles[name] = torch.empty(rows * columns, dtype=torch.float32)
         return tile[: rows * columns].view(rows, columns)
 
     def wide(self, name: str, narrow: torch.Tensor) -> torch.Tensor:
-        """A matrix in fp32."""
         return self.tile(name, *narrow.shape).copy_(narrow)
 
 
@@ -102,7 +98,7 @@ _scratch = _Scratch()
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in] and `bias` [out] of one 16-bit dtype, multiplied in fp32.
 
-    One operator for PyTorch, so that it can be compiled around and kept by selective activation checkpointing.
+    It is a single operator for PyTorch, so that graphs compile around it and selective checkpointing can keep its output.
     """
     flat = x.reshape(-1, x.shape[-1])
     out = x.new_empty(flat.shape[0], weight.shape[0])
@@ -117,7 +113,6 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 @torch.library.custom_op("zeromesh::wide_linear_grad_x", mutates_args=())
 def _grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`grad @ weight`."""
     flat = grad.reshape(-1, grad.shape[-1])
     out = grad.new_empty(flat.shape[0], weight.shape[1])
     for tokens in _cut(flat.shape[0], max(weight.shape), _TOKEN_TILE):
@@ -131,7 +126,6 @@ def _grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("zeromesh::wide_linear_grad_weight", mutates_args=())
 def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`grad.T @ x`, over all dims but the last."""
     flat, factor = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     out = x.new_empty(flat.shape[1], factor.shape[1])
     for rows in row_blocks(*out.shape):
@@ -176,34 +170,34 @@ wide_linear.register_autograd(_gradients, setup_context=_keep)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, in the dtype in which it is fastest."""
+    """Compute `torch.nn.functional.linear` in the fastest dtype."""
     if _is_widened(x, weight):
         return cast(torch.Tensor, wide_linear(x, weight, bias))
-    # Of rows that lie apart, such as the last position of each text, torch makes a product for each with a copy of the weight.
+    # For strided rows, such as the last position of each text, torch would copy the weight for every row.
     return functional.linear(x.contiguous(), weight, bias)
 
 
 def linear_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`grad @ weight`, the gradient of the input of `linear`; nothing is recorded for autograd."""
+    """Return `grad @ weight`, the gradient of the input of `linear`; nothing is recorded for autograd."""
     if _is_widened(grad, weight):
         return cast(torch.Tensor, _grad_x(grad, weight))
     return torch.matmul(grad, weight)
 
 
 def linear_grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`grad.T @ x` over all dims but the last, the gradient of the weight of `linear`; nothing is recorded for autograd."""
+    """Return `grad.T @ x` over all dims but the last, the gradient of the weight of `linear`; nothing is recorded for autograd."""
     if _is_widened(grad, x):
         return cast(torch.Tensor, _grad_weight(grad, x))
     return torch.mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
 
 
 def linear_grad_bias(grad: torch.Tensor) -> torch.Tensor:
-    """The sum of `grad` over all dims but the last, in fp32 for 16-bit dtypes: the gradient of the bias of `linear`."""
+    """Return the sum of `grad` over all dims but the last, in fp32 for 16-bit dtypes: the gradient of the bias of `linear`."""
     wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
     return grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
 
 
 def _is_widened(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if the product of these is made in a wider dtype than theirs."""
+    """Return True if the product of `x` and `other` is computed in fp32."""
     narrow = x.dtype == other.dtype and x.dim() > 1 and x.numel() > 0
     return narrow and product_dtype(x.dtype, x.device.type) != x.dtype

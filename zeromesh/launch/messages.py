@@ -1,12 +1,12 @@
-"""Messages between the launchers of a run: objects of JSON, each field of which is checked before it is used.
+"""Messages between the launchers of a run: JSON objects, each field of which is checked before use.
 
-A message that makes no sense raises `MessageError`, which says what is wrong with it; the caller adds where it came from. Launchers
-send messages over a `LauncherConnection`, as lines.
+A malformed message raises `MessageError`, which names the defect; the caller adds the sender. Launchers send messages over a
+`LauncherConnection`, as lines.
 
-The launcher that follows sends a *beat* a few times within the time after which it counts as silent, the one that leads an *echo*
-of each. A beat is the time at which it was sent, by the follower's clock: the follower ends its own processes when that lies back
-too far, so it has always ended before the leader, which received the beat later, counts it as lost. Two runs never write into one
-directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
+A follower sends several *beats* within the seconds after which it counts as lost, and the leader an *echo* of each. A beat is its
+sending time by the follower's clock: the follower kills its processes when the latest echoed beat is too old, so they have always
+ended before the leader, which received that beat later, counts the follower as lost. So two runs never write into one directory (a
+lease, as in Gray and Cheriton 1989).
 """
 
 import hashlib
@@ -28,11 +28,11 @@ MAX_MESSAGE = 1 << 20
 MAX_EXIT_CODE = 255
 MAX_PROCESSES = 1 << 16
 HELLO_SECONDS = 10.0
-"""How long an end of a new connection may take until its first message."""
+"""Seconds that the other end of a new connection may take to send its first message."""
 SILENCE_SECONDS = 15.0
-"""Seconds that an end may be silent afterwards."""
+"""Seconds without a message after which an end counts as lost."""
 BEATS = 5
-"""Beats within the time after which a follower counts as silent."""
+"""The number of beats sent within the seconds after which a follower counts as lost."""
 
 Message = Mapping[str, Any]
 Value = TypeVar("Value", str, bool)
@@ -41,21 +41,20 @@ _VARIABLE, _VALUE = re.compile(r"[^=\0\ud800-\udfff]+"), re.compile(r"[^\0\ud800
 
 
 def _shown(value: object) -> str:
-    """The beginning of a wrong value."""
     return reprlib.repr(value)[:_LONGEST_SHOWN]
 
 
 class MessageError(ZeromeshError, ValueError):
-    """A message makes no sense."""
+    """A message is malformed."""
 
 
 def line(message: Message) -> bytes:
-    """A message as it is sent: a line of ASCII."""
+    """Encode a message as a line of ASCII."""
     return json.dumps(message).encode("ascii") + b"\n"
 
 
 def parsed(data: bytes) -> Message:
-    """The message that `data` is. Raises `MessageError`."""
+    """Decode a message. Raises `MessageError`."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -66,7 +65,7 @@ def parsed(data: bytes) -> Message:
 
 
 def number(message: Message, name: str, *, least: int = 0, most: int = (1 << 53) - 1) -> int:
-    """The integer under `name`. Raises `MessageError`."""
+    """Return the integer under `name`. Raises `MessageError`."""
     value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise MessageError(f"{name!r} is {_shown(value)}; allowed is an integer from {least} to {most}")
@@ -74,7 +73,7 @@ def number(message: Message, name: str, *, least: int = 0, most: int = (1 << 53)
 
 
 def optional(message: Message, name: str, default: Value) -> Value:
-    """The text or the truth value under `name`, `default` where there is none. Raises `MessageError`."""
+    """Return the text or Boolean under `name`, or `default` if it is missing. Raises `MessageError`."""
     value = message.get(name, default)
     if not isinstance(value, type(default)):
         allowed = "a text" if isinstance(default, str) else "true or false"
@@ -83,7 +82,7 @@ def optional(message: Message, name: str, default: Value) -> Value:
 
 
 def variables(message: Message) -> dict[str, str]:
-    """The environment variables under `variables`. Raises `MessageError`."""
+    """Return the environment variables under `variables`. Raises `MessageError`."""
     found = message.get("variables", {})
     if not isinstance(found, dict):
         raise MessageError(f"'variables' is {_shown(found)}; allowed is an object")
@@ -94,7 +93,7 @@ def variables(message: Message) -> dict[str, str]:
 
 
 def rank_range(message: Message) -> RankRange:
-    """The ranks of this host under `start`. Raises `MessageError`."""
+    """Return the ranks of this host under `start`. Raises `MessageError`."""
     content = message.get("start")
     if not isinstance(content, dict):
         raise MessageError(f"'start' is {_shown(content)}; allowed is an object")
@@ -111,11 +110,11 @@ def rank_range(message: Message) -> RankRange:
 
 
 class LauncherConnection:
-    """One end of a connection between two launchers: lines of JSON, each with a digest that only who knows the secret can make.
+    """One end of a connection between two launchers: lines of JSON, each with a digest that needs the secret.
 
-    The digest covers the direction, words that both ends have drawn at random for this connection, and the number of the line, so
-    that no line can be sent again. With an empty `secret` it keeps out what comes by mistake, and nobody else. The end that
-    `serves` is the leader's. Both ends send signs of life, which `receive` hides.
+    The digest covers the direction, random words drawn by both ends for this connection, and the number of the line, so that no
+    line can be replayed. An empty `secret` only guards against accidents. The end that `serves` is the leader's. Both ends send
+    signs of life, which `receive` hides.
     """
 
     def __init__(
@@ -127,13 +126,13 @@ class LauncherConnection:
         hello_seconds: float = HELLO_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """The first message has to come within `hello_seconds`; afterwards there is a sign of life within `silence_seconds`."""
+        """Wrap `connection`. The first message must come within `hello_seconds`, then a sign of life every `silence_seconds`."""
         connection.setblocking(False)
         self.connection = connection
         self.drawn = secrets.token_hex(16)
         self.alive_at = time.monotonic()
-        """When the other end is known to have been there: the leader's has received something from it, the follower's has sent
-        the latest beat that it has answered."""
+        """The latest time at which the other end is known to be alive: the leader's last receipt, or the sending time of the
+        follower's latest beat that was echoed."""
         self._hello, self._silence = hello_seconds, silence_seconds
         self._key = secret.encode()
         self._serves = serves
@@ -146,27 +145,27 @@ class LauncherConnection:
             self.send({"zeromesh": 1, "drawn": self.drawn})
 
     def agree(self, *drawn: str) -> None:
-        """Make digests hold for this connection alone, given the words that the serving end and the other one have drawn."""
+        """Bind the digests to this connection by the random words that the serving end and the other end have drawn."""
         self._agreed = "\n".join(drawn).encode()
         self.alive_at = time.monotonic()
 
     def send(self, message: Message) -> None:
-        """Send a message, now or with a later call of `flush`."""
+        """Queue a message, and send as much as the connection takes now."""
         data = line(message)
         self._unsent += self._digest(data[:-1], self._serves) + b" " + data
         self.flush()
 
     def flush(self) -> None:
-        """Send what the connection takes now. A connection that is gone loses it, which `read` notices."""
+        """Send as much as the connection takes now. A closed connection drops it, which `read` reports."""
         with suppress(OSError):
             while self._unsent:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def receive(self) -> list[Message]:
-        """The messages that have come, without waiting.
+        """Return the messages that have arrived, without waiting.
 
         Raises:
-            MessageError: when one makes no sense, or was not made with the secret.
+            MessageError: for a malformed message, or one without a valid digest.
             ConnectionError: when the connection has ended, or nothing was received for some seconds.
         """
         now = time.monotonic()
@@ -191,7 +190,7 @@ class LauncherConnection:
         return "beat" in message or "echo" in message
 
     def read(self) -> Sequence[bytes] | None:
-        """The lines that have come whole, still with their digests; None when the connection has ended."""
+        """Return the complete lines that have arrived, with their digests; None when the connection has ended."""
         try:
             data = self.connection.recv(1 << 16)
         except (BlockingIOError, InterruptedError):
@@ -202,11 +201,11 @@ class LauncherConnection:
         return None if not data or len(self._partial) > MAX_MESSAGE else whole
 
     def opened(self, line: bytes) -> Message:
-        """The message of a line. Raises `MessageError`, also when its digest is not that of the secret."""
+        """Check the digest of a line and return its message. Raises `MessageError`."""
         digest, _, data = line.partition(b" ")
         first = not self._numbers[not self._serves]
         if first and self._serves:
-            # The first line of the other end has what that end has drawn, which the line's digest covers already.
+            # The first line carries the random word of its sender, which its digest covers already.
             self.agree(self.drawn, optional(parsed(data), "drawn", ""))
         if not hmac.compare_digest(digest, self._digest(data, not self._serves)):
             raise MessageError(
@@ -223,6 +222,6 @@ class LauncherConnection:
         return hmac.new(self._key, covered, hashlib.sha256).hexdigest().encode()
 
     def close(self) -> None:
-        """Hang up, so that the other end can still read what was sent."""
-        self.read()  # A connection that is closed before all was read is reset, and what was sent may be lost.
+        """Close the connection so that the other end can still read what was sent."""
+        self.read()  # Closing with unread input resets the connection, and sent messages may be lost.
         self.connection.close()

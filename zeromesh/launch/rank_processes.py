@@ -1,4 +1,4 @@
-"""The rank processes of one start on this host: starting, stopping, and the error that they ended with."""
+"""The rank processes of one start on this host: starting and stopping them, and reporting the error that ended them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from zeromesh.environment import (
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 
 _CAUSE_SECONDS = 2.0
-"""How long to wait for the rank that failed first, when others have ended because they noticed its failure."""
+"""Seconds to wait for the rank that failed first, when others ended because they noticed its failure."""
 _STOP_SECONDS = 30.0
-"""How long ranks may take to end when one has failed, before they are killed."""
+"""Seconds that ranks may take to end after a failure, before they are killed."""
 USERS_MISTAKE = 2
-"""The exit code after an error that would come again, such as one in the configuration."""
+"""The exit code after an error that would recur, such as one in the configuration."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a process to end in order: also that of a terminal that is gone, and the one that Slurm's users often choose."""
+"""Signals that ask a process to end in order, including SIGHUP of a closed terminal and SIGUSR1, which Slurm users often choose."""
 _SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 _STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersFailed:
-    """Why the workers ended: the error of the rank that failed first, and the exit code for the command."""
+    """The failure of the workers: the error of the rank that failed first, and the exit code for the command."""
 
     message: str
     exit_code: int
     ranks: tuple[int, ...] = ()
     noticed: bool = False
-    """True if these ranks only noticed that others had failed."""
+    """True if these ranks only noticed the failure of others."""
     pid: int = 0
-    """The process of a rank that ended without an error of its own."""
+    """The process id of a rank that ended without recording an error."""
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -58,9 +58,9 @@ class WorkersFailed:
 
 
 class RankProcesses:
-    """The processes `python ARGUMENTS` of one start on this host, in sessions of their own, away from the terminal's Ctrl-C.
+    """The processes `python ARGUMENTS` of one start on this host, in separate sessions, away from the terminal's Ctrl-C.
 
-    Each writes its error into a file in memory that this process holds, so nothing has to be removed when it is killed.
+    Each writes its error into an anonymous file in memory, so nothing has to be removed when this process is killed.
     """
 
     def __init__(self, arguments: Sequence[str], place: RankRange) -> None:
@@ -69,7 +69,6 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, float] = {}
         self._killed: set[int] = set()
-        """Those that were sent SIGKILL by this process."""
         self._cause_until: float | None = None
         self._stop_until: float | None = None
         shared = worker_environment(place.processes, alone=place.processes == place.world_size)
@@ -89,7 +88,7 @@ class RankProcesses:
         if len(self._ended) == len(self._processes):
             return True
         failed = [each for each in self._ended if self._processes[each].returncode]
-        # One that has told its error may not end, as long as a peer that is stopped holds its connections.
+        # A process that has recorded its error may not end while a stopped peer holds its connections.
         told = any(os.fstat(error).st_size for error in self._errors)
         if self._stop_until is None and (failed or told):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
@@ -100,13 +99,13 @@ class RankProcesses:
         return False
 
     def stop(self, number: int, seconds: float = _STOP_SECONDS) -> None:
-        """Send a signal, and SIGKILL to those that have not ended after so many seconds."""
+        """Send a signal to all processes, and SIGKILL to those that have not ended after `seconds`."""
         if self._stop_until is None:
             self._stop_until = time.monotonic() + seconds
             self.send(number)
 
     def send(self, number: int) -> None:
-        """Send a signal to the processes that run, and what they have started in their sessions."""
+        """Send a signal to the running processes and to all that they have started in their sessions."""
         for index, process in enumerate(self._processes):
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -114,10 +113,7 @@ class RankProcesses:
                     self._killed |= {index} if number == signal.SIGKILL else set()
 
     def failure(self) -> WorkersFailed | None:
-        """The failure that caused the others, once all processes have ended; None when there is none.
-
-        Peers of a dead rank notice that and fail too, or are stopped.
-        """
+        """Return the failure that caused the others, since peers of a dead rank fail too or are stopped; None if there is none."""
         ends = {index: self._end_of(index) for index, process in enumerate(self._processes) if process.returncode}
         if not ends:
             return None
@@ -132,7 +128,7 @@ class RankProcesses:
         )
 
     def close(self) -> None:
-        """Kill what still runs, and close the files of errors."""
+        """Kill the running processes and close the error files."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -143,13 +139,13 @@ class RankProcesses:
         recorded = os.pread(self._errors[index], os.fstat(self._errors[index]).st_size, 0)
         try:
             return _WorkerEnd(**json.loads(recorded))
-        except (ValueError, TypeError):  # There is nothing, or only a part of it.
+        except (ValueError, TypeError):  # The record is missing or incomplete.
             return _silent_end(self._processes[index].returncode, self._ended[index], killed=index in self._killed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WorkerEnd:
-    """How a worker ended, when (seconds of the clock), and how far that is from the cause.
+    """The end of a worker, its time (seconds of the clock), and its distance from the cause.
 
     Distance 0 may be the cause, 1 noticed that a peer failed, 2 was stopped by the launcher. `silent`: it recorded no error.
     """
@@ -175,9 +171,9 @@ def _silent_end(code: int, when: float, *, killed: bool) -> _WorkerEnd:
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
-    """Make this process a worker of `launch_workers`: it dies with its parent, and records its error for it.
+    """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it.
 
-    `exit_code_of` says with which code the launching command should exit after an error.
+    `exit_code_of` returns the exit code of the launching command for an error.
     """
     die_with_launcher()
 
@@ -192,7 +188,6 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
 
 
 def _record(error: BaseException, trace: str, exit_code: int) -> None:
-    """Write `error` where the launcher looks for it."""
     path = setting(ERRORS)
     if path is None:
         sys.stderr.write(trace)
@@ -211,9 +206,9 @@ def _record(error: BaseException, trace: str, exit_code: int) -> None:
 
 
 class StopSignals:
-    """Signals that this process has received, and whether one was passed on to the processes that it has started.
+    """The signals received by this process, and the number passed on to its child processes.
 
-    Those in `told` are no requests to stop, but something that a person tells these processes.
+    Signals in `told` are no requests to stop but messages for the child processes.
     """
 
     def __init__(self, told: Sequence[int] = ()) -> None:
@@ -223,19 +218,19 @@ class StopSignals:
         self._told = tuple(told)
 
     def receive(self, number: int, frame: object) -> None:
-        """Note one; a signal handler."""
+        """Record a signal; this is a signal handler."""
         if number not in self._told:
             self.first = self.first or number
         self.pending.append(number)
 
     def tell(self, send: Callable[[int], None]) -> None:
-        """Send what has come that is no request to stop, as often as it came."""
+        """Send each received signal of `told` on, as often as it came."""
         while told := [number for number in self.pending if number in self._told]:
             self.pending.remove(told[0])
             send(told[0])
 
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None], most: int = 1) -> None:
-        """Pass on what has come: the first `most` signals let the others end in order, one more ends them at once."""
+        """Pass on received signals: the first `most` let the child processes end in order, one more kills them."""
         while self.pending:
             number = self.pending.pop(0)
             if self.passed_on < most:
@@ -245,16 +240,16 @@ class StopSignals:
             self.passed_on += 1
 
     def exit_code(self) -> int:
-        """128 plus the number of the first signal, or 0."""
+        """Return 128 plus the number of the first signal, or 0."""
         return self.first and 128 + self.first
 
 
 _REPLACED: dict[int, Any] = {}
-"""The handlers for which others stand in, by signal."""
+"""The handlers replaced by `handled_signals`, by signal."""
 
 
 def _restore() -> None:
-    """Begin a forked process, such as a worker of a dataset, with the handlers that were there: a signal ends it."""
+    """Restore the replaced handlers in a forked process, such as a data loader's worker, so that signals end it."""
     while _REPLACED:
         signal.signal(*_REPLACED.popitem())
 
@@ -264,9 +259,9 @@ os.register_at_fork(after_in_child=_restore)
 
 @contextmanager
 def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Inside the block these signals call `handler`; then the handlers are put back. Nothing but the main thread can do so.
+    """Inside the block these signals call `handler`; then the old handlers are restored. Only the main thread may do this.
 
-    A process that `nohup` has started goes on to ignore the end of its terminal.
+    SIGHUP stays ignored in a process started by `nohup`.
     """
     changes = threading.current_thread() is threading.main_thread()
     handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
@@ -285,7 +280,7 @@ def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object
 
 @contextmanager
 def noted_signals(told: Sequence[int] = ()) -> Iterator[StopSignals]:
-    """Note signals to stop instead of ending, and put the handlers back. `told`: signals that are no requests to stop."""
+    """Record signals to stop instead of ending, and restore the handlers. `told`: signals that are no requests to stop."""
     requests = StopSignals(told)
     with handled_signals(_SIGNALS, requests.receive):
         yield requests

@@ -1,11 +1,11 @@
-"""Starts a command as the ranks of this host, beside those of other hosts, and again where that is wanted.
+"""Starts a command as the ranks of this host, together with the launchers of other hosts, and restarts it when hosts come or go.
 
-`launch_workers` only waits, and loads no torch for that. It ends its workers when one of them fails or when it is interrupted. Each
-worker records its error for it, so that one message is shown, of the rank that failed first, and not a traceback of each process.
+`launch_workers` only waits, without loading torch. It ends its workers when one fails or on a signal. Each worker records its
+error, so that a single message is shown, of the rank that failed first, and not a traceback of each process.
 
-The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
-its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. A launcher alone leads
-itself, and listens nowhere. `zeromesh launch` leads the launchers that it starts over ssh (see `ssh`).
+The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
+fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere.
+`zeromesh launch` leads the launchers that it starts over ssh (see `ssh`).
 """
 
 import errno
@@ -36,26 +36,26 @@ from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSig
 from zeromesh.mesh.network_interfaces import is_here, listen
 
 _REACH_SECONDS = 120.0
-"""How long a launcher tries to reach the leader."""
+"""Seconds that a launcher tries to reach the leader."""
 _JOIN_SECONDS = 600.0
-"""How long launchers wait until there are enough of them."""
+"""Seconds that launchers wait until there are enough of them."""
 _LAST_CALL_SECONDS = 1.0
-"""How long they wait for further launchers then."""
+"""Seconds that they then wait for further launchers."""
 _TICK_SECONDS = 0.05
 _REST_SECONDS = 300
-"""How long ranks may take to save and end when they are to start again."""
+"""Seconds that ranks may take to save and end before a restart."""
 _MOST_STRANGERS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """Launchers that start a run together, each its own workers, and that may come and go while it runs.
+    """The launchers that start a run together, each with its own workers, and that may come and go while it runs.
 
-    `endpoint` is `HOST:PORT` of the launcher that the others find; all give the same `run_id`. When a host is lost or joins, all
-    workers start again; after a failure they do so at most `max_restarts` times.
+    `endpoint` is `HOST:PORT` of the leader; all launchers have the same `run_id`. When a host is lost or joins, all workers start
+    again; after a failure they do so at most `max_restarts` times.
 
-    With a `rank` the launchers are `most`, numbered from 0, which serves the endpoint, and so are the ranks of their workers.
-    None of them joins later, and the run ends when one is lost.
+    With a `rank`, exactly `most` launchers take part; their ranks are numbered in the same order, and number 0 serves the endpoint.
+    None joins later, and the run ends when one is lost.
     """
 
     least: int = 1
@@ -65,7 +65,7 @@ class Nodes:
     max_restarts: int = 0
     rank: int | None = None
     begins_with: str = "the newest checkpoint"
-    """From what workers go on when they start again, as a message says it."""
+    """The state from which workers resume after a restart, as a message says it."""
 
     @property
     def where(self) -> tuple[str, int]:
@@ -81,27 +81,27 @@ Result = WorkersFailed | int
 Stopped = Callable[[], bool]
 Notify = Callable[[str], None]
 Poll = Callable[[], int | None]
-"""Returns how many seconds ranks have to end when they are to; with 0 they are killed. None: they go on."""
+"""Returns the seconds in which ranks have to end, 0 to kill them at once, or None to let them run."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Member:
-    """Another launcher as the leader sees it: a stranger, with no processes, until its first message has come."""
+    """Another launcher as the leader sees it: unknown, with no processes, until its first message has come."""
 
     line: LauncherConnection
     name: str
-    """Its host's, and the address that it comes from until that is known."""
+    """The name of the launcher's host; until that is known, the address that it connects from."""
     processes: int = 0
     rank: int | None = None
     numbered: bool = False
-    """True if it has ranks in the present start."""
+    """True if the launcher has ranks in the current start."""
     running: bool = False
     """True if these ranks have not ended."""
     failure: WorkersFailed | None = None
 
 
 class Leader:
-    """The launcher that the others find at the endpoint. Raises `ConfigError` when this host cannot listen there."""
+    """The launcher that serves the endpoint. Raises `ConfigError` when this host cannot listen there."""
 
     rest_seconds = _REST_SECONDS
 
@@ -114,14 +114,14 @@ class Leader:
             self._listener.setblocking(False)
         self._members: list[Member] = []
         self._lost: list[WorkersFailed] = []
-        """Members that are gone since the latest start, as failures."""
+        """The members lost since the latest start, as failures."""
         self._refused: set[str] = set()
         self._joining = self._stopping = False
         self._failures = self._starts = 0
         self._run_id = nodes.run_id or uuid.uuid4().hex
 
     def first_start(self) -> RankRange | Result:
-        """Wait until enough launchers are there; returns the ranks of this one, or why there are none."""
+        """Wait until enough launchers have joined; returns the ranks of this host, or the result if there is no start."""
         nodes = self._nodes
         began, enough_since = time.monotonic(), None
         while not self._stopped():
@@ -139,7 +139,6 @@ class Leader:
         return 0
 
     def poll(self) -> int | None:
-        """Serve the others while ranks run here; see `Poll`."""
         self._serve()
         numbered = [each for each in self._members if each.numbered]
         self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
@@ -148,7 +147,7 @@ class Leader:
         return self.rest_seconds if self._stopping else None
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """The ranks here are over: wait for those elsewhere; returns the ranks of the next start, or how the run has ended."""
+        """Wait for the ranks elsewhere once those here have ended; returns the ranks of the next start, or the run's result."""
         if failure is not None:
             self._stop()
         while any(each.running for each in self._members):
@@ -165,12 +164,12 @@ class Leader:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
-        if not self._stopped():  # Ranks that are stopped end like those that fail.
+        if not self._stopped():  # Stopped ranks end like failed ones.
             self._explain_restart(cause)
         return self.first_start()
 
     def close(self) -> None:
-        """Leave, and tell the launchers that are still there that the run is over."""
+        """Leave, and tell the connected launchers that the run is over."""
         self._end(WorkersFailed(message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
 
     @property
@@ -178,15 +177,15 @@ class Leader:
         return [each for each in self._members if each.processes]
 
     def _failed(self) -> bool:
-        """Return True if a failure or a loss elsewhere is to end all ranks."""
+        """Return True if a failure or a lost host must end all ranks."""
         return bool(self._lost) or any(each.failure for each in self._members)
 
     def _too_few(self) -> bool:
-        """Return True if a loss ends the run."""
+        """Return True if too few hosts are left to go on."""
         return self._nodes.rank is not None
 
     def _start(self) -> RankRange:
-        """Number the hosts, this one first, and tell each its ranks."""
+        """Number the hosts, this one first, and send each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
         host, port = self._meeting_place(members)
         place = RankRange(
@@ -210,9 +209,8 @@ class Leader:
         return place
 
     def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
-        """The address and the port at which ranks find rank 0."""
         host = self._nodes.where[0]
-        # On one host nothing listens on this port unless the user's code does.
+        # On one host the ranks do not listen on this port; only the user's code may.
         with listen(host, 0) as free:
             return host, free.getsockname()[1]
 
@@ -226,7 +224,7 @@ class Leader:
             each.line.send(message)
 
     def _end(self, result: Result) -> Result:
-        """Tell the others how the run has ended, and hang up."""
+        """Send the result of the run to the others and close the connections."""
         code, reason = (result, "") if isinstance(result, int) else (result.exit_code, str(result))
         for each in self._known:
             each.line.send({"over": {"code": code, "text": reason}})
@@ -238,7 +236,7 @@ class Leader:
         return result
 
     def _cause(self, own: WorkersFailed | None) -> WorkersFailed | None:
-        """The failure that caused those of the other hosts."""
+        """Return the failure that caused those of the other hosts."""
         elsewhere = [
             replace(each.failure, message=f"host {each.name}: {each.failure.message}")
             for each in self._members
@@ -261,7 +259,7 @@ class Leader:
         select.select([*lines, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
 
     def _serve(self) -> None:
-        """Accept connections and take the messages that have come, without waiting."""
+        """Accept connections and handle the messages that have arrived, without waiting."""
         with suppress(OSError):
             while self._listener is not None:
                 connection, (address, *_) = self._listener.accept()
@@ -281,7 +279,6 @@ class Leader:
             self._members.remove(each)
 
     def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
-        """Let go of a member, which has sent what makes no sense, or is gone."""
         if isinstance(error, MessageError):
             self._refuse(each.name, str(error))
             each.line.send({"over": {"code": 1, "text": str(error)}})
@@ -289,13 +286,13 @@ class Leader:
             self._lost.append(WorkersFailed(message=f"host {each.name} is gone", exit_code=1))
 
     def _refuse(self, who: str, reason: str) -> None:
-        """Notify once for each address, and for a few: what connects here need not belong to the run."""
+        """Notify the user once per address, and for a few addresses only: a stranger may connect here."""
         if who not in self._refused and len(self._refused) < _MOST_STRANGERS:
             self._refused.add(who)
             self._notify(f"{who}, which came to {self._nodes.endpoint}, is refused: {reason}")
 
     def _take(self, each: Member, message: Message) -> None:
-        """Use a message: the first of a launcher introduces it, `rest` says that its ranks are over."""
+        """Handle a message: the first of a launcher introduces it, `rest` says that its ranks have ended."""
         if not each.processes:
             self._introduce(each, message)
         elif "rest" in message and each.running:
@@ -320,10 +317,8 @@ class Leader:
 
 
 class Follower:
-    """A launcher that finds the leader at the endpoint."""
-
     rest_seconds = _REST_SECONDS
-    """Seconds that ranks here have to end when the run is over; when the leader is gone, they have no time at all."""
+    """Seconds that ranks here have to end when the run is over; if the leader is gone, they are killed at once."""
 
     def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
         self._nodes, self._processes, self._stopped = nodes, processes, stopped
@@ -333,7 +328,6 @@ class Follower:
         self._stop: int | None = None
 
     def first_start(self) -> RankRange | Result:
-        """Find the leader, and wait for its answer, as `Leader.first_start` returns it."""
         until = time.monotonic() + _REACH_SECONDS
         while self._line is None:
             try:
@@ -348,23 +342,21 @@ class Follower:
         return self._wait()
 
     def poll(self) -> int | None:
-        """Answer the leader while ranks run here; see `Poll`."""
         self._receive()
         return self._stop
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """The ranks here are over: tell the leader; returns the ranks of the next start, or how the run has ended."""
+        """Tell the leader that the ranks here have ended; returns the ranks of the next start, or the result of the run."""
         self._receive()  # Sending to a leader that has ended would lose its last message.
         if self._line is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
             self._line.send({"rest": min(end.exit_code, MAX_EXIT_CODE), "text": str(end), "noticed": end.noticed})
         found = self._wait()
-        # A cause that was here says more than how the leader puts it; ranks that only noticed one say less.
+        # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
         here = failure is not None and not failure.noticed and isinstance(found, WorkersFailed)
         return failure if here and failure else found
 
     def close(self) -> None:
-        """Leave."""
         if self._line is not None:
             self._line.connection.close()
             self._line = None
@@ -428,7 +420,7 @@ class Follower:
 
 
 def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
-    """The role of this launcher: with numbers, number 0 leads; without, the first one that listens at the endpoint does.
+    """Return the role of this launcher: number 0 leads; without numbers, the first launcher that can listen at the endpoint does.
 
     Raises:
         ConfigError: when it cannot listen at the endpoint.
@@ -460,13 +452,12 @@ def launch_workers(
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
 
-    `notify` gets a line for a person when all start again. With `talks` a person talks to the ranks, and Ctrl-C is nothing but
-    passed on to them. Of the signals to stop the first `passes` are passed on, and the next one kills. Returns 0 when all succeed,
-    the failure when one does not, and 128 plus the signal's number when this process got a signal to stop; the workers are gone
-    then.
+    `notify` receives a line for the user at a restart. `talks`: a user interacts with the ranks, and Ctrl-C is only passed on to
+    them. The first `passes` signals to stop are passed on, and the next one kills. Returns 0 when all succeed, the failure when one
+    fails, and 128 plus the signal's number after a signal to stop; the workers have ended then.
 
     Raises:
-        ConfigError: when this host is to serve the endpoint, and cannot.
+        ConfigError: when this host must serve the endpoint, and cannot.
     """
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
         others = meeting(nodes, processes, notify, lambda: bool(requests.first))
@@ -474,7 +465,7 @@ def launch_workers(
 
 
 def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: StopSignals, passes: int = 1) -> Result:
-    """Run the ranks of this host, again and again as `others` say, and leave these; returns as `launch_workers` does."""
+    """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
     try:
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
@@ -487,12 +478,12 @@ def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: St
 def _run(
     arguments: Sequence[str], place: RankRange, poll: Poll, requests: StopSignals, passes: int
 ) -> WorkersFailed | None:
-    """Start ranks, pass signals on to them until all have ended, and return the failure that caused the others."""
+    """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
     ranks = RankProcesses(arguments, place)
 
     def hand_on(number: int) -> None:
         ranks.stop(number, _REST_SECONDS)
-        if requests.passed_on:  # They stop already, and hurry then.
+        if requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 
     try:

@@ -1,4 +1,4 @@
-"""A trial launch: two processes of this host join in a mesh and add up a tensor, which shows whether that works and how fast.
+"""A trial launch: two processes of this host connect to a mesh and sum a tensor, to test that this works and how fast.
 
 `try_exchange` runs this module as a command, which launches itself as two ranks.
 """
@@ -23,7 +23,7 @@ _WAIT_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """`seconds` of a sum of a MiB over gloo; whether the two share memory; `failure` says why there is neither."""
+    """The result of a trial: `seconds` of a 1 MiB all-reduce over gloo, and whether the ranks share memory, or the `failure`."""
 
     seconds: float = 0.0
     shares_memory: bool = False
@@ -31,7 +31,7 @@ class Trial:
 
 
 def try_exchange(timeout_seconds: float = 60.0) -> Trial:
-    """Launch two processes on this host, and let them find each other as the ranks of a run do."""
+    """Launch two processes on this host, which connect as the ranks of a run do."""
     command = [sys.executable, *python_arguments(_MODULE, ())]
     try:
         ended = subprocess.run(
@@ -46,7 +46,7 @@ def try_exchange(timeout_seconds: float = 60.0) -> Trial:
 
 
 def _exchange() -> None:
-    """The part of one rank: rank 0 writes what was found to standard output, as JSON."""
+    """Run one rank of the trial; rank 0 prints the result to standard output as JSON."""
     import torch
 
     from zeromesh.mesh.mesh_shape import MeshShape
@@ -70,7 +70,7 @@ def _exchange() -> None:
 
 
 def main() -> int:
-    """The command: the launcher without an argument, and one of its ranks with one."""
+    """Run the command: without an argument the launcher, with one a rank."""
     if sys.argv[1:]:
         become_worker(lambda error: 1)
         _exchange()

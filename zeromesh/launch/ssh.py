@@ -1,14 +1,13 @@
-"""A run on several hosts over ssh: a launcher on each, led from here until all of them have ended, and started again on the hosts
-that are left when some are lost.
+"""A run on several hosts over ssh: one launcher per host, led from here, and restarted on the remaining hosts when some are lost.
 
-The line to a host is the standard input and output of the remote command. Messages of the host begin with `BEGIN`, since they stand
-among what its processes print.
+The connection to a host is the standard input and output of the remote command. The host's messages begin with `BEGIN`, to be told
+from the output of its processes.
 
-A host counts as *lost* when it sends nothing for a while, or when its connection ends before it has reported how its
-processes ended. Whatever fails, the other hosts are ended too; no wait here is without a bound.
+A host counts as *lost* when it is silent for a while, or when its connection ends before it has reported how its processes ended.
+Any failure ends the other hosts too; every wait here is bounded.
 
-A hostfile has a line `NAME slots=N [address=NAME]` for each host. `NAME` is the host for ssh, `slots` the processes to start there,
-and `address` the name or address by which the other hosts reach it, where that is another one. What follows a `#` is a comment.
+A hostfile has a line `NAME slots=N [address=NAME]` for each host: its name for ssh, its number of processes, and the name or
+address by which other hosts reach it, if that differs. A `#` begins a comment.
 """
 
 import os
@@ -51,13 +50,13 @@ SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-"""Nobody can type a password here, so BatchMode makes ssh fail at once instead of asking for one."""
+"""The ssh command. BatchMode makes ssh fail instead of asking for a password, which nobody could type here."""
 START_SECONDS = 120.0
-"""How long a host may take until its first message: the connection, and Python's start from a slow disk."""
-_LINGER_SECONDS = 5.0  # between a host's last message, or the end of its connection, and the end of its pipes
+"""Seconds that a host may take to send its first message, after connecting and starting Python from a slow disk."""
+_LINGER_SECONDS = 5.0  # from a host's last message or lost connection to the end of its pipes
 _MARGIN_SECONDS = 1.0
 _PORTS = range(20000, 30000)
-"""Below the ports that systems hand out to connections."""
+"""The ports to draw from, below those that systems assign to outgoing connections."""
 _LONGEST_LINE = 1 << 16
 _MOST_LINES = 100_000
 _LAST_SECONDS = 5.0
@@ -67,7 +66,7 @@ _MOST_SIGNAL = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A host, its processes, and the name or address that the other hosts find it under."""
+    """A host, its number of processes, and the name or address by which other hosts reach it."""
 
     name: str
     slots: int
@@ -75,7 +74,7 @@ class Host:
 
 
 def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
-    """The hosts of a hostfile, in its order, which is the order of ranks. `where` names the file in errors.
+    """Read the hosts of a hostfile, in the order of ranks. `where` names the file in errors.
 
     Raises:
         ConfigError: with every mistake and its line.
@@ -104,12 +103,12 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """How to start a run on `hosts`, and when to start it again.
+    """The plan of a run on `hosts`, and the conditions under which it starts again.
 
-    `ssh` is called with `HOST COMMAND`; it runs the launcher's `command` in `directory`, and `variables` are sent over its standard
-    input. The ranks find each other at `port` of the first host, or at any port. `check` refuses hosts that the run cannot use.
-    After a failure of ranks the run starts again at most `max_restarts` times; after a loss of hosts, which count as lost when they
-    are silent for `silence_seconds`, it goes on with the others, `least` at least.
+    `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with `variables`, sent over its standard
+    input. Ranks find each other at `port` of the first host, or at any port. `check` refuses unusable hosts. After a failure of
+    ranks the run restarts at most `max_restarts` times; hosts silent for `silence_seconds` are lost, and at least `least` others go
+    on.
     """
 
     hosts: tuple[Host, ...]
@@ -125,20 +124,20 @@ class LaunchPlan:
     check: Callable[[Sequence[Host]], None]
 
     def arguments(self, host: Host) -> list[str]:
-        """The local command that runs the launcher on `host`."""
+        """Return the local command that runs the launcher on `host`."""
         path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
         return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *self.command])}"]
 
     def meeting_place(self, hosts: Sequence[Host]) -> tuple[str, int]:
-        """The address and the port at which ranks on these hosts find rank 0."""
+        """Return the address and the port at which ranks on these hosts reach rank 0."""
         return hosts[0].address, self.port or random.choice(_PORTS)
 
 
 def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed | int:
-    """Run until all hosts have ended. `notify` gets lines for a person.
+    """Run until all hosts have ended. `notify` receives lines for the user.
 
-    Returns 0 when all succeed, the first failure when one does not, and 128 plus the signal's number when this process got a
-    signal to stop. Nothing is left running then, except on hosts that cannot be reached, which end by themselves.
+    Returns 0 when all succeed, the first failure when one fails, and 128 plus the signal's number after a signal to stop. No
+    process is left running then, except on unreachable hosts, which end by themselves.
 
     Raises:
         ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.
@@ -156,7 +155,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
 
 
 class _SshLeader(Leader):
-    """The launcher that starts the others over ssh; it has no ranks itself. Whatever one meets, all ranks are killed at once."""
+    """The launcher that starts the others over ssh; it has no ranks itself. Any failure kills all ranks at once."""
 
     rest_seconds = 0
 
@@ -167,9 +166,9 @@ class _SshLeader(Leader):
         self._output = Output()
         self._processes_of: dict[str, HostProcess] = {}
         self._safe_at = 0.0
-        """The time from which on nothing of the run is alive on the hosts that are lost, in seconds of the monotonic clock."""
+        """The monotonic time in seconds after which no process of the run is alive on the lost hosts."""
         self._told = 0
-        """The number of lost hosts that were told of."""
+        """The number of lost hosts that the user was told of."""
         self._failed_at: float | None = None
 
     def first_start(self) -> RankRange | Result:
@@ -202,7 +201,7 @@ class _SshLeader(Leader):
         return tuple(self._processes_of[each.name].host for each in self._members)
 
     def _failed(self) -> bool:
-        """A host that only noticed another's failure waits until the other one has reported it, or is lost."""
+        """Return True if ranks must end; a host that only noticed a failure first waits until its source is reported or lost."""
         failures = [each.failure for each in self._members if each.failure]
         now = time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
@@ -214,7 +213,7 @@ class _SshLeader(Leader):
         return len(self._members) < self._plan.least
 
     def _interrupted(self) -> bool:
-        """Pass signals on; returns whether nothing is left to be waited for after one."""
+        """Pass signals on; returns True if nothing is left to wait for after one."""
         self._requests.pass_on(lambda each: self._send_all({"signal": each}), lambda: self._send_all({"stop": 0}))
         return bool(self._requests.first) and not any(each.running for each in self._members)
 
@@ -251,10 +250,8 @@ class _SshLeader(Leader):
 
 
 class Output:
-    """Prints lines to standard output (1) and standard error (2), in a thread, so that a blocked terminal does not block the run.
-
-    What cannot be written is dropped.
-    """
+    """Prints lines to standard output (1) and standard error (2) in a thread, so that a blocked terminal does not block the run.
+    Lines that cannot be written are dropped."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(_MOST_LINES)
@@ -262,12 +259,11 @@ class Output:
         self._thread.start()
 
     def put(self, number: int, text: str) -> None:
-        """Write a line, as soon as that is possible."""
         with suppress(queue.Full):
             self._lines.put_nowait((number, text))
 
     def close(self) -> None:
-        """Write what is left, for some seconds at most."""
+        """Write the queued lines, for some seconds at most."""
         with suppress(queue.Full):
             self._lines.put(None, timeout=_LAST_SECONDS)
             self._thread.join(_LAST_SECONDS)
@@ -282,23 +278,22 @@ class Output:
 
 
 class HostStream:
-    """One stream of a host, from pieces that are cut anywhere: printed lines, and in standard output (1) messages between them."""
+    """One output stream of a host, read in arbitrary pieces: printed lines and, in standard output (1), messages between them."""
 
     def __init__(self, output: Output, number: int, host: str) -> None:
         self.last = ""
-        """The last line that was not empty."""
         self._output = output
         self._number = number
         self._prefix = f"[{host}] "
         self._partial = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take a piece: print the lines that are complete, or too long to wait for their end; returns those that are messages."""
+        """Print the lines of a piece that are complete, or too long to wait for their end; returns the messages among them."""
         found: list[bytes] = []
         *whole, rest = (self._partial + data).split(b"\n")
         printed = b""
         for line in whole:
-            # A message may stand behind the beginning of a printed line, which then goes on after it.
+            # A message may interrupt a printed line, which goes on after it.
             begin, mark, content = line.partition(BEGIN) if self._number == 1 else (line, b"", b"")
             printed += begin
             try:
@@ -306,7 +301,7 @@ class HostStream:
                     messages.parsed(content.partition(b" ")[2])
                     found.append(content)
                     continue
-            except MessageError:  # It only looks like a message.
+            except MessageError:  # The line is printed text that contains `BEGIN`.
                 printed += mark + content
             self._put(printed)
             printed = b""
@@ -316,7 +311,7 @@ class HostStream:
         return found
 
     def flush(self) -> None:
-        """Print the unfinished line, since nothing more comes."""
+        """Print the last, unfinished line at the end of the stream."""
         if self._partial:
             self._put(self._partial)
         self._partial = b""
@@ -328,7 +323,7 @@ class HostStream:
 
 
 class HostProcess:
-    """The local end of ssh to one host: it prints what the host prints, and messages among that come to `line`.
+    """The local ssh process of one host: it prints what the host prints, and passes the host's messages to `line`.
 
     Raises:
         ConfigError: when the local command cannot be started.
@@ -338,10 +333,10 @@ class HostProcess:
         self.host = host
         self.lost = False
         self._closed = False
-        """True if the command has closed its output, and is about to end."""
+        """True if the command has closed its output and is about to end."""
         ours, self._theirs = socket.socketpair()
         try:
-            # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
+            # A session of its own, so that the terminal's Ctrl-C does not end ssh, over which the signal is passed on.
             self._process = subprocess.Popen(
                 plan.arguments(host),
                 stdin=self._theirs.fileno(),
@@ -369,8 +364,8 @@ class HostProcess:
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
                 for line in self._streams[number].feed(data):
-                    select.select([], [self._theirs], [])  # ssh may have set its input, which this is, not to block.
-                    with suppress(OSError):  # Nobody listens any more.
+                    select.select([], [self._theirs], [])  # ssh may have made its input, this socket, non-blocking.
+                    with suppress(OSError):  # The process has closed its input.
                         self._theirs.sendall(line + b"\n")
         self._streams[number].flush()
         if number == 1:
@@ -380,11 +375,10 @@ class HostProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the local process."""
         return self._process.pid
 
     def end(self) -> str:
-        """Say how the local command has ended; empty while it goes on."""
+        """Return a text on how the local command ended; empty while it runs."""
         try:
             code = self._process.wait(self._patience if self._closed else 0.0)
         except subprocess.TimeoutExpired:
@@ -394,12 +388,10 @@ class HostProcess:
         return f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
 
     def close(self, until: float) -> None:
-        """End the local command, once it has handed over what the host has printed, or at `until`, in monotonic time.
-
-        Of a host that is lost nothing more comes. A host ends its processes by itself when the line is cut.
-        """
+        """End the local command once it has delivered the host's output, or at the monotonic time `until`. A host ends its
+        processes by itself when the connection is cut."""
         self.line.connection.close()
-        for thread in self._threads:  # A process that somebody left behind may keep the pipes for ever.
+        for thread in self._threads:  # An orphaned process may keep the pipes open forever.
             thread.join(0.0 if self.lost else max(0.0, until - time.monotonic()))
         for harder in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
@@ -411,8 +403,8 @@ class HostProcess:
 
 
 class AttachedFollower(Follower):
-    """The launcher on a host, whose leader is at the other ends of its standard input and output. It ends all at once when that is
-    silent for `silence_seconds`, or has closed the line."""
+    """The launcher on a host, connected to its leader by standard input and output. It kills its ranks when the leader is silent
+    for `silence_seconds`, or has closed the connection."""
 
     rest_seconds = 0
 
@@ -449,7 +441,7 @@ class AttachedFollower(Follower):
     def _speak(self) -> None:
         with suppress(OSError), self._theirs.makefile("rb") as lines:
             for line in lines:
-                # One piece of at most PIPE_BUF bytes, as a beat is, lets nothing of the ranks come in between.
+                # A single write of at most PIPE_BUF bytes, as a beat is, cannot be interleaved with the ranks' output.
                 data = memoryview(BEGIN + line)
                 while data:
                     data = data[os.write(1, data) :]
@@ -466,7 +458,7 @@ class AttachedFollower(Follower):
 
 
 def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
-    """Run `python ARGUMENTS` as the ranks that a `zeromesh launch` at the other end of standard input and output asks for."""
+    """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output."""
     with noted_signals() as requests:
         follower = AttachedFollower(silence_seconds, lambda: bool(requests.first))
         return run_starts(arguments, follower, requests)

@@ -1,10 +1,10 @@
-"""The one table that starts collectives: which function launches which, between processors and between devices.
+"""The table of functions that start collectives, on CPUs and on devices.
 
     given   what this rank sends      [n]: to all, or one part for each rank
     out     what arrives              [m]: the parts of all ranks one after the other, or their sum
 
-A row takes flat tensors and returns what is in flight. A codec is a row, too: a function around another one, which launches the
-bytes that it makes of `given`, and whose `finish` makes `out` of those that have come.
+A row takes flat tensors and returns a collective in flight. A codec is a row, too: it wraps another row, launches the encoded bytes
+of `given`, and its `finish` decodes the received bytes into `out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,42 +16,41 @@ import torch.distributed as dist
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 
-# torch 2.13 deprecates the names that torch 2.11 has alone.
+# torch 2.13 deprecates names that are the only ones in torch 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCall:
-    """The tensors of a collective, 1-D and contiguous, and the ranks between which it runs."""
+    """The flat, contiguous tensors of a collective, and the ranks that take part."""
 
     out: torch.Tensor
     given: torch.Tensor
-    """The tensor that is sent. It may be this rank's part of `out`, or `out` itself; a broadcast leaves that part as it is."""
+    """The tensor to send. It may be this rank's part of `out`, or `out` itself; a broadcast leaves that part unchanged."""
     received: Sequence[int]
-    """Elements of `out` that come from each rank."""
+    """The number of elements of `out` that come from each rank."""
     sent: Sequence[int]
-    """Elements of `given` that go to each rank, where these get different ones."""
+    """The number of elements of `given` that go to each rank, if these numbers differ."""
     ranks: Sequence[int]
     index: int
-    """This rank's position in `ranks`."""
     group: dist.ProcessGroup | None
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A collective in flight: `finish` completes `out` once all of `works` are done. `nbytes` is what its traffic counts as."""
+    """A collective in flight: `finish` completes `out` after all `works`; `nbytes` is its size in the traffic statistics."""
 
     call: CollectiveCall | None
-    """Keeps the tensors that go round."""
+    """The call, held to keep its tensors alive."""
     works: Sequence[AsyncWork]
     nbytes: int
     finish: Callable[[], object] = lambda: None
 
 
 def _broadcasts(call: CollectiveCall) -> Launched:
-    """Broadcast each part that is not empty: gloo's own all-gather has memory as large as the whole, and copies from there."""
+    """All-gather by one broadcast per non-empty part: gloo's all-gather allocates memory for the whole and copies from there."""
     parts = list(torch.split(call.out, list(call.received)))
     if call.received[call.index]:
         parts[call.index] = call.given
@@ -105,5 +104,5 @@ COLLECTIVES: Mapping[tuple[Collective, bool], Row] = {
     (Collective.POINT_TO_POINT, True): _broadcasts,
     (Collective.AGREEMENT, False): _small_gather,
 }
-"""By the collective, and by whether a device carries it out. Between processors nothing adds but `ALL_REDUCE`, in an order of
-gloo's own: sums in the order of ranks are made of what `ALL_TO_ALL` and `ALL_GATHER` bring."""
+"""The functions that start collectives, by collective and by whether a device runs it. On CPUs, gloo adds only in `ALL_REDUCE`,
+in an order of its own: sums in rank order are computed from what `ALL_TO_ALL` and `ALL_GATHER` deliver."""

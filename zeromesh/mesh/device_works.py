@@ -1,14 +1,14 @@
-"""`DeviceWorks`: collectives on an accelerator, and the one place that asks torch's handle of such a one for anything.
+"""`DeviceWorks`: collectives in flight on an accelerator; the only module that waits for or queries torch's handles of them.
 
     order   what this thread launches from now on comes after the collective; the host goes on
     done    whether the device is through with it, as far as the host knows
     wait    the host waits until the device is through with it
 
-torch's own wait with a timeout is for CPUs alone: on a device it aborts the communicator as soon as it runs out.
+torch's wait with a timeout is usable on CPUs only: on a device it aborts the communicator when the timeout expires.
 
-The host seldom waits for a collective, but for something that is computed after it, and that wait has no end of its own. So a
-thread looks after what was ordered. When a peer is gone, has failed or is late, it aborts the communicators, so that the host comes
-back, and whatever this rank does next with others raises the error that names the peer. A host that does not come back is ended.
+The host seldom waits for a collective but for results computed after it, a wait without a timeout. So a thread supervises the
+collectives in flight. When a peer is gone, has failed or is late, it aborts the communicators, so that the host's wait returns and
+this rank's next use of others raises the error that names the peer. If the host does not return, its process is ended.
 """
 
 import logging
@@ -37,16 +37,16 @@ from zeromesh.telemetry.watchdog import AsyncWork, Patience, Watchdog
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
 TRACE = "collectives_rank_"
-"""The prefix of the name of a file with the latest collectives of a rank."""
+"""The prefix of the name of a rank's file of latest collectives."""
 
 
 _RECORDED = 2000
-"""Collectives that torch's flight recorder keeps, which is its own number in newer versions; older ones kept none."""
+"""The number of collectives that torch's flight recorder keeps, the default of newer versions; older ones kept none."""
 
 
 def record_collectives(traces: Path | None) -> None:
-    """Have torch's flight recorder keep the latest collectives of this process, and torch write them into `traces` where it ends
-    the process by itself; before groups are made. What the user has set stays."""
+    """Make torch's flight recorder keep the latest collectives of this process, and dump them into `traces` when torch aborts the
+    process. Call it before groups are made; variables that the user has set are left alone."""
     # The second name is an older one, of which torch warns.
     set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED), "TORCH_NCCL_TRACE_BUFFER_SIZE")
     set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -56,7 +56,7 @@ def record_collectives(traces: Path | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Flight:
-    """Something of other ranks that the host or the device waits for."""
+    """A communication with other ranks that the host or the device waits for."""
 
     done: Callable[[], bool]
     peers: Sequence[int]
@@ -64,32 +64,32 @@ class _Flight:
 
 
 class DeviceWorks:
-    """The collectives of one mesh on an accelerator. All threads of the process may use it."""
+    """The collectives in flight of one mesh on an accelerator. All threads of the process may use it."""
 
     GRACE_SECONDS = 20.0
-    """How long the host may take to come back after communicators were aborted."""
+    """Seconds that the host may take to return after communicators were aborted."""
 
     def __init__(self, device: torch.device, watch: Watchdog, *, traces: Path | None) -> None:
-        """`traces`: the folder for the latest collectives of a rank that has found an error; None: they are not written."""
+        """Start supervision. `traces` is the folder for the latest collectives of a rank that finds an error; None: no files."""
         self.device = device
         self._watch = watch
         self._traces = traces
         self._flying: deque[_Flight] = deque()
         self._computing: deque[Callable[[], bool]] = deque()
-        """Queries, in order, that return True once the device has computed all that was launched before certain moments."""
+        """Queries in launch order, each of which returns True once the device has computed all that was launched before it."""
         self._standing: _Flight | None = None
-        """The work of other ranks that blocks the host itself, in a call that has no end of its own."""
+        """The communication that blocks the host itself, in a call without a timeout."""
         self._patience: tuple[_Flight, Patience] | None = None
         self._groups: list[dist.ProcessGroup] = []
         self.nbytes = 0
-        """Bytes of the device that communicators have taken, as the driver counts them: no allocator of torch knows them."""
+        """Device bytes used by communicators as the driver counts them; torch's allocators do not see them."""
         watch.on_beat, watch.on_post = self._look, lambda: self._computing.append(self._event())
 
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Have what this thread launches from now on come after a collective.
+        """Order what this thread launches from now on after the collective `work`.
 
         Raises:
-            CollectiveError: when an earlier one cannot end.
+            CollectiveError: when an earlier collective cannot complete.
         """
         self._watch.refuse()
         self._watch.begun += 1
@@ -98,18 +98,17 @@ class DeviceWorks:
         self._flying.append(_Flight(done=self._event(), peers=peers, what=what))
 
     def _event(self) -> Callable[[], bool]:
-        """Return a query that returns True once the device is through with all that this thread has launched so far."""
         return accelerator.record(accelerator.current_stream(self.device)).query
 
     def done(self, work: AsyncWork) -> bool:
-        """Return True if the device is through with a collective, without waiting for it."""
+        """Return True if the device has finished a collective, without waiting for it."""
         return work.is_completed()
 
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Return when the device is through with a collective, which comes before what this thread launches afterwards.
+        """Block the host until the device has finished a collective.
 
         Raises:
-            CollectiveError: when it cannot end, or fails.
+            CollectiveError: when the collective fails or cannot complete.
         """
         self._watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
         try:
@@ -118,11 +117,11 @@ class DeviceWorks:
             raise self._watch.broken_transport(error, peers, what) from error
 
     def connect(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        """Make the communicator of a group, which would otherwise be made when it is first used, where a rank could then wait for
-        one that waits for it elsewhere. All its ranks call this, and connect the groups that they share in one order.
+        """Connect the communicator of a group at once. Made at its first use instead, ranks could wait for one another in
+        different groups. All its ranks call this, and connect the groups that they share in the same order.
 
         Raises:
-            CollectiveError: when the ranks do not come together.
+            CollectiveError: when the ranks do not connect.
         """
         what = f"connection of the devices of ranks {', '.join(map(str, ranks))}"
         self._groups.append(group)
@@ -139,26 +138,24 @@ class DeviceWorks:
         self.nbytes += max(0, self._bytes_of_others() - before)
 
     def _bytes_of_others(self) -> int:
-        """Bytes of the device that are in use, but not by torch's allocator in this process."""
+        """Return the device bytes in use outside of torch's allocator in this process."""
         memory = accelerator.device_memory(self.device)
         return memory.total - memory.free - memory.reserved
 
     def forget(self, group: dist.ProcessGroup) -> None:
-        """Let go of a group that is left."""
+        """Forget a group that is left."""
         self._groups = [each for each in self._groups if each is not group]
 
     @property
     def patience(self) -> timedelta:
-        """How long a collective may take while no peer makes progress."""
+        """The time that a collective may take while no peer makes progress."""
         return timedelta(seconds=self._watch.timeout_seconds)
 
-    # The thread that looks after them
+    # Supervision by the thread
 
     def _look(self) -> None:
-        """Look after the oldest of what is in flight, a few times a second.
-
-        What the device is through with is progress, which peers see: the host may be far ahead, and stand still meanwhile.
-        """
+        """Check the oldest communication in flight a few times a second. Work that the device finishes counts as this rank's
+        progress, since the host may be far ahead of it, blocked."""
         moved = False
         try:
             while self._flying and self._flying[0].done():
@@ -167,7 +164,7 @@ class DeviceWorks:
             while self._computing and self._computing[0]():
                 self._computing.popleft()
                 moved = True
-        except RuntimeError:  # The device has failed, which whoever uses it next is told by itself.
+        except RuntimeError:  # The device has failed; its next use raises the error.
             self._flying.clear()
             self._computing.clear()
         if moved:
@@ -184,22 +181,22 @@ class DeviceWorks:
             self._break(error)
 
     def _break(self, error: CollectiveError) -> None:
-        """Have the host come back from where it waits, and raise `error` there; else end the process."""
+        """Abort the communicators so that the host returns from its wait and raises `error`; if it does not, end the process."""
         where = self._write_trace()
         found = CollectiveError(f"{error}{where}")
         self._watch.break_with(found)
         _LOGGER.error("%s", found)
-        # All at once, and by other threads: an abort waits until the device has left the group's collectives, which may come after
-        # those of another group, or never if the device is lost.
+        # All at once, each in a thread: an abort waits until the device has left the group's collectives, which may be
+        # queued behind those of another group, or never does if the device is lost.
         for group in self._groups:
             threading.Thread(target=_abort, args=(group,), name="zeromesh-abort", daemon=True).start()
         if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
-            sys.excepthook(CollectiveError, found, None)  # A launcher looks there for what has ended a rank.
+            sys.excepthook(CollectiveError, found, None)  # `become_worker` records errors there for the launcher.
             sys.stderr.flush()
             os._exit(1)
 
     def _write_trace(self) -> str:
-        """Write what the flight recorder of torch has of this rank's latest collectives; returns what an error says of it."""
+        """Write the flight recorder's latest collectives of this rank; returns the text for the error message."""
         dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
         if dump is None or self._traces is None:
             return ""
@@ -214,5 +211,5 @@ class DeviceWorks:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # One that cannot be aborted is left to the end of the process.
+    with suppress(RuntimeError):  # A group that cannot be aborted ends with the process.
         group.abort()

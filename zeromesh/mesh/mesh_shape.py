@@ -1,7 +1,7 @@
 """The positions of ranks in the mesh: arithmetic on integers, with no torch and no processes.
 
-Axes run from outer to inner, so the ranks that talk most (tensor) are neighbours and those that talk least
-(pipeline) are far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
+Axes run from outer to inner, so ranks that communicate most (tensor) are neighbours and those that communicate least (pipeline) are
+far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
 
     rank        0  1  2  3  4  5  6  7
     pipeline    0  0  0  0  1  1  1  1
@@ -21,21 +21,21 @@ from zeromesh.errors import LayoutError, counted
 
 Axis = str
 Divided = Literal["blocks", "layers", "sequence", "batch", "states"]
-"""What ranks along an axis have parts of: blocks of the model, each of its layers, samples, the states of parameters."""
+"""The things that ranks along an axis divide: blocks of the model, each of its layers, samples, or states of parameters."""
 
 
 def axis(*divides: Divided) -> Any:
-    """A row of the table of axes, which are the fields of `MeshShape`."""
+    """Declare an axis, a field of `MeshShape`, with what its ranks divide."""
     return field(default=1, metadata={"divides": divides})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """How many ranks lie along each axis. Raises `LayoutError` when one is not a positive integer.
+    """The number of ranks along each axis. Raises `LayoutError` when one is not a positive integer.
 
-    The fields are the axes from outer to inner, each with what it divides. All else follows from that: ranks along axes of the
-    `batch` see other samples, so gradients and counts are summed over these; shards of states lie along axes of the `states`; along
-    the others ranks compute one batch together.
+    The fields are the axes from outer to inner, each with the things that it divides. The rest follows: gradients and counts are
+    summed over axes of the `batch`, whose ranks see different samples; axes of the `states` shard states; ranks along other axes
+    compute one batch together.
     """
 
     pipeline: int = axis("blocks")
@@ -49,10 +49,10 @@ class MeshShape:
 
     @classmethod
     def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> MeshShape:
-        """The shape that fills a world of `world_size` ranks; `shard="auto"` takes what the other axes leave.
+        """Compute the shape of a world of `world_size` ranks; `shard="auto"` takes the ranks that the other axes leave.
 
         Raises:
-            LayoutError: the axes do not fit the world. The message names their product, and what to change.
+            LayoutError: when the axes do not fit the world. The message names their product, and a remedy.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")
@@ -84,17 +84,16 @@ class MeshShape:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the mesh."""
         return math.prod(self.sizes)
 
     @property
     def model_size(self) -> int:
-        """The number of ranks that compute one batch together: those along the axes that divide the model."""
+        """The number of ranks that compute one batch together, which lie along the axes that divide the model."""
         sizes = zip(AXES, self.sizes, strict=True)
         return math.prod(size for name, size in sizes if name not in axes_of("batch"))
 
     def divides(self, what: Divided) -> bool:
-        """Return True if there are several ranks along an axis that divides this."""
+        """Return True if several ranks divide `what` among them."""
         return any(getattr(self, name) > 1 for name in axes_of(what))
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
@@ -104,21 +103,21 @@ class MeshShape:
         return {name: rank // stride % size for name, size, stride in self._strides()}
 
     def rank(self, coordinate: Mapping[Axis, int]) -> int:
-        """The rank at a coordinate of the mesh; an axis that is left out counts as 0."""
+        """Return the rank at a coordinate; axes that are left out count as 0."""
         return sum(coordinate.get(name, 0) * stride for name, _, stride in self._strides())
 
     def neighbour(self, rank: int, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
-        """The rank `step` places from `rank` along `axis`; None past an end, unless the axis goes round (`wrap`)."""
+        """Return the rank `step` places from `rank` along `axis`; None past an end, unless `wrap` closes the axis to a ring."""
         at, size = self.coordinate(rank), getattr(self, axis)
         index = (at[axis] + step) % size if wrap else at[axis] + step
         return self.rank(at | {axis: index}) if 0 <= index < size else None
 
     def data_index(self, rank: int) -> int:
-        """Which data-parallel rank this is, counted from 0. Equal along the axes that divide the model."""
+        """Return the data-parallel index of `rank`, from 0, which is equal along the axes that divide the model."""
         return self.group_index(rank, *(name for name in AXES if name not in axes_of("batch")))
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ along `axes` only; every rank is in exactly one.
+        """Return all groups of ranks that differ along `axes` only; every rank is in exactly one.
 
         Groups are in the order of their lowest rank, and ranks ascend inside each, whatever the order of
         `axes`. With no axes, every rank is a group of its own.
@@ -128,12 +127,12 @@ class MeshShape:
         return tuple(tuple(first + more for more in others) for first in firsts)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The group over `axes` that holds `rank`, ranks ascending; the others are not looked at."""
+        """Return the group over `axes` that contains `rank`, ranks ascending, without computing the others."""
         first = self.rank(self.coordinate(rank) | dict.fromkeys(axes, 0))
         return tuple(first + more for more in self._from_first(axes))
 
     def group_index(self, rank: int, *axes: Axis) -> int:
-        """The position of `group_of` among all `groups` over `axes`."""
+        """Return the index of `group_of` among all `groups` over `axes`."""
         at, index = self.coordinate(rank), 0
         for name, size, _ in self._strides():
             if name not in axes:
@@ -141,12 +140,11 @@ class MeshShape:
         return index
 
     def _strides(self) -> list[tuple[Axis, int, int]]:
-        """Each axis with its size, and how far ranks that are neighbours along it lie apart."""
+        """Return each axis with its size and its stride, the difference between ranks that are neighbours along it."""
         sizes = self.sizes
         return [(name, sizes[number], math.prod(sizes[number + 1 :])) for number, name in enumerate(AXES)]
 
     def _from_first(self, axes: Sequence[Axis]) -> list[int]:
-        """The ranks that differ from rank 0 along `axes` only, ascending."""
         found = [0]
         for name, size, stride in self._strides():
             if name in axes:
@@ -163,7 +161,7 @@ AXES: tuple[Axis, ...] = tuple(_ROWS)
 
 
 def axes_of(*divided: Divided, but: Sequence[Divided] = ()) -> tuple[Axis, ...]:
-    """The axes that divide one of these, and nothing of `but`, from outer to inner."""
+    """Return the axes that divide any of `divided` and none of `but`, from outer to inner."""
     return tuple(name for name, row in _ROWS.items() if {*divided} & {*row} and not {*but} & {*row})
 
 

@@ -1,7 +1,6 @@
-"""Which network interface leads to another host: what gloo has to be told where a host has more than one.
+"""Finds the network interface that leads to another host, which gloo must be told where a host has several.
 
-Left alone, gloo takes the address that the host's own name resolves to, which is the loopback on many systems, or an
-interface that the other hosts cannot reach.
+By default, gloo takes the address of the host's own name, often the loopback or an interface that other hosts cannot reach.
 """
 
 import ipaddress
@@ -17,10 +16,10 @@ _ROUTE_PORT = 9  # discard; nothing is sent
 
 
 def listen(name: str, port: int) -> socket.socket:
-    """A socket that listens at the address by which the other hosts know this one as `name`, and at no other. Port 0: any.
+    """Open a socket that listens at the address by which other hosts know this one as `name`, and at no other. Port 0: any.
 
     Raises:
-        ConfigError: when that address is not known, or the port is in use.
+        ConfigError: when that address is unknown, or the port is in use.
     """
     address = own_address(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -31,10 +30,10 @@ def listen(name: str, port: int) -> socket.socket:
 
 
 def own_address(name: str) -> str:
-    """The address of this host that `name` leads to from other hosts. A host's own name often leads to its loopback there.
+    """Return the address of this host to which `name` resolves on other hosts; locally it is often the loopback.
 
     Raises:
-        ConfigError: when `name` leads to no address of this host but the loopback, and the host has several others.
+        ConfigError: when `name` resolves to no address of this host but the loopback, and the host has several others.
     """
     found = addresses_of(name)
     if is_loopback(name):
@@ -55,13 +54,13 @@ def own_address(name: str) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Return True if a host's name or address leads to this one."""
+    """Return True if a host name or address belongs to this host."""
     own = by_address()
     return any(address in own or is_loopback(address) for address in addresses_of(name))
 
 
 def addresses_of(name: str) -> list[str]:
-    """The addresses that a host's name leads to from here, each once; none when it is not known."""
+    """Return the addresses that a host name resolves to here, each once; an empty list for an unknown name."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -70,7 +69,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this host that packets to `host` leave from; None when there is no route, or no such host."""
+    """Return the source address of packets to `host`; None if there is no route, or no such host."""
     try:
         found = socket.getaddrinfo(host, _ROUTE_PORT, type=socket.SOCK_DGRAM)
     except OSError:
@@ -86,19 +85,19 @@ def address_towards(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if an address, or the name localhost, reaches only its own host."""
+    """Return True for a loopback address and for the name localhost."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has `address`, without an alias's suffix."""
+    """Return the name of the interface that has `address`, without an alias's suffix."""
     return by_address().get(address.partition("%")[0])
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The interfaces of this host that have an address, with their addresses."""
+    """Return the interfaces of this host with their addresses; interfaces without an address are left out."""
     found: dict[str, list[str]] = {}
     for address, name in by_address().items():
         found.setdefault(name, []).append(address)
@@ -106,7 +105,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def by_address() -> dict[str, str]:
-    """The name of the interface of each address of this host, without an alias's suffix."""
+    """Return the interface name of each address of this host, without an alias's suffix."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         each.address.partition("%")[0]: name.partition(":")[0]

@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 _ROWS = itertools.count()
 
 GroupPurpose = Literal["control", "data", "reduce"]
-"""The purpose of a process group. Calls on one group match in order, so calls that may come in another order need their own.
+"""The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
 
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
 start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
@@ -32,50 +32,49 @@ start as gradients arrive, so their order relative to gathers differs between ra
 
 @dataclass(kw_only=True, slots=True)
 class SetGroups:
-    """The groups of some ranks. A purpose that was not asked for is the control group, as far as that can carry it."""
+    """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
     control: dist.ProcessGroup
     data: dist.ProcessGroup
     reduce: dist.ProcessGroup
     left: bool = False
-    """True if the groups are gone."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Default:
-    """The process's default group, which meshes share."""
+    """The state of the process's default group, which meshes share."""
 
     made_here: bool = False
     users: int = 0
     in_doubt: bool = False
-    """True if some mesh has left groups behind in which something may still be in flight."""
+    """True if a mesh has left groups in which collectives may still be in flight."""
 
 
 _DEFAULT = _Default()
 
 
 class MeshGroups:
-    """The connections of a mesh to other ranks: process groups and the watchdog. Each group keeps threads, so none may be
-    forgotten, and only those are made that are used."""
+    """The connections of a mesh to other ranks: process groups and the watchdog. Each group keeps threads, so only groups in use
+    are created, and all are left."""
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment = environment
         self._device = device
         self._rank = environment.rank
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
-        """By purpose, ranks, and the name of the process set that alone uses it; None where this rank is not in it."""
+        """Groups by purpose, ranks, and the name of the process set that alone uses them; None if this rank is no member."""
         self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
         self.works: DeviceWorks | None = None
-        """The collectives in flight on an accelerator and their supervision; None on CPUs, and for a single rank."""
+        """The supervised collectives of an accelerator; None on CPUs, and for a single rank."""
 
     def store(self, seconds: float) -> dist.distributed_c10d.Store:
-        """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's. The first one is
-        waited for up to `seconds`.
+        """Return a store for one mesh, whose keys do not collide with those of earlier meshes of the process. The first call
+        waits up to `seconds` for the store.
 
         Raises:
-            ConfigError: when the process is in a default group of another number of ranks than the launch.
+            ConfigError: when the process's existing default group and the launch differ in their number of ranks.
         """
         prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
         if not dist.is_initialized():
@@ -87,17 +86,17 @@ class MeshGroups:
         return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
     def rows(self) -> LocalRowStore | None:
-        """The rows of ranks on one host that share no memory (`run_store.rows`), or None where they cannot be had."""
+        """Return the status rows of ranks on one host without shared memory (`run_store.rows`); None if they are unavailable."""
         return rows(self._environment, next(_ROWS))
 
     def join(self, rank: int) -> None:
-        """Join the default process group as `rank`, unless the process has done so."""
+        """Join the default process group as `rank`, if the process has not done so."""
         if not dist.is_initialized():
-            # A later group must not find the addresses that an earlier one has left in the store.
+            # A later group must not find the addresses that an earlier one stored.
             prefix = f"zeromesh/group-{next(_NUMBERS)}"
             store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
             if self._environment.local_world_size != self._environment.world_size:
-                # A rank whose interface the user has set still stores its route, which others may wait for.
+                # A rank whose interface the user has set still stores its route, since others may wait for it.
                 interface = interface_for(store, self._environment)
                 if interface is not None and setting(INTERFACE) is None:
                     export({INTERFACE: interface})
@@ -117,10 +116,9 @@ class MeshGroups:
     def between(
         self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
     ) -> SetGroups | None:
-        """The link of these ranks, with the control group and what `purposes` adds; None on others.
+        """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks.
 
-        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a purpose, but a link
-        with a `name` has its own.
+        All ranks of the world make the same calls in the same order. Equal ranks share a purpose's group, unless `name` is given.
         """
         found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
         for purpose in ("control", *purposes):
@@ -136,25 +134,25 @@ class MeshGroups:
     def along(
         self, shape: MeshShape, axes: Sequence[Axis], purposes: Collection[GroupPurpose] = ()
     ) -> SetGroups | None:
-        """The link of this rank's group over `axes` of the mesh. All ranks of the world ask for theirs, in the same order."""
+        """Create the groups of this rank's set over `axes` of the mesh. All ranks of the world call this in the same order."""
         own = shape.group_of(self._rank, *axes)
         made = sum((purpose, own, "") not in self._groups for purpose in ("control", *purposes))
         links = [self.between(ranks, purposes) for ranks in groups_in_turn(shape, self._rank, axes, made)]
         return next(filter(None, links), None)
 
     def apart(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
-        """A link that shares no group with any other, until it is `cut`; None on other ranks, all of which ask for it too."""
+        """Create groups that no other set shares, until they are `cut`; returns None on other ranks, which make the same call."""
         return self.between(ranks, ["data"] if self.works is not None else [], name=name)
 
     def cut(self, name: str) -> None:
-        """Leave the groups of the link of this name, on all ranks, when nothing is in flight in them."""
+        """Leave the groups created under this name, on all ranks, when nothing is in flight in them."""
         for key in [key for key in self._groups if key[2] == name]:
             group = self._groups.pop(key)
             if group is not None and (self.watch is None or not self.watch.in_doubt):
                 leave_group(group, self.works)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Connect groups that torch has made, in this order on all their ranks, and leave them, too, when this mesh leaves."""
+        """Connect groups that torch has created, in the same order on all their ranks, and leave them with this mesh's groups."""
         for group in groups:
             if self.works is not None:
                 self.works.connect(group, dist.get_process_group_ranks(group))
@@ -162,11 +160,11 @@ class MeshGroups:
                 self._more.append(group)
 
     def leave(self, *, default: bool = False) -> None:
-        """Leave the board and this mesh's groups; with `default` also the default group, where it was made here for meshes of
-        which this is the last. Leaving twice is allowed.
+        """Leave the board and this mesh's groups; with `default` also the default group, if this module created it and no other
+        mesh uses it. Leaving twice is allowed.
 
-        A group waits for what is in flight in it. After a wait that ended with an error that may be a rank that hangs: then the
-        groups stay until the process ends. Without `default` ranks need not leave alike.
+        Leaving a group waits for its collectives in flight. After a failed wait one may hang: then the groups stay until the
+        process ends. Without `default`, ranks need not leave at the same time.
         """
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
         more, self._more = self._more, []
@@ -194,16 +192,16 @@ def backend_of(device: torch.device) -> str:
 
 
 def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
-    """A process group of these ranks, which all ranks of the world make together. With `works` it is one of their device, and
-    connected: what is first used on one rank may be second on another.
+    """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is one of their
+    device and connected at once, since ranks may use groups in different orders first.
 
-    gloo gives up what has not ended within `patience`. On a device that is the business of `works`, which knows whether peers make
-    progress; torch's own watch, which ends the process without a name, comes after it.
+    gloo's collectives time out after `patience`. On a device `works` supervises them, since it knows whether peers make progress;
+    torch's own watchdog, which ends the process without naming a peer, has a longer timeout.
 
     Raises:
         CollectiveError: when the ranks cannot be connected.
     """
-    # torch sorts ranks unless told not to, which only newer ones understand.
+    # torch sorts ranks by default, and only newer versions can be told not to.
     as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     backend = "gloo"
     if works is not None:
@@ -215,11 +213,11 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
 
 
 def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int) -> Iterator[tuple[int, ...]]:
-    """The groups over `axes` of the mesh for which a rank calls `make_group`, `made` times in each turn: its own.
+    """Yield the groups over `axes` for which a rank calls `make_group`, `made` times for each.
 
-    torch has all ranks call for all groups, because it names them by their number. It is enough that each counts those of the
-    others: else every start would take ranks x groups. Only where torch waits for all ranks, or divides a communicator that the
-    user has bound to a device, which all of them do together, it is all groups of the world.
+    torch names groups by their number, so it makes all ranks call for all groups, ranks x groups at every start. Here a rank skips
+    the numbers of the others' groups instead. It yields all groups only where torch waits for all ranks, or splits a communicator
+    that the user has bound to a device.
     """
     c10d = dist.distributed_c10d
     if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init():
@@ -232,24 +230,24 @@ def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int)
 
 
 def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
-    """Leave a group that `make_group` has made, in which nothing is in flight."""
+    """Leave a group created by `make_group`, in which nothing is in flight."""
     if works is not None:
         works.forget(group)
     dist.destroy_process_group(group)
 
 
 def _leave_default() -> None:
-    """Leave the default group, if it was made here. Its threads must not outlive the interpreter, which could abort the process."""
+    """Leave the default group if it was created here. Threads that outlive the interpreter could abort the process."""
     if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
         _DEFAULT.made_here = False
         dist.destroy_process_group()
 
 
 def interface_for(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> str | None:
-    """The interface of this host that the other hosts reach. All ranks of several hosts call this.
+    """Return this host's interface that other hosts can reach; None if not found. All ranks of several hosts call this.
 
-    It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
-    is the one that leads to a rank elsewhere, which the store tells; the loopback itself when there is none. None: not found.
+    This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
+    rank on another host, which the store tells; the loopback itself if there is none.
     """
     own = address_towards(environment.master_address)
     store.set(f"route/{environment.rank}", own or "")

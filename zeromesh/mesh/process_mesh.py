@@ -1,7 +1,4 @@
-"""`ProcessMesh`: the ranks of a run on named axes, joined: where they run, their process sets, board, watch and device.
-
-The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, and its `ProcessSet`s.
-"""
+"""`ProcessMesh` (`Mesh` for short): the connected ranks of a run, their locations, process sets, board, watchdog and device."""
 
 import base64
 import json
@@ -39,24 +36,24 @@ from zeromesh.telemetry.watchdog import Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 _STARTS_AS_LONG = 5
-"""Times the timeout of a step that a start may take: processes import and read models at different speeds."""
+"""The factor from the timeout of a step to that of a start: processes import and read models at different speeds."""
 _NODES = Path("/sys/devices/system/node")
 
 _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {(name,): ("data",) for name in AXES}
 _PURPOSES |= {axes_of("batch", but=["states"]): ("data",), axes_of("states"): ("data", "reduce")}
-"""The process groups that a set over these axes has besides the one for agreements."""
+"""The process groups of a set over these axes besides its control group."""
 
 
 class ProcessMesh:
-    """Process sets of the axes, which are rows of `MeshShape`, and what all ranks share: board, watch, device.
+    """The process sets along the axes of a `MeshShape`, and the status board, watchdog and device of the ranks.
 
         mesh.group("tensor")                        the ranks that differ from this one along tensor only
         mesh.data, mesh["replicate", "shard"]       those that see different samples
         mesh.coordinate, mesh.neighbour("pipeline", 1), mesh.picture()
         mesh.process_sets.add([0, 3], name="edges")
 
-    Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the number that the launcher gave this
-    process. Every rank makes the mesh, with equal arguments but for `environment` and `device`.
+    Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the launcher's process number. Every rank
+    creates the mesh, with equal arguments except for `environment` and `device`.
 
     Raises:
         ConfigError: when the shape or the order does not fit the launch.
@@ -73,7 +70,7 @@ class ProcessMesh:
         order: Order = "topology",
         traces: Path | None = None,
     ) -> None:
-        """`traces`: the folder for the latest collectives of a rank, which it writes when others do not come to one on a device."""
+        """Connect the mesh. `traces` is the folder for a rank's latest collectives, written when others miss one on a device."""
         if shape.world_size != environment.world_size:
             raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
         self.shape = shape
@@ -82,20 +79,19 @@ class ProcessMesh:
         self.environment = environment
         self.world_size = environment.world_size
         self.recorder = _recorder_of(device)
-        """Measures where the time of a step goes, and what this rank sends."""
+        """The recorder of the time of a step and of the bytes that this rank sends."""
         self.processes: tuple[int, ...] = (0,)
-        """The numbers that the launch has given the ranks."""
+        """The launcher's process number of each rank."""
         self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
-        """The locations of the ranks."""
         self._links = MeshGroups(environment, device)
         self.watch: Watchdog
-        """Bounds waits for the others; a single rank has nobody to wait for."""
+        """The watchdog that bounds waits for other ranks; a single rank has none to wait for."""
         self.one_host = True
-        """True if all ranks are on one host, and share its memory."""
+        """True if all ranks are on one host and share memory."""
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
         self._device_mesh: DeviceMesh | None = None
-        # A mesh that is forgotten without having been closed leaves its own groups too, at the latest when the process ends.
+        # A mesh dropped without `close` leaves its groups when it is collected, at the latest at the end of the process.
         weakref.finalize(self, self._links.leave)
         try:
             if self.world_size > 1:
@@ -107,7 +103,7 @@ class ProcessMesh:
         except ZeromeshError:
             self._links.leave()
             raise
-        except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
+        except RuntimeError as error:  # torch has no narrower class for errors of gloo and the store
             raise CollectiveError(
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
@@ -115,23 +111,22 @@ class ProcessMesh:
             ) from error
         self.watch.ring = self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
-        """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
+        """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 
     def _make_sets(self) -> None:
-        """Make the sets that a run always has: of all ranks, of those with other samples, and along each axis."""
+        """Create the sets that every run has: the world, the ranks with different samples, and one for each axis."""
         self.world = self._axes_set("world", AXES)
         self.data = self._axes_set("data", axes_of("batch"))
         self.shard = self.group(*axes_of("states"))
         """The ranks over which states are sharded."""
         self.replicate = self.group(*axes_of("batch", but=["states"]))
-        """The ranks that have the same shards, and other samples."""
+        """The ranks that hold the same shards and see different samples."""
         self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
         together = self.shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
         self.model_size, self.model_index = len(together), together.index(self.rank)
-        """How many ranks compute one batch together, and which of them this one is."""
+        """The number of ranks that compute one batch together, and this rank's position among them."""
         self.data_index = self.data.index
         self.coordinate = self.shape.coordinate(self.rank)
-        """The coordinate of this rank; `shape.coordinate` gives that of any rank."""
         self.watch.alike = frozenset(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
 
@@ -161,7 +156,7 @@ class ProcessMesh:
             _LOGGER.warning("%s", warning)
 
     def _order_of_group(self, store: Store, process: int, order: Order) -> tuple[int, ...]:
-        """How the process group that is there already numbers the processes: that cannot be changed any more."""
+        """Return the launch number of each rank of an existing default group, whose numbering can no longer be changed."""
         ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
         found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
         if order != "topology" and found != self.processes:
@@ -180,11 +175,11 @@ class ProcessMesh:
             self.one_host = self._shares_memory = False
         store = self._links.rows() or store
         published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
-        dist.all_reduce(torch.zeros(1))  # A barrier would be one of the device.
+        dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:
-        """The board in a segment that rank 0 makes, or None when some rank cannot map it."""
+        """Create the board in a segment of rank 0; None when some rank cannot map it."""
         segment: SharedSegment | None = None
         nbytes = self.world_size * ROW_WORDS * 8
         if self.rank == 0:
@@ -204,10 +199,10 @@ class ProcessMesh:
         return StatusBoard(shared_rows(segment), self.rank)
 
     def group(self, *names: str) -> ProcessSet:
-        """The set over these axes that this rank is in, or the process set of this name.
+        """Return this rank's set over these axes, or the process set of this name.
 
-        The sets of `world`, `data` and the single axes are there. One over other axes is made when it is first asked for, which
-        all ranks then do, in the same order.
+        `world`, `data` and the single axes exist from the start. All ranks create sets over other axes at their first use, in one
+        order.
 
         Raises:
             LayoutError: for names that are neither axes nor one process set.
@@ -235,7 +230,7 @@ class ProcessMesh:
         return self._sets[key]
 
     def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
-        """The set as this rank sees it, which need not be in it."""
+        """Create the set as this rank sees it; the rank need not be a member."""
         joined = self.rank in ranks and len(ranks) > 1
         return ProcessSet(
             name=name,
@@ -250,18 +245,17 @@ class ProcessMesh:
 
     @property
     def communicator_bytes(self) -> int:
-        """Bytes of the device that the groups of ranks have taken, measured as each was connected; 0 on CPUs."""
+        """Device bytes used by communicators, measured as each was connected; 0 on CPUs."""
         return self._links.works.nbytes if self._links.works is not None else 0
 
     def world_of_tensors(self) -> ProcessSet:
-        """The world with a group that moves tensors of the device, which all ranks ask for alike: `world` itself has one for
-        agreements alone, which are on CPUs."""
+        """Return the world with a group for tensors of the device (`world` has a CPU group only). All ranks call this alike."""
         if self._links.works is None:
             return self.world
         return replace(self.world, link=self._links.between(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
-        """The rank `step` places further along `axis` (back when negative); None past the end, unless it goes round (`wrap`)."""
+        """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes it."""
         return self.shape.neighbour(self.rank, axis, step, wrap=wrap)
 
     def picture(self) -> str:
@@ -273,9 +267,9 @@ class ProcessMesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's own object for the same axes, for code that wants one (DTensor, `parallelize_module`).
+        """The torch `DeviceMesh` of the same axes, for code that needs one (DTensor, `parallelize_module`).
 
-        It makes process groups of its own when it is first asked for, which all ranks then do alike.
+        Its process groups are created at the first use, by all ranks alike.
         """
         if self._device_mesh is None:
             if not dist.is_initialized():
@@ -287,19 +281,19 @@ class ProcessMesh:
         return self._device_mesh
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""
+        """Wait for all ranks with the timeout of a start, since they read and build models at different speeds."""
         with self.watch.patience(START_SECONDS):
             self.world.barrier(what)
 
     def call(self, name: str) -> AbstractContextManager[None]:
-        """The block is a call that all ranks make, such as `trainer.evaluate()`; see `Watchdog.call`."""
+        """Mark the block as a call that all ranks make, such as `trainer.evaluate()`; see `Watchdog.call`."""
         return self.watch.call(name, self.world.ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one stops amid what they do together.
+        """Tell the other ranks why this one stops in the middle of a common operation.
 
         Raises:
-            CollectiveError: in place of a library's error that follows from an abort, whose reason it names.
+            CollectiveError: in place of a library's error that an abort has caused, with the reason of the abort.
         """
         self.watch.in_doubt = self.world_size > 1
         cause = self.watch.cause_of(error)
@@ -308,17 +302,17 @@ class ProcessMesh:
             raise cause from error
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not begin, and leave; the mesh is over."""
+        """Tell the other ranks why this one does not begin, and leave; the mesh cannot be used afterwards."""
         self.watch.fail(error)
         self._links.leave()
 
     def close(self) -> None:
-        """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
+        """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh cannot be used afterwards."""
         self._links.leave(default=True)
 
 
 def _recorder_of(device: torch.device) -> StepRecorder:
-    """The recorder of a device, whose marks are the host's clock, or events on the stream that computes, which nobody waits for."""
+    """Create the recorder of a device; its marks are the host's clock, or events on the compute stream, never waited for."""
     if not is_accelerator(device):
         return StepRecorder()
 
@@ -337,11 +331,11 @@ Mesh = ProcessMesh
 def exchange_locations(
     store: Store, process: int, processes: int, device: torch.device, asked: Mapping[str, object]
 ) -> list[ProcessLocation]:
-    """The places of all processes, in the order of the launch. Each of them calls this; it waits for the last.
+    """Return the locations of all processes, in the order of the launch; a collective call that waits for the last process.
 
     Raises:
-        ConfigError: when processes have asked for different meshes, with which of them has `asked` for what, or compute on one
-            accelerator, which libraries of collectives refuse later and in words of their own.
+        ConfigError: when processes request different meshes, with each process's `asked`, or share one accelerator, which
+            NCCL would refuse later with a less clear error.
     """
     place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in asked.items()}
@@ -365,8 +359,8 @@ def exchange_locations(
 
 
 def _everyones(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
-    """Return the values that all processes give, as JSON has them. Process 0 reads all of them and stores them again in one piece:
-    if each process read every other's, the store would be asked `processes` x `processes` times."""
+    """Return the values of all processes, which JSON can express. Process 0 stores all of them in one piece, so that the store
+    answers `processes` reads and not their square."""
     store.set(f"{key}/{process}", json.dumps(own))
     if process == 0:
         rows = [json.loads(store.get(f"{key}/{each}")) for each in range(processes)]
@@ -376,7 +370,7 @@ def _everyones(store: Store, key: str, process: int, processes: int, own: Any) -
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory: same boot of the same kernel, same process namespace."""
+    """Return a text that is equal for processes that can share memory: same boot of the same kernel, same PID namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -386,10 +380,10 @@ def host_identity() -> str:
 
 
 def island_of(device: torch.device) -> int:
-    """The part of the host that this process computes in: 0 where that is not known, or the process is not bound to one.
+    """Return the number of the NUMA node or device island that this process computes in; 0 if unknown or not bound to one.
 
-    A CPU process is in the NUMA node that holds all cores it may run on. One with an accelerator is in that of the devices that
-    reach each other's memory directly: the lowest of them names it.
+    A CPU process has the NUMA node that contains all of its cores. A process with an accelerator has the island of devices with
+    direct access to each other's memory, numbered by its lowest device.
     """
     if is_accelerator(device):
         return min([*accelerator.neighbours(device), device.index or 0])

@@ -1,12 +1,11 @@
-"""`ProcessSet`: some ranks that act together, and their small agreements; and the sets beside the axes, which come and go.
+"""`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed.
 
-As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`): every rank of the world makes the same call, in the same order,
-and gets the set, whether it is in it or not. What each of them asks for is compared before anything is made, so that a set which
-two ranks declare differently is refused on all of them, by name.
+As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`), every rank of the world makes the same call in the same order and
+receives the set, as a member or not. Arguments are compared first: all ranks refuse, by name, a set declared differently.
 
-Each such set has process groups of its own: what happens in one never waits for another, so sets that overlap may be used in
-different orders by different ranks and threads, as far as the program itself would end. Calls on one set are made in one order
-by all its ranks. Declarations have a group of their own as well, and go on beside collectives of other threads.
+Each such set has its own process groups, so a collective of one set never waits for another: different ranks and threads may use
+overlapping sets in different orders, as long as the program itself does not deadlock. All ranks of a set make their calls on it in
+the same order. Declarations use another group, and may run beside collectives of other threads.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LENGTH = 100
 
 
 class InFlight:
-    """A collective of a process set that has begun. Only the first call of `wait` waits."""
+    """A collective in flight. Only the first call of `wait` waits."""
 
     def __init__(self, ranks: ProcessSet, kind: Collective, what: str, launched: Launched, *, on_stream: bool) -> None:
         self._ranks = ranks
@@ -47,11 +46,11 @@ class InFlight:
         self._on_stream = on_stream
 
     def done(self) -> bool:
-        """Return True if `wait` would return at once. On a device nobody asks that: it is a question of time."""
+        """Return True if `wait` would return at once. It is never called on a device."""
         return self._launched is None or all(work.is_completed() for work in self._launched.works)
 
     def wait(self) -> None:
-        """Have what is launched from now on come after it: on a device the stream waits, not the host.
+        """Wait for the collective; on a device the current stream waits, not the host.
 
         Raises:
             CollectiveError: when a peer is gone, late, or the collective fails.
@@ -71,22 +70,22 @@ class InFlight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSet:
-    """The ranks of one group, seen from one of them. A set of one rank needs no process group.
+    """The ranks of one group and operations on them, as seen from this rank. A set of one rank needs no process group.
 
-    All ranks of a set call the same in the same order. What they wait for is bounded: a rank that is gone, or late, is named by a
-    `CollectiveError`. So is a call by a rank that is not in the set, or on a set that was removed.
+    All ranks of a set make the same calls in the same order. Waits are bounded: a `CollectiveError` names a rank that is gone or
+    late. Calls by a rank outside the set, or on a removed set, raise it too.
     """
 
     name: str
     ranks: tuple[int, ...]
     index: int
-    """This rank's position in `ranks`; -1 when it is not one of them."""
+    """This rank's position in `ranks`; -1 when it is not a member."""
     watch: Watchdog
     link: SetGroups | None
-    """The process groups; None for a set of one rank, and outside of the set."""
+    """The process groups; None for a set of one rank, and on ranks outside the set."""
     one_host: bool
     works: DeviceWorks | None
-    """The collectives of an accelerator, where the groups that move parameters and gradients are of one."""
+    """The supervised collectives of an accelerator, if the groups for parameters and gradients are on one."""
     traffic: CommAccount = field(default_factory=lambda: CommAccount(StepRecorder(), "", 1), compare=False, repr=False)
 
     @property
@@ -95,7 +94,6 @@ class ProcessSet:
 
     @property
     def member(self) -> bool:
-        """True if this rank is in the set."""
         return self.index >= 0
 
     @property
@@ -117,15 +115,15 @@ class ProcessSet:
         times: float = 1.0,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> InFlight:
-        """Begin a collective, by its row in `COLLECTIVES`. Neither tensor may change until it has been waited for.
+        """Start a collective through its row in `COLLECTIVES`. Neither tensor may change until the result has been waited for.
 
         Args:
-            out: 1-D, contiguous: what arrives, the parts of all ranks one after the other, or their sum.
-            given: 1-D, contiguous: what this rank sends; None: it is its place in `out`.
-            received: elements of `out` from each rank; equal parts without.
-            sent: elements of `given` for each rank, in an all-to-all; equal parts without.
-            purpose: which group carries it; `control` is one of processors.
-            counts_as: the collective of whose traffic it is a part, with its bytes `times` as many; 0: it counts nothing.
+            out: result, 1-D, contiguous: the parts of all ranks one after the other, or their sum.
+            given: tensor to send, 1-D, contiguous; None: this rank's part of `out`.
+            received: number of elements of `out` from each rank; by default equal.
+            sent: number of elements of `given` for each rank in an all-to-all; by default equal.
+            purpose: process group to use; `control` is a CPU group.
+            counts_as: collective under which the traffic is counted, with bytes multiplied by `times`; 0: not counted.
 
         Raises:
             CollectiveError: when this rank may not act in the set.
@@ -159,12 +157,12 @@ class ProcessSet:
         return InFlight(self, counted, what, launched, on_stream=on_stream)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's `values`, in the order of the set; all give equally many."""
+        """Return every rank's `values`, in the order of the set; all ranks pass the same number of values."""
         own = torch.tensor(values, dtype=torch.int64)
         return [tensor.tolist() for tensor in self._gather(own, f"exchange over axis {self.name}")]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's `payload`, of any length, in the order of the set. All ranks hold all of them."""
+        """Return every rank's `payload`, of any length, in the order of the set."""
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
@@ -172,7 +170,7 @@ class ProcessSet:
         return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
 
     def gather_json(self, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, which JSON can express, in the order of the set; tuples become lists."""
+        """Return every rank's `value`, which JSON can express, in the order of the set; tuples become lists."""
         return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode(), what)]
 
     def require_same(self, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
@@ -199,11 +197,11 @@ class ProcessSet:
     ) -> list[Any]:
         """Return what `work` returns on each rank, which JSON can express; with `first` only the first rank works.
 
-        No rank goes on alone: where the work of one fails, all raise what it met.
+        No rank continues alone: if the work of one fails, all ranks raise its error.
 
         Raises:
-            kept: where the work of some rank raises it.
-            error: for whatever else it raises.
+            kept: when the work of some rank raises this class.
+            error: for any other exception of the work.
         """
 
         def encoded() -> bytes:
@@ -225,7 +223,7 @@ class ProcessSet:
         failure: Exception | None = None
         try:
             answer = b"+" + work()
-        except Exception as met:  # noqa: BLE001 - other people's code among it; all ranks have to know
+        except Exception as met:  # noqa: BLE001 - it may run foreign code, and all ranks must learn of the error
             failure = met
             mark = b"?" if kept is not None and isinstance(met, kept) else b"-"
             answer = mark + _reason(met, what).encode(errors="backslashreplace")
@@ -252,15 +250,15 @@ class ProcessSet:
         self.sum_(torch.zeros(1, dtype=torch.int64), what)
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
-        """Begin to sum a large tensor over the set, in place, on whatever device; the returned call waits for it."""
+        """Begin to sum a large tensor over the set, in place, on any device; the returned function waits for it."""
         return self.start(Collective.ALL_REDUCE, tensor, what=what).wait
 
     def start_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
-        """Begin to make a small CPU tensor what the rank at position `source` has, in place; the returned call waits for it."""
+        """Begin to overwrite a small CPU tensor with that of the rank at position `source`; the returned function waits."""
         return self._broadcast(tensor, source, what, "control").wait
 
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
-        """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
+        """Overwrite `tensor`, on any device, with that of the rank at position `source`, of equal shape and dtype on all ranks."""
         self._broadcast(tensor, source, what, "data").wait()
         return tensor
 
@@ -270,7 +268,7 @@ class ProcessSet:
         return self.start(Collective.BROADCAST, flat, what=what, received=received, purpose=purpose)
 
     def require_member(self) -> SetGroups | None:
-        """The process groups; None for a set of one rank.
+        """Return the process groups; None for a set of one rank.
 
         Raises:
             CollectiveError: when this rank may not act in the set: it is not in it, or the set was removed.
@@ -307,7 +305,7 @@ def _reason(error: Exception, what: str) -> str:
 
 
 def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """One text for each name whose values differ, such as `run.max_steps is 100 on rank 0, 50 on ranks 1, 2`."""
+    """Return one text for each name whose values differ, such as `run.max_steps is 100 on rank 0, 50 on ranks 1, 2`."""
     found = []
     for name in dict.fromkeys(name for row in rows for name in row):
         holders: dict[str, list[int]] = {}
@@ -325,17 +323,16 @@ def _short(value: str) -> str:
 
 
 AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]
-"""Makes a set of a name, ranks, and the link between them."""
+"""A function that creates a set from a name, its ranks, and their process groups."""
 
 _AGREEMENT = "process sets"
 _RESERVED = {"world", "data", _AGREEMENT, *AXES}
 
 
 class ProcessSets(Mapping[str, ProcessSet]):
-    """The process sets of a mesh, by name. Every rank of the world calls each method, with the same arguments, in the same order.
+    """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order.
 
-    A name is used once at a time: another set of that name is refused, even of the same ranks. Equal ranks under another name
-    are another set, which shares nothing with the first.
+    A name is unique: a second set of that name is refused, even with the same ranks. Sets of equal ranks share nothing.
 
     All methods raise:
         CollectiveError: when ranks call differently, naming them and what each asked for; or a rank is gone or late.
@@ -361,7 +358,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return len(self._sets)
 
     def declare(self, sets: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
-        """Several sets at once, for a start: `{"encoder": [0, 1], "decoder": [2, 3]}`. All of them, or none."""
+        """Add several sets at once, such as `{"encoder": [0, 1], "decoder": [2, 3]}`: all of them, or none."""
         declared = {name: _numbers(ranks) for name, ranks in sorted(sets.items())}
         with self._lock:
             listed = ", ".join(f"{name!r} of ranks {ranks}" for name, ranks in declared.items())
@@ -369,15 +366,15 @@ class ProcessSets(Mapping[str, ProcessSet]):
             return self._make(declared)
 
     def add(self, ranks: Sequence[int], *, name: str = "") -> ProcessSet:
-        """A set of these ranks, in this order. Without a name it is called after them."""
+        """Add the set of these ranks, in this order; the default name is made from the ranks."""
         numbers = _numbers(ranks)
         name = name or f"ranks {_listed(numbers)}"
         return self.declare({name: numbers})[name]
 
     def split(self, colour: int | None, key: int = 0, *, name: str) -> ProcessSet | None:
-        """The set of all ranks that give this rank's `colour`, called `name` and the colour; ordered by `key`, then by rank.
+        """Add one set per colour, named `name` and the colour, in the order of `key`, then rank; returns this rank's set.
 
-        None for a rank that gives no colour; the sets of all colours are there by name on all ranks.
+        Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
         """
         with self._lock:
             rows = self._agree(f"to split the world as {name!r}").gather_integers(
@@ -394,7 +391,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
             return None if colour is None else made[f"{name} {colour}"]
 
     def remove(self, removed: ProcessSet | str) -> None:
-        """Leave the groups of a set, on all ranks, when nothing is in flight in it. A call on it is an error afterwards."""
+        """Leave the groups of a set, on all ranks, when nothing is in flight in it. Using the set afterwards is an error."""
         name = removed if isinstance(removed, str) else removed.name
         with self._lock:
             self._agree(f"to remove {name!r}")
@@ -408,7 +405,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
                 gone.link.left = True
 
     def _agree(self, call: str) -> ProcessSet:
-        """Compare what all ranks call, over a set that is returned."""
+        """Compare the calls of all ranks; returns the set over which they were compared."""
         if self._agreement is None:
             self._agreement = self._apart(_AGREEMENT, self._world.ranks)
         advice = "No process set was changed: every rank of the world makes the same calls in the same order, also outside of a set"
@@ -436,10 +433,9 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return made
 
     def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
-        """A set whose groups nobody else uses."""
         return self._as_set(name, ranks, self._links.apart(ranks, name) if len(ranks) > 1 else None)
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:
-    """Plain integers. What is none becomes -1, to be refused where all ranks see it: an error here would leave them waiting."""
+    """Convert ranks to integers. Anything else becomes -1, refused later on all ranks: an error here would block the others."""
     return [-1 if isinstance(rank, bool) or not hasattr(rank, "__index__") else operator.index(rank) for rank in ranks]

@@ -1,9 +1,8 @@
-"""In which order processes become ranks, so that those that talk most are near each other, and a picture of who is where.
+"""The order in which processes become ranks, so that ranks that communicate most are near each other, and a picture of the mesh.
 
-The mesh numbers its axes from outer to inner, pipeline, replicate, shard, tensor, and neighbours along tensor are neighbouring
-ranks. So it is enough that ranks run through one host after the other, and within a host through one island (NUMA node, or
-devices joined by NVLink) after the other. Launchers mostly number processes so; `srun --distribution=cyclic` and
-`mpirun --map-by node` do not.
+The mesh numbers its axes from outer to inner (pipeline, replicate, shard, tensor), and tensor neighbours are neighbouring ranks. So
+ranks run through one host after the other, and within a host through one island (NUMA node, or devices joined by NVLink) after the
+other. Most launchers number processes so; `srun --distribution=cyclic` and `mpirun --map-by node` do not.
 
     pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
       node-a
@@ -12,8 +11,6 @@ devices joined by NVLink) after the other. Launchers mostly number processes so;
       node-b
         rank 2   pipeline 1  tensor 0   <- here
         rank 3   pipeline 1  tensor 1
-
-Nothing here needs torch or processes.
 """
 
 import textwrap
@@ -26,29 +23,27 @@ from zeromesh.errors import ConfigError, counted, plural
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 
 Order = Literal["topology", "launch"] | Sequence[int]
-"""How ranks are numbered: by topology, as the launcher has done, or which process becomes rank 0, 1, 2 and so on."""
+"""The numbering of ranks: by topology, by the launcher, or a list of the process that becomes rank 0, 1, 2 and so on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessLocation:
-    """The location of a process."""
-
     host: str
-    """Equal for processes that can share memory."""
+    """An identity that is equal for processes that can share memory."""
     name: str = ""
-    """The host's name, for a person."""
+    """The host name to show to the user."""
     island: int = 0
-    """Which part of the host, by whatever number; processes of one island are nearer to each other."""
+    """The number of the part of the host (NUMA node, or devices joined by NVLink) whose processes are near each other."""
 
 
 def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
-    """Which process, by its number in the launch, becomes rank 0, 1, 2 and so on.
+    """Return the launch number of the process that becomes rank 0, 1, 2 and so on.
 
-    By topology, hosts come in the order of their first process, so do the islands of a host, and processes of one island in the
-    order of the launch. Process 0 is always rank 0: it keeps the rendezvous store.
+    By topology, hosts are in the order of their first process, as are the islands of a host, and the processes of an island in
+    launch order. Process 0 is always rank 0: it keeps the rendezvous store.
 
     Raises:
-        ConfigError: when a given order is none of these processes, each once, that begins with 0.
+        ConfigError: when an explicit order does not begin with 0 or is no permutation of the processes.
     """
     world = range(len(places))
     if order == "launch":
@@ -75,7 +70,7 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
 
 
 def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
-    """Return the warning for tensor groups that span hosts; empty when none does. `places` are those of ranks, in their order."""
+    """Return the warning for tensor groups that span hosts; empty when none does. `places` are in the order of ranks."""
     every = shape.groups("tensor")
     groups = [ranks for ranks in every if len({places[rank].host for rank in ranks}) > 1]
     if not groups:
@@ -98,10 +93,10 @@ Item = TypeVar("Item")
 def mesh_picture(
     shape: MeshShape, places: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
 ) -> str:
-    """Lines of at most `WIDTH` columns. `places` are those of ranks; `here` is the reader's rank.
+    """Draw the mesh in lines of at most `WIDTH` columns. `places` are in the order of ranks; `here` is the rank to be marked.
 
-    `processes` are the numbers that the launch had given the ranks, shown where they differ. Of a host with many ranks only the
-    first and the last are shown, so of a world with many hosts, and always the reader's.
+    `processes` are the launch numbers of the ranks, shown where they differ. For many ranks per host, or many hosts, only the first
+    and the last are shown, and always the marked rank.
     """
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -133,7 +128,7 @@ def mesh_picture(
 
 
 def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
-    """Return a name for each of the hosts; hosts of one name are numbered."""
+    """Return a display name for each host; hosts with equal names are numbered."""
     named = {place.host: place.name or place.host for place in reversed(places)}
     alike: dict[str, list[str]] = {}
     for host in hosts:
@@ -148,7 +143,7 @@ def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str,
 def _lines(
     items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]
 ) -> list[str]:
-    """The lines of the items. Of more than `most` only the first and last few and the `needed` are shown, the others counted."""
+    """Return the lines of the items. Of more than `most`, only some at both ends and the `needed` are shown, others counted."""
     found: list[str] = []
     gap = 0
     for number, item in enumerate(items):

@@ -1,10 +1,10 @@
-"""The store in which the ranks of a run find each other. No other user of the machine reaches that of one host.
+"""The store in which the ranks of a run find each other. On a single host, other users of the machine cannot reach it.
 
-Ranks of one host keep the store in memory without a name. Rank 0 makes it and passes its descriptor to the others over a Unix
-socket; both ends compare the user of the other end with their own. Nothing of it listens on a network.
+Ranks of one host keep the store in anonymous memory. Rank 0 creates it and passes its descriptor over a Unix socket; both ends
+check that the other belongs to the same user. Nothing listens on a network.
 
-Ranks of several hosts use torch's `TCPStore`, at the one address by which the other hosts know that of rank 0. It asks nobody for
-a password, so these hosts belong on a closed network. What is read from either store is text or numbers; nothing is unpickled.
+Ranks of several hosts use torch's `TCPStore`, at the one address by which other hosts reach rank 0. It has no authentication, so
+these hosts belong on a closed network. Both stores hold text and numbers only; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from zeromesh.errors import CollectiveError, ConfigError
 from zeromesh.mesh.network_interfaces import listen
 
 START_SECONDS = 300
-"""Start-up may wait longer than a step: processes import and read models at different speeds."""
+"""Seconds that start-up may take, more than a step: processes import and read models at different speeds."""
 _STORES: dict[LaunchEnvironment, Store] = {}
 _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
-_RANK_SECONDS = 10.0  # for a rank to say which one it is, once it is connected
+_RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
 _ROW_BYTES = 1 << 15
@@ -37,9 +37,9 @@ _ROW_HEAD = struct.Struct("<II")  # length and checksum
 
 
 class LocalRowStore:
-    """The store of a `StoreBoard` for ranks of one host that cannot map each other's memory: one row per rank, written in place.
+    """The rows of a `StoreBoard` for ranks of one host without shared memory: one file with a row per rank, overwritten in place.
 
-    A `FileStore` is a log, which would grow with every row that is published. `mesh` counts the meshes of the process.
+    A `FileStore` is a log, which would grow with every published row. `mesh` is the number of the mesh in this process.
     """
 
     def __init__(self, descriptor: int, mesh: int, world_size: int) -> None:
@@ -52,7 +52,7 @@ class LocalRowStore:
         os.pwrite(self._descriptor, _ROW_HEAD.pack(len(text), zlib.crc32(text)) + text, self._offset(key))
 
     def get(self, key: str) -> bytes:
-        """The row, once there is a whole one. Raises `RuntimeError`, as torch's stores do, when there is none in time."""
+        """Return the row once it is complete. Raises `RuntimeError`, as torch's stores do, when there is none in time."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             data = os.pread(self._descriptor, _ROW_BYTES, self._offset(key))
@@ -66,7 +66,7 @@ class LocalRowStore:
         raise RuntimeError(f"nothing was stored under {key} within {START_SECONDS} seconds")
 
     def clone(self) -> LocalRowStore:
-        """Access for another thread: nothing is kept between calls, so this object serves several."""
+        """Return this object, which several threads may use since it keeps no state between calls."""
         return self
 
     def _offset(self, key: str) -> int:
@@ -74,13 +74,12 @@ class LocalRowStore:
 
 
 def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> Store:
-    """The store of the launch, kept for as long as the process lives. All ranks of a launch call this; the first call waits up to
-    `seconds` for rank 0.
+    """Return the store of the launch, kept for the life of the process. All ranks call this, first waiting `seconds` for rank 0.
 
-    Were it made anew for each group, a fast rank would join the group to come in the store of the one before, which is about to go.
+    With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
 
     Raises:
-        ConfigError: when the address of rank 0 leads to no address of its host at which others could reach it.
+        ConfigError: when the address of rank 0 resolves to no address of its host that others could reach.
         CollectiveError: when the others cannot be reached.
     """
     if environment not in _STORES:
@@ -115,7 +114,7 @@ def _one_host(environment: LaunchEnvironment) -> bool:
 
 
 def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> tuple[int, int]:
-    """Two files in memory that all ranks of the host have open: for the store, and for `LocalRowStore`."""
+    """Open two files in memory shared by all ranks of the host: one for the store, one for `LocalRowStore`."""
     if environment not in _DESCRIPTORS:
         _DESCRIPTORS[environment] = _share_descriptors(environment, seconds)
     return _DESCRIPTORS[environment]
@@ -143,7 +142,7 @@ def _share_descriptors(environment: LaunchEnvironment, seconds: float) -> tuple[
 
 
 def _hand_out(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
-    """Give the descriptors to the other ranks, and to no process of another user."""
+    """Send the descriptors to the other ranks, and to no process of another user."""
     with listener:
         while others:
             connection, _ = listener.accept()
@@ -175,6 +174,6 @@ def _receive(name: bytes, rank: int, seconds: float) -> tuple[int, int]:
 
 
 def _user_at(connection: socket.socket) -> int:
-    """The user of the process at the other end, from the kernel."""
+    """Return the user id of the process at the other end, as the kernel reports it."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
     return int(_USER.unpack(data)[1])

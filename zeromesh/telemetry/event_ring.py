@@ -1,13 +1,12 @@
-"""`EventRing`: the latest events of a rank in memory of a fixed size, of which `zeromesh trace` makes a timeline.
+"""`EventRing`: the latest events of a rank in memory of a fixed size, from which `zeromesh trace` draws a timeline.
 
     ring.add(code)                      # a moment and a word; a few hundred nanoseconds
     ring.add(BEGIN | ring.name("data"))
     ring.write(path, {"rank": 0, ...})  # the header, with all names, and the words
 
-A word is laid out like `STATE` of a row on the board (step, kind, detail). The kinds below `BEGIN` are the activities that a rank
-posts, with the step and the unit; the others have no step, and mostly a name as their detail. Moments are nanoseconds of the
-monotonic clock, which processes of a host share; a header has it beside the wall's, and `MEETING` events are of all ranks at
-once, so that rings of several hosts can be put beside each other.
+A word has the layout of `STATE` in a row of the board (step, kind, detail). The kinds below `BEGIN` are activities, with step and
+unit; the others have no step, and mostly a name as detail. Times are nanoseconds of the monotonic clock, which processes of a host
+share; the header has both clocks, and all ranks record `MEETING` events together, so that rings of hosts can be aligned.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from zeromesh.files import read_whole, write_whole
 
 UNIT_BITS, ACTIVITY_BITS = 28, 8
 STEP_SHIFT = UNIT_BITS + ACTIVITY_BITS
-"""The lowest bit of the step in the word of a rank's state. Below it are the activity, and the unit plus 1, where 0 is no unit."""
+"""The lowest bit of the step in the word of a rank's state. Below it are the activity, and the unit plus 1 (0: no unit)."""
 DETAIL = (1 << UNIT_BITS) - 1
 BEGIN, END, WAIT, WAITED, MEETING, MICROBATCH = (kind << UNIT_BITS for kind in range(16, 22))
-"""A span begins, or ends: the detail is its name. A wait begins (its name), or ends: the detail is the rank that came last plus
-1, where that is known. All ranks are at one place. A microbatch begins: its number, from 1."""
+"""The kinds of events besides activities. `BEGIN` and `END` of a span, and `WAIT` for others, have a name as detail; `WAITED` has
+the rank that came last plus 1, if known. At a `MEETING` all ranks are at one place. `MICROBATCH` has the number, from 1."""
 FOLDER = "trace"
-"""The folder in a run's directory that has a file `rank-N.ring` of each rank."""
+"""The folder in a run's directory with a file `rank-N.ring` of each rank."""
 REQUEST = f"{FOLDER}/request"
-"""Whoever writes this file in a run's directory asks all ranks for theirs."""
+"""The path in a run's directory of the file whose creation asks all ranks for their rings."""
 NO_ACTIVITY = 0xF0
-"""Bits of a kind that no activity has."""
+"""A bit mask of a kind that marks events which are no activity."""
 EVENTS = 1 << 15
 _PAIR = struct.Struct("<qq")
 _NAMES = 1 << 16
 _LONGEST = 1 << 25
-"""Bytes of a file of a ring, unpacked. More is none of ours."""
+"""The most bytes of a ring file, unpacked; a larger file was not written by `EventRing`."""
 
 
 class Activity(IntEnum):
@@ -59,7 +58,7 @@ class Activity(IntEnum):
     AGREE = 10, "agreeing with the other ranks on the step"
 
     phrase: str
-    """The words of messages for the activity; the name of a unit may follow."""
+    """The words for the activity in messages; the name of a unit may follow."""
 
     def __new__(cls, number: int, phrase: str = "") -> Self:
         made = int.__new__(cls, number)
@@ -71,7 +70,7 @@ WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL, Acti
 
 
 def phrase_of(activity: Activity, unit: int, names: Sequence[str]) -> str:
-    """Return the activity of a rank in words, with the unit's name from `names` if it concerns a unit."""
+    """Return the activity in words, with the unit's name from `names` if it concerns a unit."""
     if activity in WITHOUT_UNIT:
         return activity.phrase
     name = names[unit] if 0 <= unit < len(names) else "the run's counters"
@@ -82,18 +81,18 @@ class EventRing:
     """The last `EVENTS` events of this rank."""
 
     def __init__(self) -> None:
-        self._words = bytearray(EVENTS * _PAIR.size)  # Pages that were never written to cost nothing.
+        self._words = bytearray(EVENTS * _PAIR.size)  # Untouched pages use no memory.
         self._at = 0
         self._names: dict[str, int] = {}
 
     def add(self, code: int, at: int = 0) -> None:
-        """Append an event at a moment of `time.monotonic_ns`, by default now."""
+        """Append an event at a time of `time.monotonic_ns`, by default now."""
         place = self._at
         _PAIR.pack_into(self._words, place, at or time.monotonic_ns(), code)
         self._at = (place + _PAIR.size) % (EVENTS * _PAIR.size)
 
     def name(self, text: str) -> int:
-        """The number that stands for a name in a word. Of too many different ones, later ones are 0, which has none."""
+        """Return the number of a name in event words; 0, no name, once there are too many."""
         number = self._names.get(text, 0)
         if not number and len(self._names) < _NAMES:
             number = self._names[text] = len(self._names) + 1
@@ -110,11 +109,11 @@ class EventRing:
 
 
 def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """The header of a file that `write` made, and its events: moments in nanoseconds, which grow, and words.
+    """Return the header of a ring file, and its events: ascending times in nanoseconds, and words.
 
     Raises:
-        OSError: where it cannot be read.
-        ValueError: where it is no such file.
+        OSError: for a file that cannot be read.
+        ValueError: for a file in another format.
     """
     unpacking = zlib.decompressobj()
     try:

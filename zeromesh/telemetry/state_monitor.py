@@ -1,6 +1,6 @@
-"""`StateMonitor` writes where every rank is to one file, so that a lost, hung or slow rank shows while the run goes on.
+"""`StateMonitor` writes the state of every rank to one file, so that a lost, hung or slow rank shows while the run goes on.
 
-It also passes on requests for traces: those of whoever writes `trace/request` beside that file.
+It also passes on requests for traces, which are made by writing `trace/request` beside that file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from zeromesh.telemetry.status_board import ASKED, TOTALS, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
 _WINDOW = 10
-"""The fewest steps whose seconds are averaged, where there were so many after the first, in which much is done once."""
+"""The least number of steps to average over; the first step, which includes one-time work, is left out once there are enough."""
 
 
 class StateMonitor:
-    """Writes `path` every second, from a thread of its own, whole each time.
+    """Writes `path` every second, atomically, in a thread.
 
         {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "microbatch": 1, "activity": "forward",
           "doing": "in forward of unit layers.3", "seconds": 0.2, "seconds_without_progress": 0.1, "failure": "", "disk": "",
           "waits": {"for": "gather of layers.3/0", "ranks": [1], "seconds": 0.2},
           "recent": {"steps": 10, "data": 0.01, "compute": 0.3, "offload": 0.0, "communication": 0.02, "between": 0.01}}, ...]}
 
-    `seconds`: for how long it has been doing that. `waits` is null where it waits for nobody; its `ranks` have not come. `recent`
-    has the seconds of a step by what they went to, the mean of the latest `steps`; null before the second. `failure` is what
-    `clean` leaves of the error. What the monitor cannot write it does not write: nothing depends on it.
+    `seconds` is the duration of the activity. `waits` is null for a rank that does not wait; its `ranks` are the late ones.
+    `recent` has the mean seconds of the latest `steps` by category; null before the second step. `failure` is the error passed
+    through `clean`. Errors of writing are ignored: nothing depends on the file.
     """
 
     PERIOD_SECONDS = 1.0
@@ -57,7 +57,6 @@ class StateMonitor:
         self._thread.join()
 
     def states(self) -> list[dict[str, Any]]:
-        """One mapping for each rank."""
         now, watch = time.monotonic(), self._watch
         found = []
         for rank, (before, since) in self._progress.items():
@@ -76,7 +75,7 @@ class StateMonitor:
         return found
 
     def _recent(self, rank: int) -> dict[str, Any] | None:
-        """Return the mean seconds of a rank's recent steps, from its totals now and some steps ago; None before a step is over."""
+        """Return a rank's mean seconds per recent step, from its totals now and some steps ago; None before its first step ends."""
         now, earlier = self._watch.board.totals(rank), self._totals[rank]
         if now[0] and (not earlier or now[0] != earlier[-1][0]):
             earlier.append(now)
@@ -90,7 +89,7 @@ class StateMonitor:
         return {"steps": steps, **dict(zip(TOTALS, means, strict=True))}
 
     def _request(self) -> int:
-        """When traces were last asked for; 0: never."""
+        """Return the time of the latest request for traces; 0: never."""
         try:
             return (self._path.parent / REQUEST).stat().st_mtime_ns
         except OSError:
@@ -103,7 +102,7 @@ class StateMonitor:
                 self._asked = asked
                 self._watch.board.own[ASKED] = asked
             content = json.dumps({"time": time.time(), "ranks": self.states()})
-            with suppress(OSError):  # A full disk is reported by what matters.
+            with suppress(OSError):  # A full disk is reported by other writers.
                 write_whole(self._path, content.encode(), sync=False)
             if last:
                 return

@@ -1,12 +1,11 @@
-"""The board: where every rank of a run says what it is doing, so that a wait can name whom it waits for.
+"""The status board: every rank of a run posts its current activity, so that a wait can name the ranks that it waits for.
 
-One row of 64-bit words per rank: its process id, a progress counter, what it is doing to which unit at which step, and a ring of
-the events it has gone through; and its notes, short texts such as why it failed. Ranks of one host share the rows as memory
-(`shared_rows`, a few hundred nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`,
-once in a while and when they fail).
+Each rank has a row of 64-bit words: its process id, a progress counter, its activity, unit and step, and rings of its latest
+events; and notes, short texts such as its error. Ranks of one host share the rows as memory (`shared_rows`, a few hundred
+nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, twice a second and at errors).
 
-What belongs together is read together: step, activity and unit are one word, a note has a stamp that is 0 while it is
-written, and an event is looked at again after it was read. The order of stores is that of x86.
+Reads are consistent: step, activity and unit are one word, a note has a stamp that is 0 while it is written, and an event is
+checked again after it was read. This relies on the store order of x86.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ from zeromesh.telemetry.event_ring import ACTIVITY_BITS, UNIT_BITS
 
 HISTORY = 256
 STREAMS = 3
-"""Sequences of events that are each in one order on all ranks: gathers, reductions, and calls of methods."""
+"""The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
 _PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, ASKED, _CLOCK = range(8)
-"""`SINCE`: when `STATE` last changed, by the rank's own monotonic clock in nanoseconds, as `_CLOCK`, which says when it published
-this. `MICROBATCH`: its number in the step, from 1. `ASKED`: of rank 0 alone, the number of the latest request for traces."""
+"""The words of a row. `SINCE` is the time of the last change of `STATE` and `_CLOCK` that of publishing, both of the rank's own
+monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `ASKED`, on rank 0 only, is the number of the latest trace request."""
 _STAMPS_AT = 8
 _EVENTS_AT = 13
 _TOTALS_AT = 16
 _HISTORY_AT = 24
 _NOTES_AT = _HISTORY_AT + STREAMS * HISTORY
 TOTALS = ("data", "compute", "offload", "communication", "between")
-"""To what the nanoseconds of whole steps went. `between`: those between steps."""
+"""The categories of the nanoseconds of steps; `between` is the time between steps."""
 
 
 class RankNote(IntEnum):
-    """The notes of a rank. Each has a stamp, which says whether it is there, and which one it is."""
+    """The notes of a rank. Each has a stamp, 0 where the note is absent, which identifies it."""
 
     FAILURE = 0
-    """Why this rank stops."""
+    """The error that stops this rank."""
     CALL = 1
-    """The innermost method in which it is that all ranks call; the stamp is the number of the call, counted from 1."""
+    """The innermost collective method that the rank is in; the stamp is the number of the call, from 1."""
     LEFT = 2
-    """The error with which it has left a call, whose number is the stamp."""
+    """The error with which the rank left a call, whose number is the stamp."""
     DISK = 3
-    """The disk operation that it has been waiting for."""
+    """The disk operation that the rank waits for."""
     WAIT = 4
-    """For what it waits: numbers of the ranks that have not come, `|`, and what for. The stamp is since when, as `SINCE`."""
+    """The wait that the rank is in: numbers of the late ranks, `|`, and the operation. The stamp is its start, as in `SINCE`."""
 
 
 _NOTE_BYTES = (1024, 256, 512, 512, 512)
@@ -59,8 +58,8 @@ ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
 
 class RankStatus(NamedTuple):
-    """The last status that one rank has published: its process id, a counter that moves while it works, the step and the microbatch
-    (from 1; 0 before the first), what it does to which unit, for how many seconds, and why it failed (empty while it has not)."""
+    """The last status that a rank published: its process id, a counter that moves while it works, step and microbatch (from 1; 0
+    before the first), activity and unit, the seconds since it began, and its error (empty if none)."""
 
     pid: int
     progress: int
@@ -73,33 +72,31 @@ class RankStatus(NamedTuple):
 
 
 def new_row() -> memoryview:
-    """A row in the memory of this process alone."""
+    """Return an empty row in private memory."""
     return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
 
 
 def shared_rows(segment: SharedSegment) -> dict[int, memoryview]:
-    """The rows of all ranks, in memory that they share; its descriptor is not needed any more."""
+    """Map the rows of all ranks in shared memory, whose descriptor is closed."""
     words = segment.words()
     return {rank: words[rank * ROW_WORDS : (rank + 1) * ROW_WORDS] for rank in range(len(words) // ROW_WORDS)}
 
 
 class StatusBoard:
-    """Rows of all ranks, of which this rank writes `own`."""
+    """The rows of all ranks, of which this rank writes `own`."""
 
     def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
         self.own = rows[rank]
-        """The row of this rank: in `STATE` what it does now, as one word (see `event_ring`), in `PROGRESS` a counter."""
+        """This rank's row: its activity as one word (see `event_ring`) in `STATE`, a counter in `PROGRESS`, and more."""
         self._rank = rank
         self._row: Callable[[int], memoryview] = rows.__getitem__
         self.own[_PID] = os.getpid()
 
     def beat(self) -> None:
-        """Move this rank's progress counter."""
         self.own[PROGRESS] += 1
 
     def event(self, stream: int, code: int, state: int, at: int = 0) -> int:
-        """Append an event to a stream that all ranks go through in one order, and post `state`, since the moment `at`; returns the
-        event's number."""
+        """Append an event to a stream that has one order on all ranks, and post `state` as of `at`; returns the event's number."""
         own = self.own
         number = own[_EVENTS_AT + stream]
         own[STATE], own[SINCE] = state, at
@@ -109,20 +106,19 @@ class StatusBoard:
         return number
 
     def event_of(self, rank: int, stream: int, number: int) -> int | None:
-        """Event `number` of a rank, or None when it has not got there, or the board no longer knows."""
+        """Return event `number` of a rank; None if it has not come yet, or the row no longer holds it."""
         row = self._row(rank)
         if number >= row[_EVENTS_AT + stream]:
             return None
         word: int = row[_HISTORY_AT + stream * HISTORY + number % HISTORY]
-        # The writer may have come round to this place of the ring while it was read.
+        # The writer may have overwritten this place of the ring while it was read.
         return word if number > row[_EVENTS_AT + stream] - HISTORY else None
 
     def reached(self, rank: int, stream: int, number: int) -> bool:
-        """Return True if a rank has gone through event `number`."""
+        """Return True if a rank has posted event `number`."""
         return bool(self._row(rank)[_EVENTS_AT + stream] > number)
 
     def row(self, rank: int) -> RankStatus:
-        """Return the last status that a rank has published."""
         row = self._row(rank)
         rest, unit = divmod(row[STATE], 1 << UNIT_BITS)
         step, activity = divmod(rest, 1 << ACTIVITY_BITS)
@@ -138,36 +134,35 @@ class StatusBoard:
         )
 
     def seconds_since(self, rank: int, moment: int) -> float:
-        """How long ago a moment of a rank's own clock was; 0 where the moment is 0. Clocks of hosts are not compared."""
-        clock = self._row(rank)[_CLOCK]  # Ranks that share memory do not say, and have the same clock.
+        """Return the seconds since a time of a rank's own clock; 0 for the time 0. Clocks of hosts are not compared."""
+        clock = self._row(rank)[_CLOCK]  # It is 0 for ranks that share memory and so the clock.
         elapsed = (clock or time.monotonic_ns()) - moment
         return (elapsed / 1e9 + (self.silent_seconds(rank) if clock else 0.0)) if moment else 0.0
 
     def count_step(self, nanoseconds: Sequence[int]) -> None:
-        """Add a step, and what it took, in the order of `TOTALS`."""
+        """Add a step and its nanoseconds, in the order of `TOTALS`."""
         for place, value in enumerate((1, *nanoseconds), start=_TOTALS_AT):
             self.own[place] += value
 
     def totals(self, rank: int) -> tuple[int, ...]:
-        """A rank's steps so far, and their nanoseconds in the order of `TOTALS`."""
+        """Return a rank's number of steps and their nanoseconds, in the order of `TOTALS`."""
         return tuple(self._row(rank)[_TOTALS_AT : _TOTALS_AT + 1 + len(TOTALS)])
 
     def asked(self) -> int:
-        """The number of the latest request for traces, as far as this rank knows without asking."""
+        """Return the number of the latest request for traces that this rank has seen."""
         return int(self._row(0)[ASKED])
 
     def progress(self, rank: int) -> int:
-        """The progress counter of a rank."""
         return int(self._row(rank)[PROGRESS])
 
     def fail(self, message: str) -> None:
-        """Tell the others why this rank stops; the first reason stays."""
+        """Publish the error that stops this rank; the first one stays."""
         if not self.own[_STAMPS_AT + RankNote.FAILURE]:
             self.write(RankNote.FAILURE, 1, message)
             self.publish()
 
     def write(self, note: RankNote, stamp: int, text: str = "") -> None:
-        """Replace a note of this rank; a stamp of 0 takes it away. One thread writes a kind of note."""
+        """Replace a note of this rank; stamp 0 removes it. Only one thread writes each kind of note."""
         start = _NOTE_STARTS[note]
         data = text.encode(errors="replace")[: _NOTE_BYTES[note] - 1] + b"\0"
         self.own[_STAMPS_AT + note] = 0
@@ -175,7 +170,7 @@ class StatusBoard:
         self.own[_STAMPS_AT + note] = stamp
 
     def read(self, rank: int, note: RankNote) -> tuple[int, str]:
-        """The stamp and the text of a rank's note; (0, "") where there is none."""
+        """Return the stamp and the text of a rank's note; (0, "") if there is none."""
         row, start = self._row(rank), _NOTE_STARTS[note]
         while stamp := row[_STAMPS_AT + note]:
             data = bytes(row.cast("B")[start : start + _NOTE_BYTES[note]])
@@ -184,14 +179,14 @@ class StatusBoard:
         return 0, ""
 
     def publish(self) -> None:
-        """Make this rank's row visible to all now. Shared memory is so at once."""
+        """Publish this rank's row now. Shared memory needs no publishing."""
 
     def alive(self, rank: int) -> bool:
-        """False when the rank's process is known to be gone."""
+        """Return False if the rank's process is known to be gone."""
         return process_runs(self._row(rank)[_PID])
 
     def silent_seconds(self, rank: int) -> float:
-        """For how long nothing has been heard of a rank, as far as this rank has looked."""
+        """Return the seconds without a sign of life from a rank, as far as this rank has looked."""
         return 0.0 if self.alive(rank) else float("inf")
 
     def close(self) -> None:
@@ -199,7 +194,7 @@ class StatusBoard:
 
 
 def process_runs(pid: int) -> bool:
-    """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0: a rank has not published its own yet."""
+    """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0, since the rank has not published."""
     if pid == 0:
         return True
     try:
@@ -211,23 +206,21 @@ def process_runs(pid: int) -> bool:
 
 
 class Store(Protocol):
-    """The methods of a rendezvous store that the board uses."""
-
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes: ...
 
     def clone(self) -> Store:
-        """Another connection to the same store, for another thread."""
+        """Return another connection to the same store, for another thread."""
         ...
 
 
 class StoreBoard(StatusBoard):
     """The board of ranks on several hosts, over the rendezvous store.
 
-    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Reading a row asks
-    the store, which only a rank that has already waited for a while does. The store is usually kept by rank 0: when
-    it cannot be reached, rank 0 is taken to be gone, and of all rows the last ones seen count.
+    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Only a rank that has waited for a
+    while reads rows from the store. Rank 0 usually keeps the store: when it cannot be reached, rank 0 counts as gone, and the last
+    rows read stay valid.
     """
 
     PERIOD_SECONDS = 0.5
@@ -248,7 +241,7 @@ class StoreBoard(StatusBoard):
         self._thread.start()
 
     def _published(self, rank: int) -> memoryview:
-        """The row that a rank has published; the last that was seen of it when the store cannot be reached."""
+        """Return the row that a rank has published; the last one seen if the store cannot be reached."""
         if rank == self._rank:
             return self.own
         try:
@@ -280,11 +273,11 @@ class StoreBoard(StatusBoard):
         self._thread.join(timeout=2 * self.PERIOD_SECONDS)
 
     def publish(self) -> None:
-        """Make this rank's row visible to all now. Where the store cannot be reached nobody can be told."""
+        """Publish this rank's row now; does nothing if the store cannot be reached."""
         with self._publishing:
             self.own[_PUBLISHED] += 1
             self.own[_CLOCK] = time.monotonic_ns()
-            # One copy, in which no other thread writes meanwhile.
+            # A single copy, which no other thread can change halfway.
             row = base64.b64encode(self.own.tobytes()).decode()
             try:
                 self._publisher.set(f"zeromesh/board/{self._rank}", row)
@@ -294,5 +287,5 @@ class StoreBoard(StatusBoard):
     def _run(self) -> None:
         while not (self._closed.wait(self.PERIOD_SECONDS) or self._store_is_gone):
             self.publish()
-            with suppress(RuntimeError):  # The next `publish` notices it.
+            with suppress(RuntimeError):  # The next `publish` notices the error.
                 self._last[0] = self._publisher.get("zeromesh/board/0")

@@ -1,4 +1,4 @@
-"""`StepRecorder`: where the time of a step goes, what ranks send one another, and named ranges for torch's profiler.
+"""`StepRecorder`: the seconds of a step by phase, the traffic between ranks, and named ranges for torch's profiler.
 
     recorder.begin_step()
     with recorder.span(StepPhase.FORWARD): ...       # spans may lie inside each other
@@ -6,15 +6,14 @@
     recorder.take_seconds()    {"data": 0.004, "forward": 0.120, "backward": 0.251, "communication": 0.018, ...}
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
-A moment belongs to the innermost span that is open, so the seconds of all phases add up to those of the step. Time spent in waiting
-for bytes of another tier comes from a counter and belongs to the phase `offload_wait` alone.
+Time belongs to the innermost open span, so the phases' seconds add up to those of the step. Time spent waiting for bytes of another
+tier comes from a counter and belongs to the phase `offload_wait` alone.
 
-Bytes are what a rank has to send at least: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and in a reduce-scatter, and
-twice that in an all-reduce. In memory that ranks share nothing is sent; the number is then what a network would have had to carry.
-Seconds are those that this rank's own thread has spent in starting a collective and in waiting for it; what runs beside the
-computation costs none. On CUDA they are the host's.
+Bytes are the least that a rank has to send: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and a reduce-scatter, and
+twice that in an all-reduce. In shared memory nothing is sent; the number is what a network would have to carry. Seconds are those
+of this rank's main thread for starting collectives and waiting for them (on CUDA the host's), without overlapped communication.
 
-With `enabled = False` nothing is measured, and a call costs a look at a flag. Ranges are recorded inside `profiling_ranges` alone.
+With `enabled = False` nothing is measured, at the cost of a flag test. Ranges are recorded only inside `profiling_ranges`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from zeromesh.offload import WaitTime
 from zeromesh.telemetry.event_ring import BEGIN, END, EventRing
 
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""By axis and collective: `calls`, `bytes` and `seconds`."""
+"""Traffic by axis and collective: `calls`, `bytes` and `seconds`."""
 
 
 class Collective(StrEnum):
-    """The operations that ranks carry out together. An agreement is a small exchange between hosts' memories: sums of the loss, the
-    norm, barriers."""
+    """The operations that ranks carry out together. An agreement is a small CPU exchange: sums of the loss, the norm, barriers."""
 
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
@@ -50,8 +48,6 @@ class Collective(StrEnum):
 
 
 class StepPhase(StrEnum):
-    """The phases of a rank's step."""
-
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -62,29 +58,28 @@ class StepPhase(StrEnum):
 
 
 Mark = Callable[[], Any]
-"""Returns a moment: a number of seconds, or an event on a device's stream."""
+"""Returns the present time: a number of seconds, or an event on a device's stream."""
 Between = Callable[[Any, Any], float | None]
-"""`between(end, begin)` returns seconds; None where the end has not come yet."""
+"""Returns the seconds from `begin` to `end` as `between(end, begin)`; None if `end` is not reached yet."""
 BACKWARD_RANGE = "backward of "
-"""The names of ranges that `next_range` begins start with this: such a range ends amid an operator of autograd's."""
+"""The prefix of the ranges of `next_range`, which end inside an operator of autograd."""
 NOTHING: AbstractContextManager[object] = nullcontext()
-"""A block of which nothing is recorded."""
+"""A block that records nothing."""
 
 
 class StepRecorder:
     """Records the steps of one rank.
 
-    `mark` and `between` say how time is measured. With events of a device as marks nothing waits for the device: what it has not
-    done when `take_seconds` asks belongs to the next step's seconds.
+    `mark` and `between` measure time. Device events as marks are never waited for: work that the device has not finished at
+    `take_seconds` counts for the next step.
     """
 
     def __init__(self, mark: Mark = time.perf_counter, between: Between = operator.sub) -> None:
         self.enabled = True
-        """True if seconds and traffic are measured. It may change between steps."""
+        """True if seconds and traffic are measured; may change between steps."""
         self.profiling = False
-        """True if ranges are recorded: inside `profiling_ranges`."""
         self.ring = EventRing()
-        """The latest events of this rank, which include all that is measured, by the host's clock."""
+        """The latest events of this rank, including all measured spans, by the host's clock."""
         self._mark = mark
         self._between = between
         self._waits = WaitTime()
@@ -99,21 +94,21 @@ class StepRecorder:
     # Seconds
 
     def begin_step(self, waits: WaitTime | None = None) -> None:
-        """Begin a step. `waits` counts how long this rank waits for bytes of another tier."""
+        """Begin a step. `waits` counts the time that this rank waits for bytes of another tier."""
         self._open = [StepPhase.OTHER] if self.enabled else []
         self._waits = waits or self._waits
         self._waited_before = self._waits.total
         self._last = self._mark() if self.enabled else None
 
     def span(self, phase: StepPhase, name: str = "") -> AbstractContextManager[object]:
-        """A block that belongs to `phase`; where ranges are recorded, it is one called `name`."""
+        """Return a block that belongs to `phase`, recorded as a profiler range called `name` if ranges are recorded."""
         if not self.enabled and not self.profiling:
             return NOTHING
         span = _Span(self, phase, name or phase.value)
         return span.with_range() if self.profiling else span
 
     def take_seconds(self) -> dict[str, float]:
-        """End the step and return its seconds by phase, those without any left out. Empty where no step has begun."""
+        """End the step and return its seconds by phase without zeros; empty if no step has begun."""
         if self._open:
             self._lap()
         self._open = []
@@ -130,7 +125,7 @@ class StepRecorder:
         return {phase.value: found[phase] for phase in StepPhase if phase in found}
 
     def _lap(self) -> None:
-        """Count what was since the last mark for the innermost span."""
+        """Add the time since the last mark to the innermost span."""
         now, waited = self._mark(), self._waits.total
         self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
         self._last, self._waited_before = now, waited
@@ -138,16 +133,16 @@ class StepRecorder:
     # Traffic
 
     def account(self, axis: str, ranks: int) -> CommAccount:
-        """Open the account of an axis or a process set of so many ranks; one of that name begins anew."""
+        """Open the account of an axis or process set of `ranks` ranks; an existing one of that name is replaced."""
         account = self._accounts[axis] = CommAccount(self, axis, ranks)
         return account
 
     def close_account(self, axis: str) -> None:
-        """Forget an axis, with its traffic since the last `take_traffic`."""
+        """Remove the account of an axis, with its traffic since the last `take_traffic`."""
         self._accounts.pop(axis, None)
 
     def take_traffic(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Calls, bytes and seconds by axis and collective since this was last called; those that moved nothing are left out."""
+        """Return calls, bytes and seconds by axis and collective since the last call, without unused ones."""
         found = {axis: account.take() for axis, account in list(self._accounts.items()) if account.used}
         return {axis: collectives for axis, collectives in found.items() if collectives}
 
@@ -155,7 +150,6 @@ class StepRecorder:
 
     @contextmanager
     def profiling_ranges(self) -> Iterator[None]:
-        """Record ranges inside the block."""
         self.profiling = True
         try:
             yield
@@ -164,21 +158,20 @@ class StepRecorder:
             self.profiling = False
 
     def range(self, what: str, of: str = "") -> AbstractContextManager[object]:
-        """A block, named by what is done and to what."""
+        """Return a profiler range, named after the operation and its object."""
         return record_function(f"{what} {of}".rstrip()) if self.profiling else NOTHING
 
     def begin_range(self, what: str, of: str) -> None:
-        """Begin a range that `end_range` ends."""
         if self.profiling:
             self._nested.append(record_function(f"{what} {of}").__enter__())  # type: ignore[no-untyped-call]
 
     def end_range(self) -> None:
-        """End the latest range that `begin_range` began, if any is left."""
+        """End the latest range of `begin_range`, if one is open."""
         if self._nested:
             self._nested.pop().__exit__(None, None, None)
 
     def next_range(self, of: str | None) -> None:
-        """Backward has reached `of`: end the range of what it had reached before. None: backward is over."""
+        """End the range of the unit that backward reached before, and begin one for `of`; None: backward is over."""
         if self._current is not None:
             self._current.__exit__(None, None, None)
         self._current = None
@@ -186,14 +179,14 @@ class StepRecorder:
             self._current = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
 
     def end_ranges(self) -> None:
-        """End all ranges that were begun, well or not."""
+        """End all open ranges, after an error too."""
         self.next_range(None)
         while self._nested:
             self.end_range()
 
 
 class _Span:
-    """A block of one phase. It has no state of its own, so that one object serves every block of its kind."""
+    """A block of one phase; stateless, so that one object serves every block of its kind."""
 
     __slots__ = ("_figures", "_name", "_number", "_phase", "_recorder")
 
@@ -206,7 +199,7 @@ class _Span:
 
     @contextmanager
     def with_range(self) -> Iterator[None]:
-        """This block, which is a range of torch's profiler too."""
+        """Enter this block as a range of torch's profiler, too."""
         with record_function(self._name), self:
             yield
 
@@ -230,10 +223,7 @@ class _Span:
 
 
 class CommAccount:
-    """The traffic that this rank has sent to the others of one axis, `ranks` of them.
-
-    What is timed is communication of the recorder's step too, and a range of torch's profiler.
-    """
+    """The traffic of this rank on one axis of `ranks` ranks. Timed collectives also count as communication and as ranges."""
 
     def __init__(self, recorder: StepRecorder, axis: str, ranks: int) -> None:
         share = (ranks - 1) / ranks
@@ -241,16 +231,15 @@ class CommAccount:
         self._factors = dict.fromkeys(Collective, share)
         self._factors |= {Collective.ALL_REDUCE: 2 * share, Collective.POINT_TO_POINT: 1.0}
         self._figures: dict[Collective, list[float]] = {each: [0, 0.0, 0.0, 0.0] for each in Collective}
-        """Calls, bytes, seconds, and when the block that is timed now has begun."""
+        """Calls, bytes, seconds, and the start of the block being timed."""
         self._spans = {
             each: _Span(recorder, StepPhase.COMMUNICATION, f"{each.value} over {axis}", self._figures[each])
             for each in Collective
         }
         self.used = False
-        """True if a collective was counted or timed since the last `take`."""
 
     def count(self, collective: Collective, whole: int) -> None:
-        """Count one more `collective`, to or from which every rank moves `whole` bytes in all; of a message, its length."""
+        """Count one `collective` with `whole` bytes over all ranks; for a message, its bytes."""
         if self._recorder.enabled:
             self.used = True
             figures = self._figures[collective]
@@ -258,7 +247,7 @@ class CommAccount:
             figures[1] += whole * self._factors[collective]
 
     def timed(self, collective: Collective, whole: int = -1) -> AbstractContextManager[object]:
-        """A block whose duration counts for `collective`; one with `whole` is also counted, as by `count`."""
+        """Return a block whose duration counts for `collective`; if `whole` is given, it is also counted, as by `count`."""
         recorder = self._recorder
         if whole >= 0 and recorder.enabled:
             self.count(collective, whole)
@@ -269,7 +258,7 @@ class CommAccount:
         return span.with_range() if recorder.profiling else span
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Calls, bytes and seconds by collective since this was last called, of the collectives that there were."""
+        """Return calls, bytes and seconds by collective since the last call, without unused ones."""
         self.used = False
         found = {}
         for collective, figures in self._figures.items():
@@ -281,7 +270,7 @@ class CommAccount:
 
 
 def added(total: Figures, more: Figures) -> dict[str, dict[str, dict[str, float]]]:
-    """The sum of two results of `StepRecorder.take_traffic`."""
+    """Return the sum of two results of `StepRecorder.take_traffic`."""
     out = {axis: {name: dict(row) for name, row in rows.items()} for axis, rows in total.items()}
     for axis, rows in more.items():
         for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for."""
+"""`Watchdog`: bounds every wait for another rank, and names the ranks waited for."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from zeromesh.telemetry.status_board import (
 )
 
 _ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
-"""The beginnings of names of waits that ranks announce as events before they wait: a rank that has done so is not waited for."""
+"""The prefixes of waits that ranks announce by an event: a rank that has posted the event is not missing."""
 _TOTAL_OF = {"data": 0, "offload_wait": 2, "communication": 3}
-"""The place in `TOTALS` of a phase; all others are computation."""
+"""The index in `TOTALS` of each phase; all other phases are computation."""
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
-"""The streams of events. On a device reductions are events of the stream of gathers."""
+"""The event streams. On a device, reductions are events of the stream of gathers."""
 
 _CODE_BITS = 31
 _CODE = (1 << _CODE_BITS) - 1
-"""An event is one word: its code (activity and unit), and above it a digest of all events of its stream up to it. Rows remember
-the last few events alone; ranks that have parted before that still differ in the digest."""
+"""The mask of an event's code (activity and unit). Above it is a digest of all events of the stream so far, so that ranks which
+diverged before the events that rows still hold differ in the digest."""
 
 
 def _when(step: int) -> str:
@@ -53,17 +53,16 @@ class AsyncWork(Protocol):
 
 
 class Watchdog:
-    """Bounds and explains waits.
+    """Bounds waits for other ranks and explains their errors.
 
-    A wait ends with `CollectiveError` when a peer's process is gone, when a peer has failed, when a peer went through
-    another event than this rank, or when for `timeout_seconds` neither the wait's own condition nor any peer's
-    progress counter moved.
+    A wait ends with `CollectiveError` when a peer's process is gone, a peer has failed or posted another event than this rank, or
+    for `timeout_seconds` neither the wait's condition nor any peer's progress counter changed.
     """
 
     SLICE_SECONDS = 0.25
     PAUSE_SECONDS = 0.02
     LEFT_SECONDS = 0.5
-    """How long a wait goes on after a peer has left the call: what it has done before may still be on its way."""
+    """Seconds that a wait goes on after a peer has left the call: its earlier messages may still be on their way."""
 
     def __init__(
         self,
@@ -74,55 +73,49 @@ class Watchdog:
         compare_events: bool,
         one_order: bool = False,
     ) -> None:
-        """`compare_events`: all events, since looking is free. `one_order`: gathers and reductions have one order, as devices need,
-        which run them as they were launched. On CPUs reductions start as gradients come, on each rank between other gathers."""
+        """Start the watchdog. `compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions
+        share one order, as on devices; on CPUs, reductions start as gradients arrive, between any gathers."""
         self.board = board
-        """The board on which all ranks say what they do."""
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
         self._reductions = _GATHERS if one_order else _REDUCTIONS
         self.unit_names: dict[int, Sequence[str]] = {}
-        """The names that unit numbers stand for in messages, by rank."""
+        """The names of unit numbers in messages, by rank."""
         self.alike: frozenset[int] | None = None
-        """The ranks that go through the same events as this one; None: all do."""
-        self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
+        """The ranks that post the same events as this one; None: all ranks."""
+        self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
         self._calls: list[tuple[int, str]] = []
-        """Numbers and names of the calls that this rank is in, the innermost last."""
+        """The numbers and names of the calls that this rank is in, innermost last."""
         self.begun = 0
-        """How many things this rank has begun together with others so far. An error that comes before the next one leaves nothing
-        half done."""
+        """The number of operations that this rank has begun with others. An error between two of them leaves nothing half done."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
         self.in_doubt = False
-        """True if collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
+        """True if collectives may be in flight that never end: a wait failed, or this rank stopped in the middle of a step."""
         self.broken: CollectiveError | None = None
-        """The error found by a thread that looks after collectives in flight; whatever waits for others next raises it."""
+        """The error found by a supervising thread; the next wait for others raises it."""
         self.told = threading.Event()
-        """Set once an error has reached whoever called."""
+        """Set once an error has been raised to the caller."""
         self.on_beat: Callable[[], None] = lambda: None
-        """Called by the thread of the heartbeat, a few times a second."""
+        """Called by the heartbeat thread a few times a second."""
         self.on_post: Callable[[], None] = lambda: None
-        """Called whenever this rank says what it does."""
+        """Called whenever this rank posts its activity."""
         self.on_request: Callable[[], None] = lambda: None
-        """Called by that thread when somebody has asked for traces of all ranks."""
+        """Called by the heartbeat thread when traces of all ranks are requested."""
         self.ring = EventRing()
-        """The latest events of this rank."""
         self._step_ended = 0.0
         self.disk_patience = 600.0
-        """Seconds that this rank waits for a single call to a disk before the others count that as no progress."""
+        """Seconds of a single disk operation after which it no longer counts as progress."""
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
         self._heartbeat.start()
 
     def _beat(self) -> None:
-        """Look after what is in flight, and move this rank's progress counter while it waits for a disk, for the patience at most.
-
-        The thread stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits for stays on the
-        board for as long as the call goes on, so that the error after the patience can name it.
-        """
+        """Move this rank's progress counter while it waits for a disk, for the patience at most, and call `on_beat`. The disk
+        operation stays on the board, so that an error after the patience can name it."""
         period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self.board.asked()
         while not self.closed.wait(period):
             self.on_beat()
@@ -142,7 +135,7 @@ class Watchdog:
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Inside the block a wait lasts at least `seconds` before peers without progress are late."""
+        """Set a minimum of `seconds` for waits inside the block before peers without progress count as late."""
         usual = self.timeout_seconds
         self.timeout_seconds = max(usual, seconds)
         try:
@@ -151,27 +144,26 @@ class Watchdog:
             self.timeout_seconds = usual
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
-        """Say what this rank does now; `step` counts from 0."""
+        """Post this rank's activity; `step` counts from 0."""
         own = self.board.own
         if step is not None:
             self._step, own[MICROBATCH] = step + 1, 0
         self.refuse()
         self._doing = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
-        if own[STATE] != state:  # A rank that says it again and again has been at it all the time.
+        if own[STATE] != state:  # Repeated posts of one state keep its start time.
             own[STATE], own[SINCE] = state, (now := time.monotonic_ns())
             self.ring.add(state, now)
         own[PROGRESS] += 1
         self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
-        """Say that this rank begins with a microbatch of the step, counted from 0."""
+        """Post the start of a microbatch of the step, counted from 0."""
         self.board.own[MICROBATCH] = number + 1
         self.ring.add(event_ring.MICROBATCH | (number + 1))
 
     def count_step(self, seconds: Mapping[str, float]) -> None:
-        """Say how long the phases of a step took, which is over. What is left of the time since the last such call was between
-        the two steps."""
+        """Post the seconds of the phases of a finished step. The rest of the time since the last call was between steps."""
         found, now = [0.0] * 5, time.monotonic()
         for phase, value in seconds.items():
             found[_TOTAL_OF.get(phase, 1)] += value
@@ -183,14 +175,13 @@ class Watchdog:
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
     ) -> None:
-        """Go through an event that all peers go through in the same order; `call` is the name of one that is `Activity.CALL`.
+        """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`.
 
-        On one host every event is compared, since looking is free there. Across hosts only one that is not `settled`
-        (not as recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes
-        on.
+        On one host every event is compared, since reading is free there. Across hosts only an event that is not `settled` (not as
+        recorded in an earlier pass) is: this rank then publishes it and waits for the peers' events.
 
         Raises:
-            CollectiveError: when a peer has gone through another one in its place.
+            CollectiveError: when a peer has posted another event in its place.
         """
         self._doing = (activity, unit)
         state = (activity << UNIT_BITS) | (unit + 1)
@@ -206,7 +197,7 @@ class Watchdog:
         self.ring.add(state, now)
         self._events[stream] = (number, word)
         if self._compare_events:
-            # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
+            # A peer that is not here yet compares with this rank later; a wait compares all streams (`examine`).
             self._compare(peers, stream)
         elif not settled:
             self.board.publish()
@@ -217,10 +208,9 @@ class Watchdog:
 
     @contextmanager
     def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
-        """The block is a call that all `peers` make. It begins when all of them have made it: nothing that ranks do together is
-        begun before.
+        """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it.
 
-        A rank that leaves the block with an error says so to those that are still in it and wait for it.
+        A rank that leaves the block with an error tells it to those that still wait for it in the block.
 
         Raises:
             CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
@@ -242,7 +232,7 @@ class Watchdog:
             self.board.write(RankNote.CALL, *(self._calls[-1] if self._calls else (0, "")))
 
     def _agree_on(self, name: str, peers: Sequence[int]) -> int:
-        """Wait until all peers have made the call; returns its number, counted from 1."""
+        """Wait until all peers have made the call; returns its number, from 1."""
         before = self._doing
         self.board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
         self.event(Activity.CALL, -1, (), call=name)
@@ -267,7 +257,7 @@ class Watchdog:
         return number + 1
 
     def _other_call(self, peer: int) -> CollectiveError:
-        """The error for a peer that has made another call in the place of this rank's latest."""
+        """Return the error for a peer that made another call in place of this rank's latest."""
         calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
         both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
         return CollectiveError(
@@ -276,7 +266,7 @@ class Watchdog:
         )
 
     def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
-        """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
+        """Return the error for a peer that waits in a call which this rank has not made; None if there is none."""
         made = self._events.get(_CALLS, (-1, 0))[0] + 1
         waiting = [peer for peer in self._others(peers) if self.board.row(peer).activity == Activity.CALL]
         calls = {peer: self.board.read(peer, RankNote.CALL) for peer in waiting}
@@ -291,7 +281,7 @@ class Watchdog:
         )
 
     def leaver(self, peers: Sequence[int]) -> str:
-        """Which peer has left a call that this rank is in, and why; empty where none has."""
+        """Return a text naming the peer that left a call of this rank, and its error; empty if none has."""
         inside = dict(self._calls)
         for peer in self._others(peers) if inside else ():
             number, why = self.board.read(peer, RankNote.LEFT)
@@ -300,12 +290,10 @@ class Watchdog:
         return ""
 
     def _behind(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
-        """The peers that have not gone through event `number`."""
         return [peer for peer in peers if not self.board.reached(peer, stream, number)]
 
     def _missing(self, peers: Sequence[int], what: str) -> list[int]:
-        """The peers that have not come to a collective, as far as the board tells: they neither wait for the same thing nor, where
-        it was announced, have announced as much as this rank."""
+        """Return the peers that have neither posted a wait for the same collective nor announced as many events as this rank."""
         announced = [(stream, at) for stream, (at, _) in self._events.items() if stream != _CALLS]
         early = announced if what.startswith(_ANNOUNCED) else []
         return [
@@ -323,9 +311,8 @@ class Watchdog:
         pause: Callable[[float], None] | None = None,
         behind: Callable[[], list[int]] | None = None,
     ) -> None:
-        """Wait until `done()`; for conditions that peers make true in shared memory. `pause` sleeps for so many seconds, or until
-        something has changed; None: nobody tells, and `done` is asked again and again. `behind` says who has not come; None: the
-        board has to."""
+        """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
+        change; None: poll. `behind` returns the late ranks; None: the board tells them."""
         self.begun += 1
         for _ in range(200):
             if done():
@@ -333,13 +320,13 @@ class Watchdog:
         self._wait(done, peers, what, pause, behind=behind)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Wait for a collective that runs in the background.
+        """Wait for an asynchronous collective.
 
         Raises:
-            CollectiveError: also when the collective itself failed, with what the board knows of the peers.
+            CollectiveError: also when the collective itself failed, with the peers' status on the board.
         """
         self.begun += 1
-        # After the first, a short one, the board says that this rank waits.
+        # The first slice is short, and after it the board says that this rank waits.
         first, piece = timedelta(seconds=self.SLICE_SECONDS / 5), timedelta(seconds=self.SLICE_SECONDS)
         pieces = chain([first], repeat(piece))
 
@@ -352,7 +339,7 @@ class Watchdog:
                     return False
             else:
                 return True
-            try:  # It failed, or it succeeded just after the wait for it had given up.
+            try:  # The work has failed, or completed just after the timeout.
                 work.wait(piece)
             except RuntimeError as error:
                 raise self.broken_transport(error, peers, what) from error
@@ -369,7 +356,6 @@ class Watchdog:
         late: Callable[[], CollectiveError] | None = None,
         behind: Callable[[], list[int]] | None = None,
     ) -> None:
-        """Wait until `done()`; peers are looked at a few times a second."""
         self.refuse()
         since = time.monotonic_ns()
         self.ring.add(event_ring.WAIT | self.ring.name(what), since)
@@ -389,7 +375,7 @@ class Watchdog:
                 look_at = now + 0.05
                 self.refuse()
                 patience.look()
-                if now >= say_at:  # Looking at rows of other hosts asks the store.
+                if now >= say_at:  # Reading rows of other hosts costs requests to the store.
                     say_at = now + 0.5
                     found = self._missing(peers, what) if behind is None else behind()
                     missing = found or missing
@@ -405,27 +391,26 @@ class Watchdog:
                 self.board.write(RankNote.WAIT, 0)
 
     def break_with(self, error: CollectiveError) -> None:
-        """Have whatever waits for others, now or next, raise `error`, and tell the other ranks."""
+        """Make present and future waits for others raise `error`, and tell the other ranks."""
         self.broken, self.in_doubt = error, True
         self.fail(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error: where communicators were aborted, a library's own error only follows from that."""
+        """Return the cause of an error: after communicators were aborted, a library's error is only a consequence."""
         follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
         return self.broken if follows and self.broken is not None else error
 
     def refuse(self) -> None:
-        """Raise what has broken the run, if something has."""
+        """Raise the error that has broken the run, if there is one."""
         if self.broken is not None:
             self.told.set()
             raise self.broken
 
     def fail(self, error: BaseException) -> None:
-        """Tell peers that this rank stops, so that they name the cause and not its consequence."""
+        """Post this rank's error, so that peers name the cause and not its consequence."""
         self.board.fail(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Stop publishing and give the board's memory back."""
         self.closed.set()
         self._heartbeat.join()
         self.board.close()
@@ -436,13 +421,13 @@ class Watchdog:
         return row, phrase_of(Activity(row.activity), row.unit, self.unit_names.get(rank, ()))
 
     def waits_for(self, rank: int) -> tuple[list[int], str, float] | None:
-        """The ranks that have not come to what a rank waits for, that, and for how many seconds; None where it does not wait."""
+        """Return the late ranks, the operation and the seconds of a rank's present wait; None if it does not wait."""
         since, text = self.board.read(rank, RankNote.WAIT)
         ranks, _, what = text.partition("|")
         return ([int(each) for each in ranks.split()], what, self.board.seconds_since(rank, since)) if since else None
 
     def describe(self, rank: int) -> str:
-        """The same as a line."""
+        """Return the last status of a rank as a line of text."""
         row, doing = self.state(rank)
         call, disk = (self.board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
@@ -455,7 +440,7 @@ class Watchdog:
         return [peer for peer in peers if peer != self._rank]
 
     def broken_transport(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
-        """A transport's own error, usually a closed connection: look for the rank that explains it."""
+        """Return the error for a transport's failure, usually a closed connection, with the rank that explains it."""
         seconds = min(2.0, self.timeout_seconds)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -469,10 +454,10 @@ class Watchdog:
         return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
 
     def examine(self, peers: Sequence[int], what: str) -> None:
-        """Look for a peer that is gone, has failed or does something else.
+        """Check the peers for one that is gone, has failed or does something else.
 
         Raises:
-            CollectiveError: naming it.
+            CollectiveError: for such a peer, naming it.
         """
         for peer in self._others(peers):
             if failure := self.board.read(peer, RankNote.FAILURE)[1]:
@@ -485,8 +470,7 @@ class Watchdog:
         self._compare(peers)
 
     def _compare(self, peers: Sequence[int], *streams: int) -> None:
-        """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream, by
-        default of any."""
+        """Raise `CollectiveError` if a peer posted another event in place of this rank's latest in `streams`, by default all."""
         for stream in streams or list(self._events):
             number, word = self._events[stream]
             for peer in peers:
@@ -500,7 +484,7 @@ class Watchdog:
                     raise self._parted(peer, stream, number, word, other)
 
     def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
-        """The error for events of one number that differ. It names the first that do, as far back as both rows go."""
+        """Return the error for different events of one number; it names the first difference that both rows still hold."""
         for earlier in range(number - 1, -1, -1):
             earlier_own, earlier_other = (self.board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
             if earlier_own is None or earlier_other is None or earlier_own == earlier_other:
@@ -523,7 +507,6 @@ class Watchdog:
         return phrase_of(Activity(activity), unit - 1, self.unit_names.get(self._rank, ()))
 
     def _late(self, peers: Sequence[int], what: str) -> CollectiveError:
-        """The error for peers that showed no progress for the whole timeout."""
         return self._called_alone(peers, what) or CollectiveError(
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
@@ -531,21 +514,21 @@ class Watchdog:
 
 
 class Patience:
-    """Bounds one wait that begins now. The deadline moves on whenever a peer makes progress."""
+    """The deadline of one wait that begins now; it moves on whenever a peer makes progress."""
 
     def __init__(
         self, watch: Watchdog, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
     ) -> None:
-        """`late` makes the error for those that are late."""
+        """Start the wait. `late` makes the error for late peers."""
         self._watch, self._others, self._what = watch, watch._others(peers), what
         self._late = late or (lambda: watch._late(peers, what))
         self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")
 
     def look(self) -> None:
-        """Look at the peers; to be called a few times a second while the wait goes on.
+        """Check the peers; called a few times a second during the wait.
 
         Raises:
-            CollectiveError: when one is gone, has failed, does something else, has left the call, or none makes progress.
+            CollectiveError: when a peer is gone, has failed, runs another operation or left the call, or none makes progress.
         """
         watch, now = self._watch, time.perf_counter()
         watch.examine(self._others, self._what)

@@ -7,9 +7,9 @@
     split         this rank's share              concatenation                before which all ranks have all
     scatter_out   sum, of it this rank's share   concatenation                after what is divided, along the sequence
 
-A gradient is *whole* where every rank has all of it, and *partial* where ranks have summands of it: it is partial between `copy_in`
-and `sum_out`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; along the sequence Korthikanti et al. 2022,
-arXiv:2205.05198.)
+A gradient is *whole* if every rank has all of it, and *partial* if ranks have summands of it: it is partial between `copy_in` and
+`sum_out`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; for sequence parallelism Korthikanti et al.
+2022, arXiv:2205.05198.)
 """
 
 from collections.abc import Callable, Sequence
@@ -27,40 +27,40 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """`torch.compile` calls the function as it is, between two graphs: communication has no place in one."""
+    """Exclude a function from `torch.compile`, which then breaks the graph there: communication cannot be compiled."""
     return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def copy_in(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """`x` itself; its gradient is summed over the ranks."""
+    """Return `x` itself; its gradient is summed over the ranks."""
     return _apply(x, None, lambda x: x.view_as(x), lambda grad: exchange.sum(grad).wait())
 
 
 def sum_out(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
-    """The sum of the ranks' `x` [..., features], plus `bias` [features], once."""
+    """Return the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
     return _apply(x, bias, lambda x: exchange.sum(x).wait(), lambda grad: grad)
 
 
 def gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """The ranks' `x` concatenated along `dim`; `sizes`: what each has along it, when they differ."""
+    """Concatenate the ranks' `x` along `dim`; `sizes` gives each rank's length along it when these differ."""
     whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
     return _apply(x, None, whole, lambda grad: _own(grad, dim, exchange, sizes))
 
 
 def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """This rank's share of `x` along `dim`: equal ones without `sizes`."""
+    """Return this rank's slice of `x` along `dim`; the slices are equal without `sizes`."""
     whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
     return _apply(x, None, lambda x: _own(x, dim, exchange, sizes), whole)
 
 
 def scatter_out(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
-    """This rank's share along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], once."""
+    """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
     whole = partial(_gathered, dim=dim, exchange=exchange, sizes=None)
     return _apply(x, bias, lambda x: exchange.scatter_sum(x, dim).wait(), whole)
 
 
 def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> tuple[int, int]:
-    """Start and length of this rank's share of `x` along `dim`."""
+    """Return start and length of this rank's slice of `x` along `dim`."""
     lengths = sizes or [x.shape[dim] // exchange.size] * exchange.size
     return sum(lengths[: exchange.index]), lengths[exchange.index]
 
@@ -70,7 +70,7 @@ def _gathered(x: torch.Tensor, *, dim: int, exchange: Exchange, sizes: Sequence[
 
 
 def _own(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
-    """A copy of this rank's share, so that the whole may go."""
+    """Copy this rank's slice, so that the memory of the whole can be freed."""
     return x.narrow(dim, *share_of_dim(x, dim, exchange, sizes)).clone(memory_format=torch.contiguous_format)
 
 
@@ -80,7 +80,7 @@ def _apply(x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward:
 
 
 class _Collective(torch.autograd.Function):
-    """Moves an activation by one call and its gradient by another; `bias` is added to what has come."""
+    """Moves an activation by the call `forward` and its gradient by `backward`, and adds `bias` to the result of the former."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward: _Move) -> torch.Tensor:

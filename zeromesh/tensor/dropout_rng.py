@@ -1,8 +1,8 @@
-"""Dropout under tensor parallelism: the same numbers where all ranks have the same activations, others where each has a part.
+"""Dropout under tensor parallelism: equal random numbers for equal activations, separate ones for divided activations.
 
-Numbers are drawn from the global generators, which are seeded alike on all ranks. Where activations are divided, the generators
-are put to a state of this rank's own, made from a number that all ranks draw, and afterwards back to where they were. So a
-recomputation that starts from the same state draws the same numbers.
+Numbers are drawn from the global generators, which are seeded alike on all ranks. For divided activations, the generators are set
+to a state of this rank, derived from a number that all ranks draw, and restored afterwards. So a recomputation that starts from the
+same state draws the same numbers.
 """
 
 from collections.abc import Iterator
@@ -16,23 +16,23 @@ from zeromesh.tensor.autograd_collectives import uncompiled
 
 
 class ShardedRandomness:
-    """Makes what is drawn between `enter` and `leave` this rank's own. `active` is false for a model that draws nothing."""
+    """Switches the generators to a state of this rank between `enter` and `leave`, unless `active` is False (no dropout)."""
 
     def __init__(self, rank: int, *, active: bool = True) -> None:
         self.active = active
         self._rank = rank
         self._seed: int | None = None
         self._states: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        """Those of the CPU's generator and of the device's, before they were this rank's own."""
+        """The states of the CPU's and the device's generator that are shared by all ranks, saved by `enter`."""
 
     @property
     def entered(self) -> bool:
-        """True if the generators are in this rank's own state: a recomputation that was cut short may have put them back."""
+        """True if the generators are in this rank's own state, which an interrupted recomputation may have replaced."""
         return self._seed is not None and torch.initial_seed() == self._seed
 
     @uncompiled
     def enter(self) -> None:
-        """Draw this rank's own numbers from here on, for activations that are divided. Does nothing where that is so already."""
+        """Switch to this rank's random numbers, for divided activations. Does nothing if that is already so."""
         if not self.active or self.entered:
             return
         common = int(torch.randint(2**62, (), device="cpu"))
@@ -42,7 +42,7 @@ class ShardedRandomness:
 
     @uncompiled
     def leave(self) -> None:
-        """Draw the same numbers on all ranks again, for equal activations. Does nothing where that is so already."""
+        """Switch back to the random numbers shared by all ranks. Does nothing if that is already so."""
         if not self.active or not self.entered or self._states is None:
             return
         host, device = self._states
@@ -52,7 +52,7 @@ class ShardedRandomness:
 
     @contextmanager
     def sharded(self) -> Iterator[None]:
-        """Draw this rank's own numbers inside the block, for activations that are divided."""
+        """Use this rank's random numbers inside the block, for divided activations."""
         self.enter()
         try:
             yield

@@ -1,11 +1,10 @@
-"""Layers of which every rank of the tensor axis holds a part. Parameters are ordinary local tensors under the names of the whole.
+"""Layers divided over the ranks of the tensor axis. Parameters are ordinary local tensors under the names of the whole ones.
 
     ColumnParallelLinear     some outputs       input whole (or a share of the sequence), output local
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
     VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
 
-Embeddings and experts stay the modules that they are; functions here stand around their forwards.
-`transposed` layers keep their weight as `[in, out]`, as GPT-2 does.
+Embeddings and experts keep their modules, whose forwards are wrapped. `transposed` layers keep weights as `[in, out]` (GPT-2).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_d
 
 
 class _Linear(nn.Module):
-    """Has the `weight` and `bias` of the `linear` layer that it replaces, of which features are those of this rank."""
+    """The `weight` and `bias` of the linear layer that it replaces, restricted to the features of this rank."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -36,14 +35,14 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """Computes some outputs of a linear layer, of all of its input.
+    """Computes some outputs of a linear layer from its whole input.
 
     Args:
-        source: hands out the input, together with other layers that read it.
-        randomness: what is drawn after this layer is this rank's own; None: someone else sees to it.
-        gathered: outputs of each rank; all ranks get those of all. None: each gets its own.
-        rows: which outputs to compute, where the layer has the whole weight, so that its gradient is partial: for fused
-            projections where ranks share key and value heads. None: the weight has this rank's outputs alone.
+        source: input shared with the other layers that read it.
+        randomness: generators to switch to this rank's random numbers after this layer; None: the caller does so.
+        gathered: number of outputs of each rank, gathered on all ranks. None: outputs stay local.
+        rows: outputs to compute from a whole weight, whose gradient is then partial: for fused projections whose key and
+            value heads are shared by ranks. None: the weight has this rank's outputs alone.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class ColumnParallelLinear(_Linear):
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
+        """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] if they are gathered."""
         if self._rows is None:
             out = self._source.project(x, self._number, self.weight, self.bias)
         else:
@@ -81,13 +80,13 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer of which this rank has some inputs; outputs are summed over the ranks, and the bias is added to the sum.
+    """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum.
 
     Args:
-        shares: of the sequence, where outputs are shared out along it; None: every rank gets all.
-        randomness: what is drawn after this layer is the same on all ranks again; None: someone else sees to it.
-        source: the input of the column layers before, which is not needed from here on.
-        splits: inputs of each rank, where every rank has all of them; None: each has its own.
+        shares: sequence shares into which outputs are divided; None: every rank gets the whole output.
+        randomness: generators to switch back to the shared random numbers after this layer; None: the caller does so.
+        source: input of the preceding column layers, which can be freed here.
+        splits: number of inputs of each rank, if every rank has the whole input; None: the input is local.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class RowParallelLinear(_Linear):
         self._splits = splits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `x` [..., this rank's inputs] to [..., out]; along the sequence, a share of it."""
+        """Project `x` [..., this rank's inputs] to [..., out], or to this rank's share of the sequence."""
         if self._splits is not None:
             x = autograd_collectives.split(x, -1, self._exchange, self._splits)
         if self._source is not None:
@@ -124,9 +123,9 @@ class RowParallelLinear(_Linear):
 def lookup_own(
     lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return vectors `[*ids.shape, features]` of integer `ids`, the same on all ranks.
+    """Look up the embeddings `[*ids.shape, features]` of integer `ids` on all ranks.
 
-    `lookup` makes this rank's, of the numbers that its `tokens` have here; vectors of other tokens come from the other ranks.
+    `lookup` returns the embeddings of this rank's `tokens`, by their local numbers; others come from the other ranks.
     """
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
@@ -134,7 +133,7 @@ def lookup_own(
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output embedding, of this rank's tokens, of which each rank has `sizes`. A call gives the logits of all, gathered."""
+    """The output embedding of this rank's tokens; `sizes` counts each rank's tokens. A call returns all logits, gathered."""
 
     def __init__(self, linear: Any, source: SharedInput, sizes: Sequence[int]) -> None:
         super().__init__(linear, source, gathered=tuple(sizes))
@@ -145,9 +144,9 @@ class VocabParallelHead(ColumnParallelLinear):
 def divided_experts(
     forward: Callable[..., torch.Tensor], exchange: Exchange, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
-    """Run experts of which each rank holds a part of the intermediate features; `forward` computes a summand.
+    """Run experts whose intermediate features are divided over the ranks; `forward` computes this rank's summand.
 
-    Their arguments (hidden states, the weights of the chosen experts) are whole, and so are their gradients: the router is outside.
+    Their arguments (hidden states, weights of the chosen experts) are whole, and so are their gradients: the router is outside.
     """
 
     def copied(value: torch.Tensor) -> torch.Tensor:
@@ -161,9 +160,9 @@ def divided_experts(
 def latent_and_rotary(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute outputs [..., latent + rotary] of a projection that is whole on all ranks (multi-head latent attention, DeepSeek-V2).
+    """Compute outputs [..., latent + rotary] of a projection that is not divided (multi-head latent attention, DeepSeek-V2).
 
-    Keys are made of the latent ones by column layers, which sum the gradient; the rotary ones go to this rank's heads as they are.
+    Column layers compute keys from the latent outputs, and sum the gradient; the rotary outputs go to this rank's heads unchanged.
     """
     out = forward(x)
     rotary = autograd_collectives.copy_in(out[..., latent:], exchange)

@@ -1,7 +1,6 @@
-"""Changes a model in place so that this rank has and computes its part of it, by a `TensorPlan`.
+"""Divides a model in place by a `TensorPlan`, so that this rank holds and computes its part.
 
-Modules keep their names, and so do parameters; code of the model stays as it is. With `sequence`, blocks of the model pass on
-shares of the sequence:
+Modules and parameters keep their names, and the model's code is unchanged. With `sequence`, blocks pass on shares of the sequence:
 
     embeddings | split | norm | gather: attention: scatter | + | norm | gather: MLP: scatter | + | ... | gather | norm | head
     whole        share                                                                              share    whole
@@ -40,7 +39,7 @@ _HIDDEN = "hidden_states"
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
-    """Put `new` wherever `old` is; returns what undoes it, leaving a meta tensor of the old shape there."""
+    """Replace the parameter `old` by `new` everywhere; returns functions that restore it, as a meta tensor of the old shape."""
     undo: list[Callable[[], None]] = []
     placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
     for module in model.modules():
@@ -52,10 +51,10 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 
 
 class Parallelized:
-    """Makes `model` compute rank `exchange.index`'s part of `plan`, and can put the whole model back.
+    """Makes `model` compute rank `exchange.index`'s part of `plan`, and can restore the whole model.
 
-    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; the engine gives
-    them values. All other parameters and buffers stay as they are.
+    Divided parameters become local ones on the meta device, with unchanged dtype and `requires_grad`; the engine fills them. All
+    other parameters and buffers stay unchanged.
 
     Args:
         sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
@@ -78,13 +77,13 @@ class Parallelized:
             check_blocks(model, plan)
         self.plan = plan
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
-        """By FQN (the first of a tied parameter), of every parameter that is divided or has partial gradients. All others are
-        whole on every rank, with the same gradient on each."""
+        """This rank's part of every parameter that is divided or has partial gradients, by FQN (the first of a tied parameter). All
+        others are whole on every rank, with equal gradients."""
         self.head: VocabParallelHead | None = None
-        """The output embedding, where it is divided."""
+        """The output embedding, if it is divided."""
         self.randomness = ShardedRandomness(exchange.index, active=_draws(model))
         self.shares = SequenceShares(exchange) if sequence else None
-        """The shares of the sequence that blocks pass on; None where they pass on all of it."""
+        """The state of sequence parallelism; None if blocks pass on the whole sequence."""
         self._model = model
         self._exchange = exchange
         self._sources: dict[str, SharedInput] = {}
@@ -102,7 +101,7 @@ class Parallelized:
             self._share_sequence(self.shares)
 
     def restore(self) -> None:
-        """Give the model its own modules and numbers back. Parameters that were divided are whole again and on the meta device."""
+        """Restore the model's own modules and attributes. Divided parameters are then whole and on the meta device."""
         while self._undo:
             self._undo.pop()()
 
@@ -116,7 +115,7 @@ class Parallelized:
                 self._undo += replace_parameter(self._model, old, made)
 
     def _module(self, layer: LayerPlan) -> nn.Module | None:
-        """Make the module that replaces the one of `layer`; None where it stays."""
+        """Create the module that replaces the one of `layer`; None if it stays."""
         module: Any = self._model.get_submodule(layer.module)
         index = self._exchange.index
         if layer.style is Style.EXPERTS:
@@ -131,7 +130,7 @@ class Parallelized:
             )
             return None
         if layer.style is Style.EMBEDDING:
-            # It looks up local numbers as it did whole ones.
+            # The lookup takes local token numbers, as it took global ones before.
             (tokens,), padding = layer.shares[index], module.padding_idx
             owned = padding is not None and tokens.start <= padding < tokens.end
             self._set(module, "padding_idx", padding - tokens.start if owned else None)
@@ -140,7 +139,7 @@ class Parallelized:
             return None
         if layer.style is Style.HEAD:
             return VocabParallelHead(module, SharedInput(self._exchange), layer.sizes())
-        # In a block of experts the sequence is whole, since the router's losses are no sums over tokens.
+        # In a block of experts the sequence is whole, since the router's losses are not sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
         randomness = self.randomness if self.shares is None else None
@@ -199,11 +198,10 @@ class Parallelized:
                 self._set(module, "forward", run)
 
     def _share_sequence(self, shares: SequenceShares) -> None:
-        """Set the forwards of blocks, of attentions and of blocks of experts.
+        """Wrap the forwards of blocks, attentions and blocks of experts.
 
-        The first block of a stack takes the whole sequence and the last one returns it. Attentions run on all of it, since their
-        code reads its length, and so do blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its
-        first argument, or as `hidden_states`.
+        The first block of a stack takes the whole sequence, the last one returns it. Attentions and blocks of experts run on all of
+        it, since their code reads its length. All take hidden states [batch, sequence, hidden] first, or as `hidden_states`.
         """
         for stack in self.plan.stacks:
             for name in stack:
@@ -215,7 +213,7 @@ class Parallelized:
             reader = self._model.get_submodule(name)
             run = partial(_read, reader.forward, self._sources[name])
             if name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows):
-                run = partial(_route, reader.forward)  # Linear attention, say, whose outputs are all gathered.
+                run = partial(_route, reader.forward)  # Such as linear attention, whose outputs are all gathered.
             self._set(reader, "forward", partial(run, shares))
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
@@ -229,16 +227,16 @@ class Parallelized:
 
 
 def _takes_width_of_input(attention: nn.Module) -> bool:
-    """Return True for an attention whose code puts its heads together to as many features as its input has."""
+    """Return True for an attention whose code reshapes its heads to the width of its input."""
     try:
         source = inspect.getsource(type(attention).forward)
-    except (OSError, TypeError):  # It has none.
+    except (OSError, TypeError):  # Its source is not available.
         return False
     return re.search(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)", source) is not None
 
 
 def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: int, *args: Any, **kwargs: Any) -> Any:
-    """Run an attention that takes the width of this rank's heads from its input; its layers read all of that."""
+    """Run an attention that reads the width of its heads from its input, given one of this rank's width; layers read it whole."""
     args, kwargs = _with_hidden(args, kwargs, lambda x: source.narrowed(x, width))
     return forward(*args, **kwargs)
 
@@ -246,12 +244,10 @@ def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: 
 def _with_biases(
     forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an attention whose argument `name` has position biases of all heads, and maybe a mask with them, on this rank's heads.
+    """Run an attention on this rank's heads of its argument `name`: position biases of all heads, or a mask with them.
 
-    `names` are those of its arguments in their order.
-
-    Biases are [batch x heads, 1, sequence], [heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them
-    [batch, heads, sequence, sequence]. Those that an attention of this rank has made are of its heads alone already.
+    `names` are its arguments in order. Biases are [batch x heads, 1, sequence], [heads, 1, sequence] or [batch, heads, 1,
+    sequence], masks [batch, heads, sequence, sequence]. Those made by an attention of this rank have only its heads already.
     """
     kwargs |= dict(zip(names, args, strict=False))
     biases, mask = kwargs.get(name), kwargs.get("attention_mask")
@@ -264,7 +260,7 @@ def _with_biases(
 
 
 def _draws(model: nn.Module) -> bool:
-    """Return True if the model has a rate of dropout above 0 anywhere."""
+    """Return True if any dropout rate of the model is above 0."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
@@ -275,10 +271,10 @@ def _draws(model: nn.Module) -> bool:
 
 
 def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
-    """Check that whatever could mix tokens will have the whole sequence.
+    """Check that every module that could mix tokens receives the whole sequence.
 
     Raises:
-        LayoutError: when blocks are not known, have no divided attention, or hold a matrix that the plan does not know.
+        LayoutError: when blocks are unknown, have no divided attention, or hold a matrix that is not in the plan.
     """
     off = "set parallel.sequence: false"
     if not plan.stacks:
@@ -309,19 +305,19 @@ def _run(
     last: bool,
     **kwargs: Any,
 ) -> Any:
-    """The forward of a block, the `first` or `last` of its stack or neither. What is drawn in it is this rank's own."""
+    """Run the forward of a block, the `first` or `last` of its stack or neither, with this rank's random numbers."""
     if first and shares.enter(_hidden(args, kwargs).shape[1]):
         args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
     if not shares.active:
         return forward(*args, **kwargs)
-    # Where nothing is dropped nothing is drawn: sampling goes on with the numbers of one process.
+    # Without dropout nothing is drawn, and sampling continues with the random numbers of a single process.
     with randomness.sharded() if block.training else nullcontext():
         output = forward(*args, **kwargs)
     return _with_first(output, lambda x: autograd_collectives.gather(x, 1, shares.exchange)) if last else output
 
 
 def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an attention, of the whole sequence."""
+    """Run the forward of an attention on the whole sequence."""
     if not shares.active:
         return forward(*args, **kwargs)
 
@@ -338,8 +334,7 @@ def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShar
 
 
 def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block of experts or of linear attention, of the whole sequence, with a share of what it gives: tokens may be
-    in one row."""
+    """Run the forward of a block of experts or linear attention on the whole sequence, and return a share of its (flat) output."""
     if not shares.active:
         return forward(*args, **kwargs)
     args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.gather(x, 1, shares.exchange))
@@ -353,7 +348,7 @@ def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kw
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The hidden states among arguments. Raises `LayoutError` where there are none."""
+    """Return the hidden states among arguments. Raises `LayoutError` if there are none."""
     value = args[0] if args else kwargs.get(_HIDDEN)
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
         raise LayoutError(
@@ -371,7 +366,7 @@ def _with_hidden(
 
 
 def _with_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tensor, or a tuple or list that begins with one."""
+    """Apply `change` to an output tensor, or to the first element of a tuple or list."""
     if isinstance(output, torch.Tensor):
         return change(output)
     first, *rest = output

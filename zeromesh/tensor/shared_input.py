@@ -1,8 +1,7 @@
-"""The input that several column layers read: queries, keys and values of an attention, gate and up projection of an MLP.
+"""The input shared by several column layers: queries, keys and values of an attention, gate and up projection of an MLP.
 
-Its gradient is a sum over the ranks and over these layers, so one exchange does for all of them. A layer's backward therefore makes
-the gradient of its input alone and leaves that of its weight for later; when the last layer is through, the sum is started, and the
-gradients of the weights are made while it is on its way.
+Its gradient is a sum over the ranks and these layers, which takes a single all-reduce. Each layer's backward computes only the
+gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile.
 
     backward      dX of q | dX of k | dX of v | start of the sum | dW of q | dW of k | dW of v | end of the sum
 """
@@ -20,9 +19,9 @@ from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncomp
 
 
 class SequenceShares:
-    """The residual stream of a model on the ranks: equal shares of the sequence, or all of it on each.
+    """The residual stream of a model: divided into equal shares of the sequence, or whole on each rank.
 
-    Where gradients are recorded it is always shared out. Elsewhere (`generate` takes single tokens) a sequence whose length is no
+    It is always divided while gradients are recorded. Otherwise (`generate` takes single tokens) a sequence whose length is not a
     multiple of the ranks stays whole.
     """
 
@@ -35,10 +34,10 @@ class SequenceShares:
         return self._shared or torch.is_grad_enabled()
 
     def enter(self, length: int) -> bool:
-        """Decide for a sequence of `length` that enters the blocks, and return whether it is to be shared out.
+        """Decide whether a sequence of `length` that enters the blocks is divided, and return the decision.
 
         Raises:
-            LayoutError: when it cannot be shared out while gradients are recorded.
+            LayoutError: when it cannot be divided while gradients are recorded.
         """
         self._shared = length % self.exchange.size == 0
         if not self._shared and torch.is_grad_enabled():
@@ -49,29 +48,26 @@ class SequenceShares:
         return self._shared
 
     def whole(self, length: int) -> int:
-        """Return the length of the sequence of which blocks pass on `length`."""
+        """Return the length of the sequence from the length that blocks pass on."""
         return length * self.exchange.size if self.active else length
 
 
 @dataclass(kw_only=True, slots=True)
 class _Reading:
-    """One input on its way through the layers: where its forward had it from, and what backward has left to do."""
+    """One input on its way through the layers: its origin in forward, and the outstanding work of backward."""
 
     exchange: Exchange
     mode: str
-    """`sum`: all ranks have all of it; `gather`: each has a share; `gathered`: `attention` has put the shares together before."""
+    """The origin: `sum`, whole on all ranks; `gather`, a share on each; `gathered`, shares concatenated by `attention`."""
     transposed: tuple[bool, ...]
     needed: bool
-    """True if the input itself needs a gradient."""
     trained: tuple[bool, ...]
-    """For each layer, True if its weight needs a gradient."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Gradients of the outputs of layers, by their number."""
+    """The gradients of outputs, by the number of the layer."""
     total: torch.Tensor | None = None
-    """The gradient of the input, of the layers that backward has been through."""
+    """The gradient of the input, summed over the layers that backward has passed."""
 
     def add(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add `grad @ weight` to the gradient of the input."""
         if self.total is None:
             self.total = linear_grad_x(grad, weight)
         elif grad.dtype.itemsize < 4:
@@ -80,7 +76,7 @@ class _Reading:
             self.total.view(-1, self.total.shape[-1]).addmm_(grad.reshape(-1, grad.shape[-1]), weight)
 
     def collected(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of the input: what layers added, and `grad` that came by autograd."""
+        """Return the gradient of the input: the sum over layers plus `grad`, which came by autograd."""
         total, self.total = self.total, None
         if total is None or grad is None:
             return grad if total is None else total
@@ -89,39 +85,39 @@ class _Reading:
 
 @dataclass(eq=False, slots=True)
 class SharedInput:
-    """Hands the same input to all layers that read it."""
+    """Passes the same input to all layers that read it."""
 
     exchange: Exchange
     shares: SequenceShares | None = None
-    """The input is a share of the sequence, and the layers need all of it. None: every rank has all of it."""
+    """The sequence shares, if the input is one and the layers need all of it. None: the input is whole on every rank."""
     before: bool = False
-    """The shares are put together before the input is read (`joined`), since code around the layers reads its shape."""
+    """True if the shares are gathered before the input is read (`joined`), since the code around the layers reads its shape."""
     _members: list[Any] = field(default_factory=list)
     _seen: tuple[torch.Tensor, int, bool] | None = None
     """The input that was read last, its version, and whether gradients were recorded."""
     _handed_out: tuple[torch.Tensor, _Reading] | None = None
-    """The tensor that members get for the input, and its reading."""
+    """The tensor passed to the layers in place of the input, and its `_Reading`."""
     _left: int = 0
     _joined: tuple[torch.Tensor, torch.Tensor] | None = None
     _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def join(self, member: nn.Module) -> int:
-        """Add a layer that will read the input, whose `weight` is `[in, out]` if it is `transposed`; returns its number."""
+        """Add a layer that will read the input, whose `weight` is `[in, out]` if `transposed`; returns its number."""
         self._members.append(member)
         return len(self._members) - 1
 
     def joined(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Note that `whole` is the ranks' `share`s put together, for whoever reads `whole` until `forget`."""
+        """Record `whole` as the concatenation of the ranks' `share`s, for layers that read it until `forget`."""
         self._joined = (whole, share)
 
     def narrowed(self, x: torch.Tensor, features: int) -> torch.Tensor:
-        """Some of the features of `x`, for code that looks at its shape alone; members that read it read `x`, until `forget`."""
+        """Return some features of `x` for code that reads its shape only; layers that read the result read `x`, until `forget`."""
         self._narrow = (x.detach()[..., :features], x)
         return self._narrow[0]
 
     @uncompiled
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
-        """Return `x` as a member reads it. Members that read the same tensor get the same result."""
+        """Return `x` as a layer reads it. Layers that read the same tensor get the same result."""
         if self._narrow is not None and self._narrow[0] is x:
             x = self._narrow[1]
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
@@ -129,12 +125,12 @@ class SharedInput:
             self._seen, self._handed_out, self._left = now, self._read(x), len(self._members)
         handed_out = self._handed_out
         self._left -= 1
-        if not self._left:  # Kept no longer than it is needed: it may be all that holds the input.
+        if not self._left:  # Freed once unused: this may be the last reference to the input.
             self._seen = self._handed_out = None
         return handed_out
 
     def forget(self) -> None:
-        """Let go of what was read last: it will not be asked for again, though not all members have."""
+        """Drop the last input, even if some layers have not read it."""
         self._seen = self._handed_out = self._joined = self._narrow = None
 
     def _read(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
@@ -156,7 +152,7 @@ class SharedInput:
 
     @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute member `number`'s `x @ weight.T + bias`, or `x @ weight + bias` if it is transposed."""
+        """Compute layer `number`'s `x @ weight.T + bias`, or `x @ weight + bias` if it is transposed."""
         output, reading = self.take(x)
         if not torch.is_grad_enabled():
             return linear(output, weight.t() if self._members[number].transposed else weight, bias)
@@ -164,12 +160,12 @@ class SharedInput:
 
 
 def sequence_dim(x: torch.Tensor) -> int:
-    """The dim that shares are of: 1 of [batch, sequence, hidden]; 0 of [tokens, hidden], whose order does not matter."""
+    """Return the dim along which sequences are divided: 1 of [batch, sequence, hidden]; 0 of [tokens, hidden], in any order."""
     return 1 if x.dim() > 2 else 0
 
 
 class _Take(torch.autograd.Function):
-    """Backward: sums the gradient of the input, and makes those of the weights meanwhile."""
+    """Sums the gradient of the input over the ranks in backward, and computes those of the weights meanwhile."""
 
     @staticmethod
     def forward(
@@ -177,7 +173,7 @@ class _Take(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.reading = reading
-        # A share is gathered again in backward, so that no rank keeps the whole.
+        # The share is gathered again in backward, so that no rank keeps the whole.
         ctx.save_for_backward(share)
         if reading.mode == "gather":
             return reading.exchange.gather(x, sequence_dim(x)).wait()
@@ -206,7 +202,7 @@ class _Take(torch.autograd.Function):
         reading.gradients.clear()
         of_x = None if total is None else total.wait()
         if of_x is not None and grad is not None and reading.mode == "gathered":
-            # Of the whole, `gather` takes this rank's share alone.
+            # The backward of `gather` reads this rank's share of the whole only.
             place = torch.empty_like(grad, memory_format=torch.contiguous_format)
             start, length = share_of_dim(grad, 1, exchange)
             place.narrow(1, start, length).copy_(of_x)
@@ -215,7 +211,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """Backward: adds to the gradient of the input, and leaves that of the output for `_Take`."""
+    """Adds to the gradient of the input in backward, and saves that of the output for `_Take`."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,6 @@
-"""The trial of a tensor plan: a model whose ranks are threads of this process, beside the whole model.
+"""The trial of a tensor plan: a divided model, whose ranks are threads of this process, compared with the whole model.
 
-All that comes out of modules of whole features, and every gradient, must be equal to rounding in the dtype of the model, which is
-to be float64.
+The outputs of modules with whole features and all gradients must be equal up to rounding; the model is to be float64.
 """
 
 import copy
@@ -23,13 +22,13 @@ from zeromesh.tensor.plan.planner import TensorPlan
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 
 _TOLERANCE = 1e-9
-"""Relative: sums of float64 numbers in another order differ by less than 1e-13."""
+"""The relative tolerance: sums of float64 numbers in different orders differ by less than 1e-13."""
 Run = Callable[[nn.Module], Iterable[Tensor]]
-"""Runs a model, and returns the outputs that count."""
+"""A function that runs a model and returns the outputs to compare."""
 
 
 class _ThreadExchange(Exchange):
-    """Collectives between threads, each of which leaves a tensor in `left` and takes those of all."""
+    """Collectives between threads, each of which leaves its tensor in `left` and reads those of all."""
 
     def __init__(self, barrier: threading.Barrier, left: list[Tensor], index: int) -> None:
         self.size, self.index, self._barrier, self._left = len(left), index, barrier, left
@@ -44,19 +43,17 @@ class _ThreadExchange(Exchange):
 
 @dataclass(kw_only=True)
 class _Passed:
-    """The results of a forward and backward."""
-
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By module, of its first call, in the order in which calls ended."""
+    """The outputs of each module's first call, in the order in which calls ended."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
     failed: str = ""
 
 
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
-    """Give every parameter on the meta device its values on CPU, and divided ones this rank's part of theirs.
+    """Load every parameter on the meta device on CPU; divided ones get this rank's part.
 
-    `whole` has the whole tensors by FQN. Dtype and `requires_grad` of the parameters stay.
+    `whole` holds the whole tensors by FQN. Dtype and `requires_grad` of the parameters do not change.
 
     Raises:
         LayoutError: for a tensor that is missing or has another shape.
@@ -80,8 +77,7 @@ def _own(whole: Tensor, part: ParameterPart | None) -> Tensor:
 
 
 def difference_when_divided(whole: nn.Module, plan: TensorPlan, run: Run, *, sequence: bool = False) -> str:
-    """Run `whole`, which has values, and copies of it that ranks of `plan` divide; returns what the first module that then
-    computes something else does, by its name and class, and an empty text where nothing differs.
+    """Run `whole` and its copies divided by `plan`; returns name and class of the first module that differs, or an empty text.
 
     `sequence`: blocks pass on shares of the sequence.
 
@@ -99,7 +95,7 @@ def difference_when_divided(whole: nn.Module, plan: TensorPlan, run: Run, *, seq
             passed.parts = parallel.parts
             _run(model, run, passed)
         except threading.BrokenBarrierError:
-            passed.failed = ""  # Another rank says why.
+            passed.failed = ""  # Another rank reports the cause.
         except Exception as error:
             barrier.abort()
             if isinstance(error, LayoutError):
@@ -134,7 +130,7 @@ def _run(model: nn.Module, run: Run, passed: _Passed) -> None:
         outputs = [each for each in run(model) if each.requires_grad]
     finally:
         end()
-    # Each number of the outputs counts differently.
+    # Each output element gets its own weight, so that errors cannot cancel.
     weighed = [(each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum() for each in outputs]
     torch.autograd.backward(weighed)
     passed.gradients = {
@@ -148,7 +144,7 @@ def _keep(outputs: dict[str, list[Tensor]], name: str, found: Any) -> None:
 
 
 def _differ(wanted: Tensor, found: Tensor) -> bool:
-    # Some gradients are zero but for rounding (attention does not see a bias of its keys).
+    # Some gradients are zero up to rounding, such as those of an attention's key biases.
     return not float((found - wanted).norm()) <= _TOLERANCE * (float(wanted.norm()) + 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Builds the runtime units of a model: layouts, memory, initial values, and parameters that are views of flat buffers."""
+"""Builds the runtime units of a model: layouts, memory, initial values, and parameters as views of flat buffers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -32,14 +32,14 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 
 
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
-    """Compare the buckets and options of all ranks of `group`, which all call this, before anything is allocated.
+    """Compare the buckets and options of all ranks of `group` before anything is allocated; all ranks call this.
 
-    Ranks that differ would sum gradients of different parameters, or map memory past its end.
+    Ranks with different plans would sum gradients of different parameters, or map memory past its end.
 
     Raises:
         LayoutError: on every rank, naming the options and parameters that differ.
     """
-    # Hosts may have their swap files in different places.
+    # The paths of swap files may differ between hosts.
     shared = replace(options, offload=replace(options.offload, files=FileSettings()))
     values: dict[str, object] = {f"option {each.name}": getattr(shared, each.name) for each in fields(shared)}
     for layout in layouts:
@@ -55,25 +55,25 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 
 _CPU = torch.device("cpu")
 _PASSING = 1 << 20
-"""Elements of a parameter that are on their way to another tier at a time."""
+"""The most elements of a parameter to move to another tier at a time."""
 _LEAST_RUN = 1 << 18
-"""Bytes. Shorter runs of rows are read together."""
+"""Bytes of a run of rows below which neighbouring runs are read together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """The parts that the engine runs on. `transport` moves parameters, `reduction` gradients: one object where both are sharded."""
+    """The result of `build_units`. `transport` moves parameters, `reduction` gradients; they are one object if both are sharded."""
 
     units: tuple[Unit, ...]
     releases: bool
-    """True if units are released after their use; else they are live from one update to the next."""
+    """True if units are released after use; otherwise they stay live from one update to the next."""
     transport: Transport
     reduction: Transport
     tiers: Tiers
 
 
 def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
-    """Layouts of every unit's buckets."""
+    """Return the bucket layouts of every unit."""
     return [
         [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
         for unit in plan.units
@@ -81,7 +81,7 @@ def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
 
 
 def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
-    """Open the memory tiers of this rank. An engine that is built on them closes them, else whoever has opened them."""
+    """Open the memory tiers of this rank. The engine built on them closes them; without an engine, the caller does."""
     files = options.offload.files
     files = replace(files, label=f"{files.label}-rank{mesh.rank}")
     return Tiers(device=mesh.device, ledger=Ledger(), files=files)
@@ -92,17 +92,17 @@ def build_units(
 ) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
 
-    A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
+    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards.
 
     Raises:
-        LayoutError: when ranks build different things, or a parameter is wider than its master weight.
+        LayoutError: when ranks have different plans, or a parameter is wider than its master weight.
         StorageError: when memory is short.
     """
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
-    # Memory is reserved meanwhile.
+    # The source reads ahead while memory is reserved.
     source.expect(_ranges(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
@@ -114,14 +114,14 @@ def build_units(
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
     leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
-        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory.
+        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory, so they use one offset.
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
         for (layout, kept), lead in zip(pairs, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, ring)
-    else:  # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
+    else:  # Every rank updates all elements: parameters are never communicated, gradients are all-reduced.
         transport = open_transport("local", mesh.shard, mesh.device, requests, ring)
         reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
     kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
@@ -139,7 +139,7 @@ def build_units(
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
-    """Raise LayoutError when a parameter that is trained would be rounded to its master weight, or lose its imaginary part."""
+    """Raise LayoutError when a trained parameter would be rounded to its master weight, or lose its imaginary part."""
     master = options.precision.master
     for spec in specs:
         if not spec.dtype.is_floating_point:
@@ -155,17 +155,16 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
 
 
 def count_ring(ledger: Ledger, transport: str, ring: RingRequest) -> None:
-    """Count the bytes of gradient slots."""
     ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(transport, ring.slots, ring.nbytes))
 
 
 def ring_bytes(transport: str, slots: int, nbytes: int) -> int:
-    """Bytes of gradient slots of `nbytes` each; gloo receives into buffers of its own beside them."""
+    """Return the bytes of `slots` gradient slots of `nbytes` each; gloo needs as many again to receive into."""
     return {"local": 0, "gloo": 2}.get(transport, 1) * slots * nbytes
 
 
 def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: torch.device) -> int:
-    """Bytes of one gradient slot: the largest bucket in the dtype that travels."""
+    """Return the bytes of one gradient slot: the largest bucket in the dtype of the transfer."""
     on_device = is_accelerator(device)
     return max(
         (each.padded * options.wire_dtype(each.first.dtype, on_device=on_device).itemsize for each in trained),
@@ -176,11 +175,10 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: to
 def kept_buckets(
     units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str
 ) -> list[list[bool]]:
-    """Which buckets of each unit, the root first, keep their gathered parameters between uses.
+    """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
 
-    Without a budget these are all on one rank, and where ranks share pages those that take no more memory for it: the root, which
-    is there all the time that others come and go, and units that rest in the dtype in which they are gathered. What one rank
-    computes with where it rests is kept whatever the budget.
+    Without a budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root, always
+    gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank are always kept.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away
@@ -191,7 +189,7 @@ def kept_buckets(
         shared = kind == "shared" and not away
         return [[shared and (number == 0 or all(unit))] * len(unit) for number, unit in enumerate(at_rest)]
     kept = [[alone and rests for rests in unit] for unit in at_rest]
-    # A unit near the end of forward is the first of backward: keeping it saves a gather at once. The root is always last.
+    # A unit near the end of forward comes first in backward: keeping it saves a gather soon. The root is always last.
     for number in [*range(len(units) - 1, 0, -1), 0]:
         size = sum(each.nbytes for each, stays in zip(units[number], kept[number], strict=True) if not stays)
         if size <= budget:
@@ -201,7 +199,7 @@ def kept_buckets(
 
 
 def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
-    """Return True if a shard of a bucket rests in the dtype that is gathered, so that it is a part of that where it stays."""
+    """Return True if the shard of a bucket rests in the gathered dtype, so that it can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
     return not trained or spec.dtype == options.precision.master
@@ -240,7 +238,7 @@ def _bucket(
 def _stored(
     layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource
 ) -> list[StoredRun] | None:
-    """The runs of a bucket in the files of the source, where they can stay there; None: the bucket is copied."""
+    """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
     offload, first = options.offload, layout.first
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
     if not (offload.in_place and whole) or first.requires_grad:
@@ -259,8 +257,8 @@ def _stored(
 
 
 def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
-    """Bytes after the start of a page at which a bucket's memory begins: so that most of what the first rank reads, whose shard is
-    there first, has its blocks where its files have them, and is read without a copy."""
+    """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
+    what the first rank reads needs no copy."""
     alike: dict[int, int] = {0: 0}
     for run in stored or ():
         lead = (run.begin - run.start * layout.first.dtype.itemsize) % BLOCK
@@ -269,13 +267,13 @@ def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
 
 
 def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
-    """The elements of a bucket whose master weights this rank has."""
+    """Return the elements of a bucket whose master weights this rank holds."""
     whole = options.placements.optimizer is Placement.REPLICATED
     return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
 
 
 def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the elements of parameters that this rank will read, in that order, without those that may stay in their files."""
+    """Yield the parameter ranges that this rank will read, in order, without those that may stay in their files."""
     if options.offload.in_place and options.offload.parameters.tier == "file":
         return
     for layout in layouts:
@@ -286,7 +284,7 @@ def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -
 
 
 def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]]:
-    """Yield what a piece consists of: columns of a parameter's rows, elements of these, and where they begin in the shard."""
+    """Yield the selections of a piece: columns of a parameter's rows, elements of these, and their position in the shard."""
     region, part, start = piece.spec.region, piece.in_parameter, piece.in_shard.start
     if (rows := _scattered(piece)) is not None:
         yield rows, part, start
@@ -297,13 +295,13 @@ def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]
 
 
 def _scattered(piece: ShardPiece) -> StridedRows | None:
-    """The rows that a piece has short runs of; None: it is in few runs, or in long ones."""
+    """Return the rows of a piece that consists of many short runs; None for few or long runs."""
     rows = piece.spec.region.rows() if piece.spec.region.is_strided else None
     return rows if rows is not None and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
 
 
 def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
-    """Give a piece of a parameter its values: in place where that is memory, else by a bounded number at a time."""
+    """Fill a piece of a parameter: in place if it rests in memory, else in chunks of bounded size."""
     for rows, interval, start in _selections(piece):
         memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
@@ -319,10 +317,10 @@ def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> N
 def _weights(
     layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
 ) -> tuple[TieredTensor, TieredTensor | None]:
-    """Master weights, and the copy of them that is gathered, where they are not gathered themselves."""
+    """Create master weights, and the copy of them to gather, if they cannot be gathered themselves."""
     spec, offload = layout.first, options.offload
     what = f"weights of {layout.name}"
-    if _rests_as_gathered(layout, options):  # What is gathered is the master weights.
+    if _rests_as_gathered(layout, options):  # The master weights themselves are gathered.
         if buffer.persistent:
             buffer.begin_write()
             return TieredTensor.of(buffer.own()), None
@@ -338,7 +336,7 @@ def _weights(
 
 
 def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    """Give a frozen bucket master weights, which begin as its weights, and memory for gradients.
+    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients.
 
     Raises:
         LayoutError: when a parameter is wider than its master weight would be.
@@ -356,11 +354,11 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
 
 
 def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
-    """The model's own parameter, on `device`: hooks stay on it, and lists that hold it see what becomes of it."""
+    """Move the model's own parameter object to `device`, so that its hooks stay and lists that hold it stay valid."""
     parameter = model.get_parameter(fqn)
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):
-        # One on meta cannot be pointed elsewhere, nor one on a CPU to some devices; but another tensor can take its place.
+        # The data of a meta parameter cannot be replaced, nor on some devices that of a CPU one; tensors can be swapped.
         replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
         replacement.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""From a model to units and parameter specs: which modules are gathered together, and in which dtype. Pure: moves nothing.
+"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype. Pure.
 
-A unit is a transformer block, the embedding, the head, and the root for the rest. Blocks are the modules whose class the model
-names in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A block that is a
-container without a forward of its own is never called: its children are blocks instead. A parameter with several names (tied
-weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
+A unit is a transformer block, the embedding, the head, or the root for the rest. Blocks are the modules whose class the model names
+in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A container without a
+forward is never called: its children are blocks instead. A tied parameter belongs to the smallest unit around all modules that hold
+it. Units with few elements join the root.
 """
 
 from collections import Counter
@@ -21,9 +21,8 @@ from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 
 ROOT = ""
-"""Fully qualified name of the root module."""
 _SMALL = 4096
-"""Elements. A collective for fewer costs its latency alone."""
+"""The number of elements below which a collective costs its latency alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +30,6 @@ class UnitPlan:
     """A module whose parameters are gathered together. Specs are in the order of `named_parameters`."""
 
     module: str
-    """FQN of the module; empty for the root."""
     specs: tuple[ParameterSpec, ...]
 
     @property
@@ -39,7 +37,7 @@ class UnitPlan:
         return self.module or "root"
 
     def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
-        """Specs by kind, in the order in which each first appears."""
+        """Group the specs by kind, in the order in which each kind first appears."""
         kinds: dict[object, list[ParameterSpec]] = {}
         for spec in self.specs:
             kinds.setdefault(spec.kind, []).append(spec)
@@ -59,16 +57,16 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCuts:
-    """The part of the whole model that tensor and pipeline parallelism have left on this rank."""
+    """The part of the whole model that tensor and pipeline parallelism leave on this rank."""
 
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
-    """By the name in checkpoints."""
+    """Parts under tensor parallelism, by the parameter's name in checkpoints."""
     copies: Mapping[str, StageCopies] = field(default_factory=dict)
-    """By the name here."""
+    """Copies on other pipeline stages, by the parameter's name on this rank."""
     chunks: int = 1
-    """Parts of the model that run by themselves, one after the other."""
+    """The number of model chunks (pipeline stages of this rank), which run one after the other."""
     chunk_of: Callable[[str], int] = lambda name: 0
-    """The chunk that a parameter belongs to, by its name here."""
+    """Returns the chunk of a parameter, from its name on this rank."""
 
 
 def plan_model(
@@ -77,11 +75,10 @@ def plan_model(
     group_of: Callable[[str], int] = lambda fqn: 0,
     cuts: ModelCuts | None = None,
 ) -> ModelPlan:
-    """Cut `model` into units.
+    """Divide `model` into units.
 
-    `group_of` gives a parameter's optimizer group from its name, `cuts` says what this rank's model has of the whole one. The
-    model's main dtype becomes `compute_dtype`; parameters of a wider dtype keep theirs, and so do those to be kept in fp32 and
-    those that are no floating-point numbers.
+    `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
+    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
 
     Raises:
         LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
@@ -113,11 +110,11 @@ def plan_model(
                 copies=copies,
             )
         )
-    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in one chunk alone.
+    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in a single chunk.
 
 
 def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Raises LayoutError for TorchScript, which reads parameters unseen, and for spectral norms of another dtype than weights."""
+    """Raise LayoutError for TorchScript, whose reads of parameters are invisible, and for spectral norms of mixed dtypes."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise LayoutError(
@@ -141,7 +138,7 @@ def _vectors_of_spectral_norms(module: nn.Module) -> list[torch.Tensor]:
 
 
 def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Every parameter once, with all of its names in the order of the model."""
+    """Return every parameter once, with all of its names in the order of the model."""
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter, []))[1].append(fqn)
@@ -149,7 +146,7 @@ def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]
 
 
 def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    """The floating dtype that most elements have."""
+    """Return the floating dtype of most elements."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         if parameter.is_floating_point():
@@ -158,8 +155,8 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
 
 
 def _kept_in_fp32(model: nn.Module) -> frozenset[str]:
-    """Names of parameters that stay in fp32 whatever the rest computes in: those that a transformers model names, and those of
-    batch norms, whose running statistics are fp32 buffers (PyTorch takes 16-bit inputs beside fp32 weights, not the reverse)."""
+    """Return the names of parameters that stay in fp32: those that a transformers model names, and those of batch norms, whose
+    running statistics are fp32 buffers (PyTorch takes 16-bit inputs with fp32 weights, not the reverse)."""
     parts: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         parts.update(getattr(model, attribute, None) or ())
@@ -181,7 +178,7 @@ def _dtype_of(
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, as they are cut into units; none where it has no such structure."""
+    """Return the repeated blocks of a model that become units; empty for models without such structure."""
     return [model.get_submodule(fqn) for fqn in _outermost(model, _block_names(model))]
 
 
@@ -192,7 +189,7 @@ def _block_names(model: nn.Module) -> list[str]:
 
 
 def _called(fqn: str, module: nn.Module) -> Iterator[str]:
-    """The module, or where it has no forward what it holds; parameters that it holds itself belong to what is around it."""
+    """Yield the module, or if it has no forward, its children; its own parameters then belong to the enclosing unit."""
     if getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module):
         yield fqn
         return
@@ -201,7 +198,6 @@ def _called(fqn: str, module: nn.Module) -> Iterator[str]:
 
 
 def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
-    """`blocks` in module order, without those inside another."""
     order = {fqn: number for number, (fqn, _) in enumerate(model.named_modules())}
     chosen: list[str] = []
     for fqn in sorted(set(blocks), key=order.__getitem__):
@@ -221,7 +217,7 @@ def _repeated_children(model: nn.Module) -> list[str]:
 
 
 def _fqn_of(model: nn.Module, getter: str) -> list[str]:
-    """Name of the module that a transformers accessor returns; empty when there is none."""
+    """Return the name of the module that a transformers accessor returns; empty if there is none."""
     try:
         target = getattr(model, getter)()
     except (NotImplementedError, AttributeError):

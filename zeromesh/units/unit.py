@@ -1,19 +1,18 @@
-"""A unit and its buckets at run time.
+"""Units and their buckets at run time.
 
-Who owns which memory, for a bucket of P elements over W ranks:
+The memory of a bucket of P elements over W ranks:
 
     buffer.full   [P]     compute dtype   the transport's; parameters are views of it while the unit is live
     master        [P/W]   master dtype    this rank's interval; a view of buffer.full where that is persistent and of equal dtype
-    copy          [P/W]   compute dtype   of the master weights, where these are not what is gathered: in buffer.full where that
-                                          is persistent, or at rest where master weights are out of reach
-    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches; kept from step to step, or else
-    grad_rest     [P/W]                   where they rest between reduction and update
-    partial       [P]     reduce dtype    this rank's own sums, where a stage reduces only once per step
+    copy          [P/W]   compute dtype   of master weights that are not gathered themselves: in buffer.full if that is persistent,
+                                          or on a tier where master weights are out of reach
+    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches, if they are kept from step to step
+    grad_rest     [P/W]                   their tier between reduction and update, otherwise
+    partial       [P]     reduce dtype    this rank's sums over microbatches, in stages that reduce once per step
 
-[Note: Parameters at rest]
-While a parameter rests, its class is a subclass of its own whose `__torch_function__` sees every operation of PyTorch on it. What
-only asks for metadata (shape, dtype, gradient, hooks) is answered. Anything else calls `wake`, which makes the parameter's unit
-live or raises, and then runs on the same object, whose class and values are by then what they were. Operations that do not ask for
+[Note: Parameters at rest] A parameter at rest has a subclass of its class, whose `__torch_function__` receives every PyTorch
+operation on it. Queries of metadata (shape, dtype, gradient, hooks) are answered. Anything else calls `wake`, which makes the
+parameter's unit live or raises, and then runs on the same object with its class and values restored. Operations that ignore
 overrides (TorchScript, collectives of torch.distributed) see NaN.
 """
 
@@ -40,7 +39,7 @@ from zeromesh.offload.accelerator import on_accelerator
 
 
 def _metadata() -> frozenset[Any]:
-    """Functions, as `__torch_function__` gets them, that read or write nothing of a tensor's values."""
+    """Return the functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
     attributes = (
         "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
         "itemsize nbytes is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_ipu is_mtia "
@@ -61,8 +60,8 @@ _METADATA = _metadata()
 
 
 class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
-    """The class of parameters' classes that an engine makes: what is an instance of their `kind` is one of theirs, so that code
-    which compares parameters of two models, as `torch.testing.assert_close` does, finds them of one class."""
+    """The metaclass of the parameter classes that an engine creates: instances of their `kind` count as theirs, so that comparisons
+    of classes, as in `torch.testing.assert_close`, succeed."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         kind = vars(cls).get("kind")
@@ -70,15 +69,15 @@ class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives 
 
 
 class AtRest(nn.Parameter, metaclass=KindOfParameter):
-    """The class of a parameter at rest. `on_use` is called with a parameter that is used; see [Note: Parameters at rest]."""
+    """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
     kind: ClassVar[type[nn.Parameter]]
-    """The class of the parameter while it does not rest."""
+    """The class of the parameter while it is live."""
 
     @classmethod
     def of(cls, kind: type[nn.Parameter], on_use: Callable[[nn.Parameter], None]) -> type[AtRest]:
-        """Make the class that parameters of class `kind` have at rest."""
+        """Create the class at rest of parameters of class `kind`."""
         bases = (cls,) if kind is nn.Parameter else (cls, kind)
         return type(f"{kind.__name__}AtRest", bases, {"on_use": staticmethod(on_use), "kind": kind})
 
@@ -86,7 +85,7 @@ class AtRest(nn.Parameter, metaclass=KindOfParameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what asks for metadata; wake all parameters at rest for anything else."""
+        """Answer queries of metadata; wake all parameters at rest for anything else."""
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -97,18 +96,17 @@ class AtRest(nn.Parameter, metaclass=KindOfParameter):
         return func(*args, **kwargs)
 
     def wake(self) -> None:
-        """Make the values usable, which gives the parameter its own class back. Raises `PhaseError` where they cannot be."""
+        """Make the values usable, which restores the parameter's own class. Raises `PhaseError` if they cannot be gathered."""
         type(self).on_use(self)
         if isinstance(self, AtRest):
             raise PhaseError(f"a parameter of shape {tuple(self.shape)} was to be made usable, and still rests")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the values, in the class of the parameter."""
         self.wake()
         return self.__deepcopy__(memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The values where they can be had, else what is known without them: for debuggers."""
+        """Show the values if they are available, else the metadata, for debuggers."""
         try:
             self.wake()
         except PhaseError as error:
@@ -117,23 +115,21 @@ class AtRest(nn.Parameter, metaclass=KindOfParameter):
 
 
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a parameter, which may rest, other values."""
-    if issubclass(kind := type(parameter), AtRest):  # `isinstance` would ask the slower metaclass of parameters.
+    """Replace the values of a parameter, which may be at rest."""
+    if issubclass(kind := type(parameter), AtRest):  # `isinstance` would call the slower metaclass of parameters.
         parameter.__class__ = kind.kind
     parameter.data = values
 
 
 def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The class of a parameter while it does not rest."""
+    """Return the class of a parameter while it is live."""
     kind = type(parameter)
     return kind.kind if issubclass(kind, AtRest) else kind
 
 
 class Phase(Enum):
-    """The phases in the life of a unit."""
-
     RESTING = "resting"
-    """Parameters are not usable: sharded away, or out of date."""
+    """Parameters are not usable: sharded, or out of date."""
     GATHERING = "gathering"
     """A gather is in flight."""
     LIVE = "live"
@@ -144,28 +140,26 @@ _NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE
 _version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a parameter's elements."""
+"""Integer dtypes by the size of a parameter's elements in bytes."""
 
 
 class Uses:
-    """Calls `on_use` with the name of a parameter of one bucket that is used while it rests.
+    """Calls `on_use` with the name of a parameter of one bucket that is used at rest.
 
-    The parameters' classes hold it, and not the bucket: with that they would be a cycle, and keep the memory of an engine that is
-    closed until the interpreter looks for garbage.
+    Parameter classes refer to this and not to the bucket: a cycle with it would keep a closed engine's memory from being freed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)
         self._names = {id(parameter): slot.spec.fqn for parameter, slot in named}
         self.on_use: Callable[[str], None] = no_engine
-        """Called with the name of a parameter at rest that is used."""
 
     def __call__(self, used: nn.Parameter) -> None:
         self.on_use(self._names[id(used)])
 
 
 class Bucket:
-    """Parameters of a unit in one flat buffer: of one dtype, and trained or frozen together when the model was built."""
+    """The parameters of a unit in one flat buffer: of one dtype, and all trained or all frozen when the model was built."""
 
     def __init__(
         self,
@@ -179,28 +173,25 @@ class Bucket:
         self.layout = layout
         self.name = layout.name
         self.unit = 0
-        """The number of its unit."""
+        """The index of the bucket's unit."""
         self.spec = layout.first
-        """The first parameter, with which the others share dtype and ranks."""
         self.dtype = self.spec.dtype
         self.nbytes = layout.nbytes
-        """Bytes of the gathered parameters."""
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        """The slices of the buffer that belong to no parameter."""
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.interval = interval
         self.length = interval.length
-        """Elements that this rank updates: its shard, or all of them."""
+        """The number of elements that this rank updates: its shard, or all of them."""
         self.is_shard = self.length == layout.shard_length
         self.master = master
         self.copy = copy
         self.training = [slot.spec.requires_grad for slot in layout.slots]
-        """For each parameter, True if it is trained in the present step."""
+        """True for each parameter that is trained in the current step."""
         self.missing: frozenset[int] = frozenset()
-        """Parameters that no rank has a gradient of in the present step, and that keep their values therefore, by number."""
+        """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.trainable = any(self.training)
-        """True if there are master weights, moments and gradients: some parameter is trained, or was."""
+        """True if there are master weights, moments and gradients, since a parameter is or was trained."""
         self._learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
@@ -216,36 +207,35 @@ class Bucket:
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
         self._miscounts = False
-        """True if counters of versions rise where values stay, as under parametrizations: their word is not taken."""
+        """True if version counters rise without changes of values, as under parametrizations, and cannot be used."""
         self.first_changed: torch.Tensor | None = None
-        """On a device, where nobody has read it so far: the number of the first parameter that was changed through `.data` since
-        its values were noted, and as many as there are if none was."""
+        """On a device, the unread index of the first parameter changed through `.data` since its values were recorded; the number
+        of parameters if there is none."""
 
     def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
-        """Give the parameters other classes, which they have while they do not rest."""
+        """Replace the classes that the parameters have while live."""
         resting = {kind: AtRest.of(kind, self.uses) for kind in set(kinds)}
         self._resting = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
     def learned(self, fqn: str) -> bool:
-        """Return True if a parameter has master weights and moments of its own."""
         return fqn in self._learned
 
     def changed_flags(self) -> list[int]:
-        """Which parameters have `requires_grad` set otherwise than they are trained, by their numbers."""
-        with torch._C.DisableTorchFunctionSubclass():  # Parameters at rest answer fast.
+        """Return the indices of parameters whose `requires_grad` differs from their training state."""
+        with torch._C.DisableTorchFunctionSubclass():  # This skips the slow overrides of parameters at rest.
             flags = [parameter.requires_grad for parameter in self.parameters]
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
     def follow(self) -> None:
-        """Train from now on those parameters that `requires_grad` says."""
+        """Adopt the parameters' present `requires_grad` as their training state."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
         self._learned.update(slot.spec.fqn for slot, trained in named if trained)
 
     def show(self) -> None:
-        """Parameters become views of the gathered buffer."""
+        """Make the parameters views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if issubclass(kind := type(parameter), AtRest):
                 parameter.__class__ = kind.kind
@@ -255,19 +245,19 @@ class Bucket:
             self.note_values()
 
     def hide(self) -> None:
-        """Parameters become NaN of their own shape, of a class that calls `on_use` before it is read or written."""
+        """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""
         for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
             if not issubclass(type(parameter), AtRest):
                 parameter.data = rest
                 parameter.__class__ = kind
 
     def note_values(self) -> None:
-        """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
+        """Record the values of the live parameters, so that `written` finds writes that leave no other trace."""
         self._digests = [digest(view) for view in self._views]
 
     def written(self) -> str | None:
-        """The name of a parameter that was changed in place since it was shown, or since this was asked."""
-        replaced = self._moved(cast=False)  # Parameters that have got other memory, as by `parameter.data = values`.
+        """Return the name of a parameter changed in place since it was shown, or since the last call; None if there is none."""
+        replaced = self._moved(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
         for number in replaced:
             self._views[number].copy_(self.parameters[number].detach())
             set_values(self.parameters[number], self._views[number])
@@ -287,18 +277,18 @@ class Bucket:
         return self.layout.slots[min(changed)].spec.fqn if changed else None
 
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
-        """Compare values with what was noted of them on the device, and keep the answer there."""
+        """Compare the values with those recorded, on the device, and keep the result there."""
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
         unchanged = same.to(torch.float32).cumprod(0).sum()
         self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
 
     def drop_casts(self) -> None:
-        """Give up what `module.to(dtype)` has made of live parameters, for evaluation."""
+        """Undo `module.to(dtype)` on live parameters, for evaluation."""
         for number in self._moved(cast=True):
             set_values(self.parameters[number], self._views[number])
 
     def _moved(self, *, cast: bool) -> list[int]:
-        """The numbers of live parameters that are not in the gathered buffer, of another dtype or of its own."""
+        """Return the indices of live parameters outside the gathered buffer, of another dtype (`cast`) or of their own."""
         if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
             return []
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
@@ -306,19 +296,19 @@ class Bucket:
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
 
     def publish(self) -> None:
-        """The master weights, all of them, are new: so is what the others gather."""
+        """Publish the master weights, all of which have changed, to the gathers of other ranks."""
         if self.copy is not None:
             self.copy.copy_from(self.master)
         self.buffer.end_write()
 
 
 class Unit:
-    """A module whose parameters are gathered together, and where it is in its life."""
+    """A module whose parameters are gathered together, and its phase."""
 
     def __init__(
         self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
     ) -> None:
-        """`share` is the part of gathered memory that counts for this process."""
+        """Create the unit; `share` is the fraction of gathered memory that counts for this process."""
         self.index = index
         self.name = name
         self.module = module
@@ -331,29 +321,26 @@ class Unit:
         self.follow()
 
     def follow(self) -> None:
-        """Train from now on those parameters that `requires_grad` says."""
+        """Adopt the parameters' present `requires_grad` as their training state."""
         for bucket in self.buckets:
             bucket.follow()
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
-        """Buckets that get gradients in the present step."""
+        """The buckets that receive gradients in the current step."""
         self.keeps_writes = all(
             bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded
             for bucket in self.buckets
         )
-        """True if a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
+        """True if in-place changes of parameters persist, since the gathered memory is that of the master weights, all of them."""
 
     def names(self) -> list[str]:
-        """Names of its parameters, those of tied ones included."""
         specs = [slot.spec for bucket in self.buckets for slot in bucket.layout.slots]
         return [name for spec in specs for name in (spec.fqn, *spec.aliases)]
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of one of its parameters."""
         pairs = [pair for bucket in self.buckets for pair in zip(bucket.layout.slots, bucket.parameters, strict=True)]
         return next((slot.spec.fqn for slot, each in pairs if each is parameter), f"a parameter of {self.name}")
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor lies in the memory of the gathered parameters."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         device, address = tensor.device, tensor.data_ptr()
@@ -364,19 +351,18 @@ class Unit:
         return False
 
     def note_values(self) -> None:
-        """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
         for bucket in self.buckets:
             bucket.note_values()
 
     def written(self) -> str | None:
-        """The name of a parameter that was changed in place; see `Bucket.written`."""
+        """Return the name of a parameter changed in place; see `Bucket.written`."""
         name: str | None = None
-        for bucket in self.buckets:  # All of them, since each notes what it finds.
+        for bucket in self.buckets:  # All buckets, since each records its finding.
             name = bucket.written() or name
         return name
 
     def enter(self, phase: Phase) -> None:
-        """Go to the next phase. Raises `PhaseError` when `phase` is another."""
+        """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
         if phase is not _NEXT[self.phase]:
             raise PhaseError(
                 f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
@@ -385,7 +371,6 @@ class Unit:
         self.phase = phase
 
     def gather(self) -> None:
-        """Start to gather."""
         if self._transient:
             self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
         self.enter(Phase.GATHERING)
@@ -393,7 +378,7 @@ class Unit:
             bucket.buffer.gather(bucket.copy or bucket.master)
 
     def wait(self) -> None:
-        """Finish gathering; parameters are usable afterwards."""
+        """Finish the gather; parameters are usable afterwards."""
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
@@ -401,7 +386,7 @@ class Unit:
             bucket.show()
 
     def point(self) -> None:
-        """Let the parameters look at what they have in this phase, whatever has replaced their data."""
+        """Point the parameters to their memory in this phase, even if their data was replaced."""
         for bucket in self.buckets:
             if self.phase is Phase.LIVE:
                 bucket.show()
@@ -409,14 +394,14 @@ class Unit:
                 bucket.hide()
 
     def leave(self) -> None:
-        """Let it rest, if it is live; a gather in flight, of a unit that nothing has used, is waited for."""
+        """Let the unit rest if it is live, or after its gather in flight if it was never used."""
         if self.phase is Phase.GATHERING:
             self.wait()
         if self.phase is Phase.LIVE:
             self.rest()
 
     def rest(self) -> None:
-        """Hide the parameters, and give back what the transport does not keep."""
+        """Hide the parameters, and release the memory that the transport does not keep."""
         if self._transient:
             self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
         for bucket in self.buckets:
@@ -426,24 +411,24 @@ class Unit:
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """An integer that changes with the values and their order. On a device that is a sum of their bits by place, made in parts."""
+    """Return a checksum of the values in order: on a device, a position-weighted sum of their bits, computed in chunks."""
     flat = values.detach().reshape(-1)
     if not on_accelerator(flat):
-        # Not by numpy, after which torch does not give a storage's memory back.
+        # numpy is not used: after it, torch does not free the memory of a storage.
         memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
         return torch.tensor((xxhash.xxh3_64_intdigest(memory) if flat.numel() else 0) >> 1)
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
-    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd: no bit is lost.
+    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors lose no bit.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
         bits = part.to(torch.int64)
-        # The highest bit alone would be lost where an even number of words has it changed.
+        # An even number of words with a changed highest bit would cancel; the shift mixes it into lower bits.
         total += ((bits ^ (bits >> 32)) * (places[: part.numel()] + 2 * number * _DIGEST_WORDS)).sum()
     return total
 
 
 def no_engine(name: str) -> None:
-    """The use of a parameter that belongs to no engine any more."""
+    """Raise the error for the use of a parameter whose engine is closed."""
     raise PhaseError(
         f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "
         "values are gone. Take them before, from trainer.state_dict(), or train to the end"
@@ -451,5 +436,4 @@ def no_engine(name: str) -> None:
 
 
 def all_buckets(units: Iterable[Unit]) -> list[Bucket]:
-    """Buckets of all units, in order."""
     return [bucket for unit in units for bucket in unit.buckets]

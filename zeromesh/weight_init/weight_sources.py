@@ -6,17 +6,16 @@ The engine asks a source for intervals of parameters while it fills its shards, 
     SeededSource        the model is on the meta device: values are drawn module by module from a seed
     SafetensorsSource   the values lie in files (`trainer/weights/safetensors_source.py`)
 
-`build_deferred` builds a model without memory on the meta device where that loses nothing, else whole on CPU.
+`build_deferred` builds a model on the meta device if that loses no values, else on CPU.
 
-[Note: Values that are made again]
-A model built on the meta device has shapes and no values. The values are made again one module at a time on CPU, by the code that a
-normal construction would have run: for a module of a Hugging Face model `_init_weights` of the model that it belongs to, for any
-other module its `reset_parameters`. Both are then run for every module *around* it, innermost first, because containers correct
-what they contain (GPT-2 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). Everything else
-stays on meta meanwhile, where writing does nothing.
+[Note: Values that are made again] A model built on the meta device has shapes and no values. They are recomputed one module at a
+time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
+`reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
+scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
+where writing does nothing.
 
-Memory is NaN before (integers are computed twice over different fillings), so a value that only `__init__` knew, and that building
-on meta has lost, is found and reported instead of being invented.
+Memory is filled with NaN before (integers are computed twice over different fillings), so a value computed only by `__init__`, and
+lost by building on meta, is reported instead of invented.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,14 +38,14 @@ Table = Literal["_parameters", "_buffers"]
 Initialiser = Callable[[], object]
 
 INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-"""The errors that an initialiser raises when it needs a value that is not there."""
+"""The errors that an initialiser raises when it needs a value that is missing on meta."""
 
 
 @contextmanager
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
-    """Inside the block tensors are made on CPU and drawn from torch's CPU generator, seeded by (`seed`, `name`).
+    """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`).
 
-    The generator is put back afterwards. `torch.manual_seed` would reseed every accelerator as well.
+    The generator is restored afterwards. `torch.manual_seed` would reseed every accelerator as well.
     """
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number_of(f"{seed}\0{name}"))
@@ -58,14 +57,14 @@ def seeded_cpu(seed: int, name: str) -> Iterator[None]:
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Return True if `module` looks like a Hugging Face `PreTrainedModel`; that library is not imported here."""
+    """Return True if `module` looks like a Hugging Face `PreTrainedModel`, a library that is not imported here."""
     cls = type(module)
     return hasattr(cls, "_init_weights") and hasattr(cls, "initialize_weights") and hasattr(cls, "tie_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputed:
-    """The tensors of one module: `values` on CPU by name, and the names that nothing set (`lost`, with `reason`)."""
+    """The recomputed tensors of one module: `values` on CPU by name, and the names that no code set (`lost`, with `reason`)."""
 
     values: Mapping[str, torch.Tensor]
     lost: tuple[str, ...]
@@ -73,9 +72,9 @@ class Recomputed:
 
 
 class Skeleton:
-    """A second module tree over the same attributes whose parameters and buffers are all on meta.
+    """A second module tree with the same attributes, whose parameters and buffers are all on meta.
 
-    Initialisers run on it, so the model's own tensors, which may already be in use, are never written.
+    Initialisers run on it, so the model's own tensors, which may be in use, are never written.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,7 +107,7 @@ class Skeleton:
         return self._tensors[id(tensor)]
 
     def path(self, fqn: str) -> list[nn.Module]:
-        """The root, ..., the module called `fqn`."""
+        """Return the modules from the root to the module called `fqn`."""
         module, path = self.root, [self.root]
         for part in fqn.split(".") if fqn else ():
             module = module._modules[part] or module
@@ -116,10 +115,8 @@ class Skeleton:
         return path
 
     def initialise(self, fqn: str, seed: int, *, reset_first: bool = False) -> None:
-        """Run what initialises the tensors that module `fqn` owns: its own initialiser, then those of its ancestors.
-
-        With `reset_first` a Hugging Face model's module is first reset as its constructor would have done.
-        """
+        """Run the initialisers of the tensors that module `fqn` owns: its own, then those of its ancestors. With `reset_first`, a
+        Hugging Face model's module is first reset as its constructor would have done."""
         path = self.path(fqn)
         found = [_initialiser(path[: depth + 1]) for depth in reversed(range(len(path)))]
         with seeded_cpu(seed, fqn):
@@ -132,9 +129,9 @@ class Skeleton:
         return any(is_pretrained_model(module) for module in self.path(fqn))
 
     def recompute(self, fqn: str, table: Table, names: Sequence[str], seed: int) -> Recomputed:
-        """The first values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
+        """Compute the initial values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
 
-        They depend on `seed` and on `fqn` alone. The global random state is left as it was.
+        They depend on `seed` and `fqn` alone. The global random state does not change.
         """
         result = self._attempt(fqn, table, names, seed, reset_first=False)
         if result.lost and self.managed_by_pretrained(fqn):
@@ -146,8 +143,8 @@ class Skeleton:
         before = {name: owner[name] for name in names}
         runs: list[dict[str, torch.Tensor]] = []
         try:
-            # A NaN left over marks a value that nothing set. Integers and booleans have no NaN: what nothing set still differs
-            # after two identical computations over two different fillings.
+            # A remaining NaN marks a value that no code set. Integers and booleans have no NaN: they are computed twice
+            # over different fillings, and a value that no code set differs.
             for filling in (0,) if all(map(_has_nan, before.values())) else (0, 1):
                 owner.update({name: _filled(tensor, filling) for name, tensor in before.items()})
                 self.initialise(fqn, seed, reset_first=reset_first)
@@ -161,7 +158,6 @@ class Skeleton:
 
 
 def _initialiser(path: Sequence[nn.Module]) -> Initialiser | None:
-    """The initialiser of the last module of `path` (root first)."""
     for ancestor in reversed(path):
         if is_pretrained_model(ancestor):
             initialise: Any = ancestor._init_weights
@@ -182,7 +178,7 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 
 def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
-    """Memory of `like`'s shape and dtype on CPU that holds NaN, or for dtypes without NaN one of two other values."""
+    """Return a CPU tensor of `like`'s shape and dtype filled with NaN, or for dtypes without NaN with one of two other values."""
     if _has_nan(like):
         value: float | int | bool = float("nan")
     elif like.dtype is torch.bool:
@@ -202,7 +198,7 @@ def _was_set(like: torch.Tensor, results: Sequence[torch.Tensor | None]) -> bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """One in-place operation on a meta tensor: its name, its plain arguments, and which elements it wrote."""
+    """One in-place operation on a meta tensor: its name, its plain arguments, and the elements that it wrote."""
 
     operation: str
     arguments: str
@@ -211,12 +207,12 @@ class Write:
 
 
 class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records, while it is active, which operations wrote into which meta storages."""
+    """Records the in-place operations on meta storages while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
-        # An address is only a name while its storage lives. Tensors are not kept: views refer to the parameters that they show.
+        # An address identifies a storage only while that lives. Tensors are not kept: views refer to the parameters.
         self._alive: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
@@ -225,7 +221,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if name in ("aten._to_copy.default", "aten.clone.default") and args[0].is_meta and result.is_meta:
-            # `model.double()` and the like: the copy has the values of its origin.
+            # A copy, as made by `model.double()`, has the values of its origin.
             self._alive += [args[0].untyped_storage(), result.untyped_storage()]
             self._writes[_address(result)] = list(self._writes.get(_address(args[0]), []))
             return result
@@ -239,7 +235,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def of(self, tensor: torch.Tensor) -> tuple[Write, ...]:
-        """The operations that wrote into the storage of `tensor`, in order."""
+        """Return the operations that wrote into the storage of `tensor`, in order."""
         return tuple(self._writes.get(_address(tensor), ()))
 
 
@@ -248,7 +244,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class LostValuesError(LayoutError):
-    """Values that only `__init__` computed were lost by building on the meta device: those of `names`."""
+    """The values of `names`, computed only by `__init__`, were lost by building on the meta device."""
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
         self.names = names
@@ -259,60 +255,60 @@ class LostValuesError(LayoutError):
 
 
 class ParameterSource(Protocol):
-    """Gives the initial values of a model's parameters, interval by interval."""
+    """Provides the initial values of a model's parameters, interval by interval."""
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end) of the flattened parameter `fqn`, 1-D, in its stored dtype, on any device.
+        """Return elements [start, end) of the flattened parameter `fqn`, 1-D, in its stored dtype, on any device.
 
         The result may share memory with the source: copy it before the next call, and do not write to it.
         """
         ...
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, with elements `interval`, one at least, of the columns `rows` of a parameter, converted to its dtype."""
+        """Fill `out`, 1-D, with the non-empty elements `interval` of the columns `rows` of a parameter, converted to its dtype."""
         hull = rows.hull(interval)
         rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
-        """The file, and the byte in it, from which on the parameter's elements lie as they are in `dtype`; None: in no file."""
+        """Return the file and byte offset at which the parameter's elements from `start` on are stored as `dtype`; None if none."""
         return None
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Note which elements [start, end) of which parameters will be read, in this order, so that they can be read ahead."""
+        """Announce the elements [start, end) of parameters that will be read, in order, so that they can be read ahead."""
         return
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The stored value of buffer `name`, or None where the model has it or computes it again."""
+        """Return the stored value of buffer `name`; None where the model has it or recomputes it."""
         return None
 
     def release(self, fqn: str) -> None:
-        """Note that parameter `fqn` will not be read again: its memory may go."""
+        """Free what is held for parameter `fqn`, which will not be read again."""
 
     def close(self) -> None:
-        """Note that nothing will be read again."""
+        """Free everything; nothing will be read again."""
 
 
 def check_interval(fqn: str, start: int, end: int, numel: int) -> None:
-    """Raises `LayoutError` unless 0 <= start <= end <= numel."""
+    """Raise `LayoutError` unless 0 <= start <= end <= numel."""
     if not 0 <= start <= end <= numel:
         raise LayoutError(f"{fqn}: interval [{start}, {end}) does not lie in its {numel} elements")
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every parameter name, aliases of tied parameters included, to the first name of the same parameter."""
+    """Map every parameter name, including aliases of tied parameters, to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 class BuiltSource(ParameterSource):
-    """The parameters of `model` as they are now. Later changes of `param.data` do not matter; in-place ones would."""
+    """The current parameters of `model`. Later replacements of `param.data` do not matter; in-place changes would."""
 
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
         self._values = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Elements of a parameter; see `ParameterSource`.
+        """Return elements of a parameter; see `ParameterSource`.
 
         Raises:
             LayoutError: for an unknown or released name, or interval.
@@ -329,20 +325,17 @@ class BuiltSource(ParameterSource):
         raise LostValuesError((name,), "it is on the meta device")
 
     def release(self, fqn: str) -> None:
-        """Drop the reference to `fqn`'s memory."""
         self._values.pop(self._canonical.get(fqn, ""), None)
 
     def close(self) -> None:
-        """Drop all references."""
         self._values.clear()
 
 
 class SeededSource(BuiltSource):
     """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's name.
 
-    Values do not depend on the order of reads, on the device, on the world size or on the global random state. A tied parameter has
-    the value that it gets under its first name. Parameters that are not on meta keep their values. Those of one module are held
-    between reads.
+    Values do not depend on the order of reads, the device, the world size or the global random state. A tied parameter has the
+    value of its first name. Parameters that are not on meta keep their values. The values of one module are cached between reads.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -350,7 +343,7 @@ class SeededSource(BuiltSource):
         self.skeleton = Skeleton(model)
         self._seed = seed
         self._owned: dict[str, list[str]] = {}
-        """By module: the names in it of the parameters on meta."""
+        """The names of each module's own parameters on meta."""
         for name, value in self._values.items():
             if value.is_meta:
                 owner, _, leaf = name.rpartition(".")
@@ -368,14 +361,13 @@ class SeededSource(BuiltSource):
         return self._drawn[owner][leaf]
 
     def close(self) -> None:
-        """Drop all references and what was drawn."""
         super().close()
         self._drawn.clear()
 
     def lost(self) -> tuple[str, ...]:
-        """Parameters that nothing would set, found by a dry run on meta, which costs no memory, before anything is read.
+        """Return the parameters that no initialiser would set, found before any read by a dry run on meta, which costs no memory.
 
-        Modules of one kind (same classes around them, same shapes) are tried once. `read` checks the values themselves.
+        Modules of equal structure (class path and shapes) are tried once. `read` checks the values themselves.
         """
         verdicts: dict[object, tuple[str, ...]] = {}
         names: list[str] = []
@@ -395,14 +387,14 @@ class SeededSource(BuiltSource):
                 with WriteLog() as log:
                     self.skeleton.initialise(owner, self._seed, reset_first=reset_first)
             except INITIALISER_ERRORS:
-                break  # It may only have needed a value where meta has none.
+                break  # It may have failed only for want of a value on meta.
             if any(log.of(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
             if all(not p.numel() or any(w.numel >= p.numel() for w in log.of(p)) for p in wanted):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
                 break
-        # On meta some initialisers fail, or do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
+        # Some initialisers fail on meta, or do nothing (torch's `trunc_normal_`): they are judged by a real computation.
         return self.skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
 
 
@@ -411,7 +403,7 @@ def _joined(fqn: str, leaf: str) -> str:
 
 
 def _meta_attributes(model: nn.Module) -> Iterator[str]:
-    """Plain tensor attributes, registered nowhere, that building on meta left without values."""
+    """Yield the names of unregistered tensor attributes that building on meta left without values."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             for each in value if isinstance(value, list | tuple) else (value,):
@@ -425,9 +417,9 @@ def materialize_buffers(
 ) -> tuple[str, ...]:
     """Give every buffer of `model` memory on `device`, in its own dtype, and its value.
 
-    A buffer on meta gets what `source` has stored for it, else what its initialiser computes (rotary frequencies, position ids,
-    running statistics). Returns the names of the buffers, and of plain tensor attributes on meta, whose value is not known: buffers
-    among them hold NaN or arbitrary integers, and the model has to be built on CPU instead.
+    A buffer on meta gets its value stored in `source`, else that of its initialiser (rotary frequencies, position ids, running
+    statistics). Returns the names of buffers, and of unregistered tensor attributes on meta, with unknown values: such buffers hold
+    NaN or arbitrary integers, and the model must be built on CPU instead.
     """
     target = torch.device(device)
     skeleton = Skeleton(model)
@@ -454,13 +446,13 @@ def materialize_buffers(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """A model, where its values come from, and lines that the run prints (why it was built as it was)."""
+    """A model, the source of its values, and notes for the user (such as the reason for the way it was built)."""
 
     model: nn.Module
     source: ParameterSource
     notes: tuple[str, ...] = ()
     compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """How the user has compiled it as a whole before; None: not at all."""
+    """The function with which the user has compiled the whole model before; None: none."""
 
 
 def build_deferred(
@@ -471,10 +463,10 @@ def build_deferred(
 ) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later.
 
-    Where that would lose or change values, `build` is called again on CPU with torch's generator seeded by `seed`: every rank then
-    holds the whole model for a while, and a note says so. That is the case if it raises on meta, if it registers hooks on gradients
-    of parameters, if parameters or buffers get values that no initialiser would set again, or if it initialises a plain module's
-    parameters otherwise than their `reset_parameters` does (which is found by comparing the operations).
+    If that would lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds
+    the whole model for a while, and a note says so. That is so if it raises on meta, registers hooks on gradients of parameters,
+    sets parameters or buffers to values that no initialiser sets, or initialises a plain module's parameters otherwise than their
+    `reset_parameters` does (found by comparing the operations).
     """
     log = WriteLog()
     try:
@@ -486,7 +478,7 @@ def build_deferred(
         return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
     hooked = hooked_parameters(model)
     if hooked:
-        # Copies in memory would not have the hooks, and what these refer to, such as a mask, has no values on meta.
+        # Rebuilt parameters would lose the hooks, and tensors that hooks use, such as a mask, have no values on meta.
         return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {some(hooked)}")
     source = SeededSource(model, seed)
     kept = frozenset[str]() if stored is None else stored(model)
@@ -507,11 +499,11 @@ def build_deferred(
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
 
-    What construction did to weights on meta cannot be seen any more: a note names the modules that are drawn again by
-    `reset_parameters`, unless Hugging Face's `_init_weights`, which decides alone, draws them.
+    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`,
+    except those of Hugging Face models, which `_init_weights` draws.
 
     Raises:
-        LostValuesError: if nothing would compute some of the parameters on meta.
+        LostValuesError: if no initialiser would compute some of the parameters on meta.
         LayoutError: if such parameters have hooks on their gradients, which may refer to tensors without values.
     """
     hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]
@@ -537,17 +529,17 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
 
 
 def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters with hooks on their gradients, of one parameter or of several together."""
+    """Return the names of parameters with gradient hooks, on one parameter or on several together."""
     return tuple(
         name
         for name, parameter in model.named_parameters()
-        # A hook on several parameters holds on to what accumulates their gradients, which refers to them once more.
+        # A hook on several parameters keeps their gradient accumulators, each of which refers to its parameter.
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter._use_count() > 1  # type: ignore[attr-defined]
     )
 
 
 def lost_buffers(model: nn.Module, seed: int) -> tuple[str, ...]:
-    """The buffers on meta whose values nothing would compute again; `model` is left as it was."""
+    """Return the buffers on meta whose values no code would recompute; `model` is not changed."""
     before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     lost = materialize_buffers(model, "cpu", seed)
     for table, buffers in before:
@@ -563,10 +555,10 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
 
 
 def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
-    """Parameters outside of Hugging Face models that construction wrote with other operations than initialisers do.
+    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do.
 
-    A subclass that redraws its layers in `__init__` (`self.apply(self._init_weights)`) is found here; a Hugging Face model does so
-    by `_init_weights`, which a build on meta skips and `SeededSource` calls.
+    It finds subclasses that redraw their layers in `__init__` (`self.apply(self._init_weights)`); Hugging Face models do so by
+    `_init_weights`, which a build on meta skips and `SeededSource` calls.
     """
     replays: dict[str, WriteLog] = {}
 

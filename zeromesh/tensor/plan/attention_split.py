@@ -1,7 +1,7 @@
-"""Divides the projections of one attention by its heads. Pure: arithmetic on numbers that the attention's module has.
+"""Divides the projections of one attention by its heads. Pure: arithmetic on numbers read from the attention's module.
 
-Query heads that share a key-value head stay together with it. With fewer key-value heads than ranks, several ranks have the same
-key-value head and divide its query heads.
+Query heads stay on the rank of their key-value head. With fewer key-value heads than ranks, several ranks have the same key-value
+head and divide its query heads.
 
     9 query heads, 3 key-value heads, 2 ranks      rank 0: q 0-5, kv 0 1        rank 1: q 6-8, kv 2
     8 query heads, 2 key-value heads, 4 ranks      rank 0: q 0 1, kv 0   rank 1: q 2 3, kv 0   rank 2: q 4 5, kv 1   ...
@@ -20,24 +20,22 @@ from zeromesh.intervals import Interval
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShare:
-    """Query and key-value heads of one rank."""
-
     queries: Interval
     keys: Interval
 
 
 def balanced(length: int, parts: int) -> tuple[Interval, ...]:
-    """`length` cut into `parts` that differ by one at most, the longer ones first."""
+    """Split `length` into `parts` intervals whose lengths differ by at most one, the longer ones first."""
     base, longer = divmod(length, parts)
     ends = [number * base + min(number, longer) for number in range(parts + 1)]
     return tuple(Interval(start=start, end=end) for start, end in pairwise(ends))
 
 
 def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadShare, ...]:
-    """The heads of every rank.
+    """Return the heads of every rank.
 
     Raises:
-        LayoutError: when some rank would have none, naming `where`; and when key-value heads do not divide the query heads.
+        LayoutError: when a rank would have no heads, naming `where`; and when key-value heads do not divide the query heads.
     """
     if keys < 1 or queries % keys:
         raise LayoutError(f"{where}: {keys} key-value heads do not divide {queries} query heads")
@@ -57,7 +55,7 @@ def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadSh
 
 
 def scaled(interval: Interval, width: int) -> Interval:
-    """An interval of heads as one of features, `width` of each head."""
+    """Scale an interval of heads to one of features, `width` per head."""
     return Interval(start=interval.start * width, end=interval.end * width)
 
 
@@ -71,11 +69,11 @@ _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _FEATURES = ("split_size", "all_head_size", "inner_dim", "embed_dim")
 
 Shares = tuple[tuple[Interval, ...], ...]
-"""By rank: the intervals of the divided features that it has, in its order."""
+"""The intervals of the divided features of each rank, in the order of the local tensor."""
 
 
 def linear_form(module: nn.Module) -> bool | None:
-    """Return True if a linear layer keeps its weight transposed, `[in, out]`; None for what is no plain linear layer."""
+    """Return True if a linear layer keeps its weight transposed, `[in, out]`; None for any other module."""
     if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return False
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
@@ -84,7 +82,7 @@ def linear_form(module: nn.Module) -> bool | None:
 
 
 def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:
-    """The dim of `gate_up_proj` and `down_proj` that is the intermediate one, from their shapes; None for other experts."""
+    """Return the intermediate dim of `gate_up_proj` and `down_proj` from their shapes; None for other experts."""
     if set(shapes) != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
         return None
     up, down = shapes["gate_up_proj"], shapes["down_proj"]
@@ -97,7 +95,7 @@ def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionDivision:
-    """The heads of an attention, and which of them each rank has."""
+    """The heads of an attention, divided over the ranks."""
 
     queries: int
     keys: int
@@ -105,16 +103,15 @@ class AttentionDivision:
 
     @property
     def exclusive(self) -> bool:
-        """True if no two ranks have the same key-value head."""
         return self.keys >= len(self.shares)
 
     def by_head(self, name: str, features: int, *, keys: bool = False) -> Shares:
-        """Divide `features` that belong to query heads, or to key-value heads (`keys`), each head's together."""
+        """Divide `features` of query heads, or of key-value heads (`keys`), without splitting a head."""
         width = _width(name, features, *((self.keys, "key-value heads") if keys else (self.queries, "query heads")))
         return tuple((scaled(share.keys if keys else share.queries, width),) for share in self.shares)
 
     def fused(self, name: str, features: int, *, stacked: bool) -> Shares:
-        """`features` of queries, keys and values: all of each (`stacked`), or each key-value head's queries, key and value."""
+        """Divide fused queries, keys and values: each of the three as a whole (`stacked`), or grouped by key-value head."""
         width = _width(name, features, self.queries + 2 * self.keys, "query, key and value heads")
         group = self.queries // self.keys
         heads: list[tuple[Interval, ...]] = []
@@ -125,14 +122,14 @@ class AttentionDivision:
             elif self.exclusive:
                 heads.append((scaled(share.keys, group + 2),))
             else:
-                # Before the queries of a group there are the keys and values of those before it.
+                # The queries of a group come after the keys and values of all groups before it.
                 own = moved(share.queries, 2 * share.keys.start)
                 end = share.keys.end * (group + 2)
                 heads.append((own, Interval(start=end - 2, end=end)))
         return tuple(tuple(scaled(interval, width) for interval in intervals) for intervals in heads)
 
     def is_stacked(self, attention: nn.Module, style: str) -> bool:
-        """Return True if a fused projection has all queries, then all keys, then all values."""
+        """Return True if a fused projection has all queries first, then all keys, then all values."""
         if style == "qkv_falcon":
             return bool(getattr(attention, "multi_query", False)) and not getattr(
                 attention, "new_decoder_architecture", False
@@ -140,7 +137,7 @@ class AttentionDivision:
         return style == "qkv_stacked"
 
     def patches(self, attention: nn.Module, *, stacked: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the numbers that the attention's code reads, with their values by rank."""
+        """Yield the attributes that the attention's code reads, with their values by rank."""
         own = vars(attention)
         local_queries = tuple(share.queries.length for share in self.shares)
         local_keys = tuple(share.keys.length for share in self.shares)
@@ -161,15 +158,15 @@ class AttentionDivision:
             if width and own.get(attribute) == self.queries * width:
                 yield attribute, tuple(queries * width for queries in local_queries)
         if stacked and not found and hasattr(own.get("config"), "num_attention_heads"):
-            # It takes its projection apart by what its configuration says.
+            # Its code splits the projection by the head counts of its configuration.
             yield "config.num_attention_heads", local_queries
 
 
 def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivision:
-    """Read from an attention how many heads it has, and divide them among `ranks`.
+    """Read the head counts of an attention and divide them among `ranks`.
 
     Raises:
-        LayoutError: when it does not say how many heads it has, or cannot be divided among `ranks`.
+        LayoutError: when its number of heads is unknown, or it cannot be divided among `ranks`.
     """
     own, queries = vars(attention), count_heads(attention)
     if not queries:
@@ -181,12 +178,12 @@ def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivisio
 
 
 def count_heads(attention: nn.Module) -> int:
-    """Return the number of query heads that an attention, or else its configuration, says it has; 0 where none does."""
+    """Return the number of query heads of an attention, or else of its configuration; 0 if neither has it."""
     return _count(vars(attention), _QUERY_COUNTS) or _count(getattr(attention, "config", None), _QUERY_COUNTS)
 
 
 def _count(holder: Any, names: tuple[str, ...]) -> int:
-    """The first of these numbers that an object or its attributes have; 0 for none."""
+    """Return the first of these attributes that an object or one of its attributes has; 0 if none."""
     values = (holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 

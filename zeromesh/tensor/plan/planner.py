@@ -1,22 +1,21 @@
-"""Makes a plan from a model: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
+"""Plans the division of a model's layers among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
-Rules come from the user, from a table, and from the model: from its `tp_plan` of transformers, or where it has none from the shapes
-of its layers (`recognition.py`). The first that names a module counts. A rule has one of these styles (those of transformers, and
-some more):
+Rules come from the user, from a table, and from the model: its `tp_plan` of transformers, or without one the shapes of its layers
+(`recognition.py`). The first rule that matches a module counts. The styles are those of transformers, and some more:
 
-    colwise                          outputs are divided: heads in an attention, features elsewhere
+    colwise                          outputs are divided: by heads in an attention, by features elsewhere
     rowwise                          inputs are divided, outputs summed
     packed_colwise                   as colwise, for two projections in one
     qkv_stacked, qkv_by_head         as colwise, for queries, keys and values in one, in this order or head by head
-    rowwise_heads                    as rowwise, after an attention that is a sibling
+    rowwise_heads                    as rowwise, after an attention that is a sibling module
     colwise_gather_output            as colwise, then outputs are gathered
-    rowwise_split_input              as rowwise, of inputs that every rank has all of
+    rowwise_split_input              as rowwise, of an input that is whole on every rank
     embedding_rowwise                an embedding, by tokens
     embedding_heads                  an embedding of which each feature belongs to a head
     moe_tp_experts                   experts, each divided along its intermediate features
     replicated_with_grad_allreduce   whole on all ranks, used on divided activations, so that gradients are partial
-    local_params                     an attention whose own parameters (sinks) are one of each head
-    mla_kv_a_proj                    whole on all ranks; of its outputs, the last are used by divided heads as they are
+    local_params                     an attention with parameters (sinks) of one element per head
+    mla_kv_a_proj                    whole on all ranks; divided heads use its last outputs (rotary keys) directly
     replicate                        whole on all ranks
 """
 
@@ -48,8 +47,6 @@ from zeromesh.units.plan import block_modules
 
 
 class Style(Enum):
-    """The ways in which a module may be divided."""
-
     COLUMN = "outputs divided"
     COLUMN_GATHERED = "outputs divided, then gathered"
     SLICED = "whole, some outputs computed"
@@ -65,23 +62,22 @@ class Style(Enum):
 
 
 WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS)
-"""Styles that leave the matrices of a module whole."""
+"""The styles that leave the matrices of a module whole."""
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:
-    """Return True if a module or parameter lies inside one of `modules`; a name with a dot at its end may be one of them too."""
+    """Return True if a module or parameter lies inside one of `modules`, whose names may end with a dot."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """How one module is divided. Raises `LayoutError` when a rank would have nothing of it."""
+    """The division of one module. Raises `LayoutError` when a rank would have none of it."""
 
     module: str
-    """FQN."""
     style: Style
     shares: Shares = ()
-    """Empty for `PARTIAL` and `LATENT`."""
+    """The features of each rank; empty for `PARTIAL` and `LATENT`."""
 
     def __post_init__(self) -> None:
         for rank, intervals in enumerate(self.shares):
@@ -92,21 +88,21 @@ class LayerPlan:
 
     @property
     def parent(self) -> str:
-        """FQN of the module around it; column layers with the same one may share an input."""
+        """The FQN of the enclosing module; column layers with the same one may share an input."""
         return self.module.rpartition(".")[0]
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """Ranks that have the same as `rank`."""
+        """Return the ranks that have the same features as `rank`."""
         return tuple(other for other, share in enumerate(self.shares) if share == self.shares[rank])
 
     def sizes(self) -> tuple[int, ...]:
-        """Features of each rank."""
+        """Return the number of features of each rank."""
         return tuple(sum(interval.length for interval in share) for share in self.shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patch:
-    """A number that a module's code reads, with its value on every rank. `attribute` may begin with `config.`."""
+    """An attribute that a module's code reads, with its value on every rank. `attribute` may begin with `config.`."""
 
     module: str
     attribute: str
@@ -115,15 +111,15 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlan:
-    """How a model is divided among `size` ranks."""
+    """The division of a model among `size` ranks."""
 
     size: int
     layers: tuple[LayerPlan, ...]
     patches: tuple[Patch, ...]
     attentions: Mapping[str, AttentionDivision]
-    """By FQN of the module whose children project queries, keys and values."""
+    """The divided heads, by the FQN of the module whose children project queries, keys and values."""
     stacks: tuple[tuple[str, ...], ...]
-    """FQNs of repeated blocks, those of one stack together and in order."""
+    """The FQNs of repeated blocks, grouped by stack, in order."""
     notes: tuple[str, ...]
 
     def in_block(self, name: str) -> bool:
@@ -131,11 +127,11 @@ class TensorPlan:
         return any(inside(name, stack) for stack in self.stacks)
 
     def in_experts(self, name: str) -> bool:
-        """Return True if a module or parameter is inside a block of experts: its router, experts, shared experts."""
+        """Return True if a module or parameter is inside a block of experts: router, experts, shared experts."""
         return inside(name, (layer.parent for layer in self.layers if layer.style is Style.EXPERTS))
 
     def readers(self) -> tuple[str, ...]:
-        """FQNs of the modules in blocks that need the whole sequence, since code around their column layers reads its length."""
+        """Return the FQNs of modules in blocks that need the whole sequence, since code around column layers reads its length."""
         gathered = (layer.parent for layer in self.layers if layer.style is Style.COLUMN_GATHERED)
         return tuple(name for name in dict.fromkeys((*self.attentions, *gathered)) if self.in_block(name))
 
@@ -152,7 +148,7 @@ _EVENLY = {
     "rowwise": Style.ROW,
     "rowwise_split_input": Style.ROW_SPLIT,
 }
-"""Styles of linear layers whose outputs or inputs are divided evenly."""
+"""The styles of linear layers whose outputs or inputs are divided evenly."""
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 _OF_HEADS = re.compile(r"(q|k|v|query|key|value)_embed(s|dings?)?")
 _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
@@ -165,7 +161,7 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
     """Plan how to divide `model`, which may be on the meta device, among `size` ranks.
 
     Args:
-        rules: a user's own, pattern of FQNs -> style; they go before all others.
+        rules: the user's rules, FQN pattern -> style, which take precedence over all others.
 
     Raises:
         LayoutError: when there is no plan for the model; when a rule of the user matches nothing or has an unknown style; when a
@@ -183,7 +179,7 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
 
 
 class _Planner:
-    """A plan in the making: `styles` has modules that no layer has been planned for yet."""
+    """A plan in the making; `styles` holds the modules that are not planned yet."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
         self.model = model
@@ -195,11 +191,10 @@ class _Planner:
         self.patches: list[Patch] = []
         self.notes: list[str] = []
         self.given: dict[str, str] = {}
-        """The user's rule for a module, by its name."""
 
     @contextmanager
     def _planning(self, name: str) -> Iterator[None]:
-        """Say of what goes wrong inside the block with a module that a user's rule names which rule, and what the module is."""
+        """Add the user's rule and the class of the module to errors inside the block, if a user's rule names the module."""
         try:
             yield
         except (LayoutError, AttributeError, TypeError, IndexError, ArithmeticError) as error:
@@ -214,7 +209,6 @@ class _Planner:
             ) from error
 
     def choose(self, rules: Mapping[str, str]) -> None:
-        """Note the style of every module that a rule names."""
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
         builtin, by_shape = OWN.get(kind, {}), goes_by_shape(self.model)
@@ -248,7 +242,7 @@ class _Planner:
                 )
 
     def _held(self) -> list[str]:
-        """The parts of blocks that have matrices, each with its class; of the whole model where it has no blocks."""
+        """Return the parts of blocks that have matrices, with their classes; those of the whole model if it has no blocks."""
         names = {id(module): name for name, module in self.modules.items()}
         held = (child for block in block_modules(self.model) or [self.model] for child in block.children())
         found = [each for each in held if any(parameter.dim() > 1 for parameter in each.parameters())]
@@ -260,7 +254,7 @@ class _Planner:
         return bool(found)
 
     def embeddings(self) -> None:
-        """Divide the input and output embedding by tokens, whatever other rules say but `replicate`."""
+        """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
         for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
             try:
                 target = getattr(self.model, getter, lambda: None)()
@@ -278,11 +272,10 @@ class _Planner:
         self.layers[name] = LayerPlan(module=name, style=style, shares=shares)
 
     def _divide(self, name: str, style: Style, length: int) -> None:
-        """Plan a layer of which every rank has about as much of a dim of `length`."""
         self._add(name, style, tuple((interval,) for interval in balanced(length, self.size)))
 
     def attention_layers(self) -> None:
-        """Divide what projects queries, keys and values, and what follows, by heads."""
+        """Divide the projections of queries, keys and values, and the output projection, by heads."""
         for name, style in list(self.styles.items()):
             parent, _, leaf = name.rpartition(".")
             fused = style in ("qkv_stacked", "qkv_by_head", "qkv_falcon") or (style == "colwise" and leaf in FUSED)
@@ -317,7 +310,7 @@ class _Planner:
             self._add(name, Style.COLUMN, division.by_head(name, features, keys=leaf in KEYS))
 
     def norms_and_sinks(self) -> None:
-        """Plan norms of single heads, which plans may have forgotten, and sinks; anything else an attention holds must be known."""
+        """Plan per-head norms, which plans may have forgotten, and sinks; an attention may hold no other parameters."""
         for parent in self.attentions:
             attention = self.modules[parent]
             if whole := [each for each in inspect.signature(attention.forward).parameters if _OF_HEADS.fullmatch(each)]:
@@ -328,7 +321,7 @@ class _Planner:
                     self.styles[name] = "replicated_with_grad_allreduce"
             for leaf, parameter in attention.named_parameters(recurse=False):
                 if self.styles.get(f"{parent}.{leaf.removesuffix('_bias')}") == "rowwise":
-                    continue  # It is added to the sum, as the bias of a row layer is.
+                    continue  # It is added after the sum, as the bias of a row layer.
                 if leaf != "sinks" or tuple(parameter.shape) != (self.attentions[parent].queries,):
                     raise LayoutError(
                         f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
@@ -337,7 +330,6 @@ class _Planner:
                 self._add(parent, Style.SINKS, self.attentions[parent].by_head(parent, parameter.shape[0]))
 
     def other_layers(self) -> None:
-        """Plan what rules are left for."""
         experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
         for name, style in self.styles.items():
             with self._planning(name):
@@ -400,12 +392,12 @@ class _Planner:
             )
 
     def _of_queries(self, parent: str, attention: AttentionDivision) -> set[int]:
-        """Numbers of outputs that a layer of an attention can have only if they belong to query heads, such as gates."""
+        """Return the output sizes that only layers of the query heads of an attention can have, such as gates."""
         rows = [name for name, style in self.styles.items() if style == "rowwise" and name.rpartition(".")[0] == parent]
         return {attention.queries, *(self._linear(name)[1] for name in rows)}
 
     def activations(self) -> None:
-        """Plan activations with parameters between column and row layer, which are used on divided activations."""
+        """Plan activations with parameters between column and row layer, which run on divided activations."""
         for parent in {layer.parent for layer in self.layers.values() if layer.style is Style.COLUMN}:
             for leaf, child in self.modules[parent].named_children():
                 name = f"{parent}.{leaf}"
@@ -425,7 +417,7 @@ class _Planner:
         self._divide(name, Style.EXPERTS, held["down_proj"][form["down_proj"]])
 
     def _attention_around(self, name: str) -> AttentionDivision:
-        """The division of the attention in the nearest module around `name` that has one."""
+        """Return the division of the nearest enclosing attention of `name`."""
         around = name.rpartition(".")[0]
         while around:
             inside = [one for one in self.attentions if one == around or one.startswith(f"{around}.")]
@@ -435,7 +427,7 @@ class _Planner:
         raise LayoutError(f"{name}: there is no attention around it whose heads it could be divided by")
 
     def _linear(self, name: str) -> tuple[int, int]:
-        """Outputs and inputs of a linear layer. Raises `LayoutError` for anything else."""
+        """Return outputs and inputs of a linear layer. Raises `LayoutError` for other modules."""
         module: Any = self.modules.get(name)
         transposed = linear_form(module)
         if transposed is None:
@@ -445,7 +437,7 @@ class _Planner:
         return outputs, inputs
 
     def check_ties(self) -> None:
-        """Check that modules that hold the same parameter divide it alike; where they do not, embeddings stay whole."""
+        """Check that modules with a tied parameter divide it alike; otherwise embeddings stay whole."""
         owners: dict[int, list[str]] = {}
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
@@ -465,7 +457,6 @@ class _Planner:
             )
 
     def plan(self) -> TensorPlan:
-        """The plan, with notes on what stays whole."""
         order = {name: number for number, name in enumerate(self.modules)}
         layers = tuple(sorted(self.layers.values(), key=lambda layer: order[layer.module]))
         whole = [
@@ -502,7 +493,7 @@ class _Planner:
 
 
 def _divisible_embedding(module: nn.Module) -> bool:
-    """Return True if a module is an embedding whose rows may lie on several ranks: it gives them as they are, or scaled."""
+    """Return True for an embedding whose rows may lie on several ranks, since it returns them unchanged or scaled."""
     if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
     if "forward" in vars(module) or (type(module).forward is not nn.Embedding.forward and not _scales(type(module))):
@@ -511,22 +502,22 @@ def _divisible_embedding(module: nn.Module) -> bool:
 
 
 def _scales(kind: type[nn.Module]) -> bool:
-    """Return True if all that the forward of a kind of embedding does is to multiply the rows, as in transformers."""
+    """Return True if the forward of an embedding class only multiplies the rows, as in transformers."""
     try:
         return _SCALED.fullmatch(inspect.getsource(kind.forward).strip()) is not None
-    except (OSError, TypeError):  # It has no source.
+    except (OSError, TypeError):  # Its source is not available.
         return False
 
 
 def _shown(names: Iterable[str]) -> str:
-    """Names with `*` for numbers, each once."""
+    """Join names, each once, with `*` in place of numbers."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
 
 
 def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -> Mapping[str, ParameterPart]:
-    """Find the part of every parameter of the whole `model` that is divided, or whole with partial gradients, by its first FQN.
+    """Return the part of every parameter of the whole `model` that is divided, or whole with partial gradients, by its first FQN.
 
-    All others are whole on every rank, with the same gradient on each. `sequence`: blocks pass on shares of the sequence.
+    All others are whole on every rank, with equal gradients. `sequence`: blocks pass on shares of the sequence.
 
     Raises:
         LayoutError: when modules divide a parameter that they share in different ways.
@@ -549,7 +540,7 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
 
 
 def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...], rank: int) -> ParameterPart | None:
-    """Return the part of a parameter that `rank` has; None where the parameter stays whole."""
+    """Return `rank`'s part of a parameter; None if the parameter stays whole."""
     if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
         return None
     dim = _dim(layer, module, leaf)
@@ -565,7 +556,6 @@ def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...]
 
 
 def _dim(layer: LayerPlan, module: nn.Module, leaf: str) -> int | None:
-    """The dim that is divided."""
     if layer.style is Style.EXPERTS:
         return (experts_form({name: tuple(held.shape) for name, held in module.named_parameters()}) or {})[leaf]
     if layer.style in (Style.EMBEDDING, Style.SINKS):

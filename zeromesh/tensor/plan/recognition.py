@@ -1,10 +1,10 @@
-"""Recognises plain attention and MLPs in the blocks of a model by their shape, and names a style for each of their layers.
+"""Recognises plain attention and MLPs in the blocks of a model by their shapes, and names a style for each of their layers.
 
     attention   q, k and v of one module, or all three in one layer; what follows takes as many inputs as queries have outputs
     MLP         up, of the width that passes through the block, or several of them or two in one; down, from there back to it
 
-A shape says how a layer may be divided, not what the code around it computes. So a recognised plan is tried on a small copy of the
-model before it is used (`zeromesh/tensor/trial.py`), and a module that then computes something else refuses it.
+A shape tells how a layer may be divided, not what the surrounding code computes. So a recognised plan is first tried on a small
+copy of the model (`zeromesh/tensor/trial.py`), and refused if a module computes something else.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,9 +21,9 @@ Rules = Mapping[str, str]
 QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
 KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
-"""Names of layers that project queries, keys and values: squares of one size, of which the shape does not say which is which."""
+"""The names of layers that project queries, keys and values: square matrices, whose shapes do not tell which is which."""
 _BY_SHAPE = ("phi3",)
-"""Types whose plan of transformers gathers outputs that the next layer could take in parts."""
+"""The model types whose plan in transformers gathers outputs that the next layer could take divided."""
 OWN: Mapping[str, Rules] = {
     "deepseek_v3": {
         **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
@@ -31,21 +31,21 @@ OWN: Mapping[str, Rules] = {
         "*.self_attn.o_proj": "rowwise",
     }
 }
-"""By `config.model_type`, what the plan of transformers lacks: patterns of names with the style of what they match."""
+"""The rules that transformers' plans lack, by `config.model_type`: name patterns with their styles."""
 
 
 def goes_by_shape(model: nn.Module) -> bool:
-    """Return True for a model of transformers whose plan, where the user gives none, is that of its shapes."""
+    """Return True for a transformers model that is divided by its shapes, unless the user gives rules."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return bool(kind) and (kind in _BY_SHAPE or not getattr(model, "tp_plan", None))
 
 
 def recognised(model: nn.Module) -> dict[str, str]:
-    """Return the style of each layer of plain attention and of plain MLPs in the blocks of a model, by its FQN."""
+    """Return the style of each layer of plain attention and of plain MLPs in the blocks of a model, by FQN."""
     modules = dict(model.named_modules())
     lists = (each for each in modules.values() if isinstance(each, nn.ModuleList))
     blocks = {id(each) for each in chain(block_modules(model), *(each.children() for each in lists))}
-    # Types name the blocks of one of their stacks alone; a list inside a block is looked at with it.
+    # A model names the blocks of one of its stacks only; a list inside a block is covered with the block.
     found = [name for name, module in modules.items() if id(module) in blocks]
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     styles = dict(chain(*(_styles(modules[name], name) for name in outermost)))
@@ -98,7 +98,7 @@ def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
 def _mlps(
     modules: Mapping[str, nn.Module], linear: Mapping[str, tuple[int, int]], width: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the layers of MLPs: those that widen what passes through the block, and the one after them that narrows it again."""
+    """Yield the layers of MLPs: those that widen the hidden states of a block, and the following one that narrows them again."""
     ups: list[str] = []
     for name, (outputs, inputs) in linear.items():
         wide = [up for up in ups if linear[up][0] in (inputs, 2 * inputs) and linear[up][1] == outputs]
@@ -112,7 +112,7 @@ def _mlps(
 
 
 def _is_plain(modules: Mapping[str, nn.Module], name: str, linear: Mapping[str, tuple[int, int]]) -> bool:
-    """Return True if a layer of an MLP has no other matrices beside it, as recurrent and convolutional mixers have."""
+    """Return True if the module of an MLP layer has no other matrices, unlike recurrent and convolutional mixers."""
     parent = name.rpartition(".")[0]
     around = modules[parent]
     held = [each for each in around.children() if linear_form(each) is None and not [*each.children()]]
@@ -121,7 +121,6 @@ def _is_plain(modules: Mapping[str, nn.Module], name: str, linear: Mapping[str, 
 
 
 def _sizes(module: Any) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer."""
     outputs, inputs = module.weight.shape[::-1] if linear_form(module) else module.weight.shape
     return outputs, inputs
 
