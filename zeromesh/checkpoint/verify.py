@@ -11,7 +11,7 @@ from zeromesh.errors import ZeromeshError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A file that is not what was written, why (the first reasons), and the tensors that have a byte in what is lost of it."""
+    """A damaged file: its first reasons, and the tensors that have a byte in its damaged pieces."""
 
     path: str
     reasons: tuple[str, ...]
@@ -19,10 +19,8 @@ class Damage:
 
 
 def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) -> Iterator[Damage]:
-    """Verify every piece of every file; `on_progress` gets the bytes of each piece that is done.
-
-    The reader is one that was made unchecked. Raises nothing for what is wrong in the files.
-    """
+    """Verify every piece of every file, with a reader made unchecked; `on_progress` receives the bytes of each verified piece.
+    Damage in the files is yielded, never raised."""
     problems = dict(reader.problems())
     for path, record in reader.manifest.files.items():
         bad: list[ChecksumPiece] = []
@@ -44,7 +42,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
         if path in problems:
             reasons = [problems.pop(path), *reasons]
         elif not reasons and not reader.manifest.is_elsewhere(path) and path.endswith(".safetensors"):
-            # The header of a source has names of its own, and parts have no whole files.
+            # The header of a source has its own names, and parts have no whole files.
             reasons = _disagreement(reader, path) if reader.manifest.part[1] == 1 else []
         if reasons:
             yield Damage(path=path, reasons=tuple(reasons), tensors=tuple(reader.tensors_in(bad)) if bad else ())
@@ -52,7 +50,8 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
 
 
 def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
-    """Return the errors of a file that is as it was written, but whose header, which other programs read, is not its manifest's."""
+    """Return the differences between a file's header, which other programs read, and its manifest, for a file with sound
+    bytes."""
     path, tensors = reader.directory / name, [each for each in reader.manifest.tensors if each.path == name]
     try:
         found = {name: (each.spec.dtype, each.spec.shape, each.begin) for name, each in read_header(path).items()}

@@ -1,4 +1,4 @@
-"""Gradient shards between the reduction of a bucket and its update: where they lie, who else sums them, their norm and scale.
+"""Gradient shards between the reduction of a bucket and its update: their tier, sums over replicas, norm and scale.
 
     allocate -> the reducer sums into bucket.grad -> offload      for each microbatch
     norm                                                          at the end of the step, for the norm of all
@@ -37,15 +37,15 @@ class LossScaler:
         self._settings = settings
         self.scale = settings.initial_scale if settings else 1.0
         self.good_steps = 0
-        """Steps without an overflow since the scale has changed."""
+        """The number of steps without an overflow since the scale changed."""
 
     def load(self, scale: float, good_steps: int) -> None:
-        """Go on from the scale of an earlier run. Without settings the scale stays 1."""
+        """Continue from the scale of an earlier run. Without settings the scale stays 1."""
         if self._settings is not None:
             self.scale, self.good_steps = scale, good_steps
 
     def update(self, *, overflow: bool) -> None:
-        """Adapt the scale to what a step has shown. All ranks call it with the same `overflow`."""
+        """Adapt the scale to a step with or without overflow. All ranks call it with the same `overflow`."""
         if (settings := self._settings) is None:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
@@ -56,11 +56,11 @@ class LossScaler:
 
 
 LEAVING = 2
-"""Gradient shards that may be on their way to another tier at once."""
+"""The number of gradient shards that may be on their way to another tier at once."""
 
 
 class GradientShards:
-    """The gradient shards of one rank: memory for them, and their way to another tier and back."""
+    """One rank's gradient shards: their memory, and their transfers to another tier and back."""
 
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.sums
@@ -71,11 +71,11 @@ class GradientShards:
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
         self._ordered: list[Transfer] = []
-        """Transfers to the host that what the device does next comes after already."""
+        """Transfers to the host that the device's later work is already ordered after."""
         self._norms: dict[int, torch.Tensor] = {}
 
     def require_room(self, buckets: Iterable[Bucket]) -> None:
-        """Raise `StorageError` before training where a step's shards would not fit beside all other states."""
+        """Raise `StorageError` before training if a step's shards would not fit beside all other states."""
         if self._stay or self._pass_through:
             return
         nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
@@ -88,11 +88,11 @@ class GradientShards:
         self._ordered.clear()
 
     def begin(self, *, first: bool) -> None:
-        """Begin a backward; `first` of its step."""
+        """Begin a backward; `first` is True for the first one of its step."""
         self._first = first
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Prepare for a bucket's gradients: begin to read the sum of earlier microbatches, if it rests on another tier.
+        """Prepare for a bucket's gradients: start to read the sum of earlier microbatches if it is offloaded.
 
         A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
         recomputation allocates, and leave holes.
@@ -107,7 +107,7 @@ class GradientShards:
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
-        """Give `bucket.grad` memory before a sum is made, with the sum of earlier microbatches in it.
+        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches.
 
         Raises:
             StorageError: when that sum cannot be read.
@@ -132,7 +132,8 @@ class GradientShards:
         return grad
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
+        """Write a sum to the tier of the gradients, if they are offloaded. With `last`, the step's last sum, its norm is computed
+        first.
 
         Raises:
             StorageError: when an earlier one could not be written.
@@ -147,12 +148,12 @@ class GradientShards:
         bucket.grad = None
 
     def order(self) -> None:
-        """Have what comes next come after all that was offloaded. Raises `StorageError` where that failed."""
+        """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
         while self._leaving:
             self._order_oldest()
 
     def wait(self) -> None:
-        """Wait until all that was offloaded is where it rests, for who reads the host's memory there."""
+        """Wait until all offloads are complete, so that the host may read the data."""
         self.order()
         ordered, self._ordered = self._ordered, []
         for transfer in ordered:
@@ -166,7 +167,7 @@ class GradientShards:
             self._ordered.append(transfer)
 
     def drop(self, bucket: Bucket) -> None:
-        """Release the memory of a bucket's gradients, which are used up, unless it is kept for the next step."""
+        """Release the memory of a bucket's used gradients, unless it is kept for the next step."""
         grad = bucket.grad
         if grad is None or (self._stay and bucket.grad_rest is None):
             return
@@ -174,14 +175,14 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def norm(self, bucket: Bucket) -> torch.Tensor:
-        """The norm of a shard, a scalar on the device; nan or inf where it holds such, 0 where it is used up."""
+        """The norm of a shard, a scalar on the device; nan or inf if an element is, 0 if the gradient was already used."""
         found = self._norms.get(id(bucket))
         if found is None and bucket.grad is not None:
             found = torch.linalg.vector_norm(bucket.grad)
         return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if found is None else found
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
-        """Forget the gradients of a step that has ended before its time."""
+        """Drop the gradients of a step that has ended early."""
         arriving, self._arriving = self._arriving, {}
         for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
@@ -192,14 +193,15 @@ class GradientShards:
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:
-    """A bucket's gradient shard, in memory. Raises `PhaseError` when it has none now."""
+    """A bucket's gradient shard, in memory. Raises `PhaseError` if it has none now."""
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
 
 
 class ReplicaGroups:
-    """Ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them counts these.
+    """Groups of ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them
+    counts these in norms.
 
     replicas            have all parameters, and other samples
     tensor ranks        have what tensor parallelism does not divide, or divides among fewer ranks than there are
@@ -219,7 +221,7 @@ class ReplicaGroups:
             for row in rows:
                 sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
-            # A mesh keeps such sets for the next engine.
+            # The mesh caches these sets for the next engine.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
             axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
             colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
@@ -233,11 +235,11 @@ class ReplicaGroups:
         return all(self._coordinate[axis] == first for axis, first in bucket.spec.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
-        """The ranks that share a bucket's elements, this one among them."""
+        """The ranks that share a bucket's elements, this rank included."""
         return self._sets[bucket.spec.shared_by]
 
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Begin to sum a gradient shard in place over the ranks that share it. The returned call waits for the sum; None: no other
-        rank shares it."""
+        """Start to sum a gradient shard in place over the ranks that share it. Returns a call that waits for the sum; None if no
+        other rank shares it."""
         found = self.sharers(bucket)
         return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None

@@ -1,4 +1,4 @@
-"""Runs the forward of a model in stages for a loop over tokens; each stage keeps the keys and values of its own blocks.
+"""Runs the forward of a staged model for a token generation loop; each stage keeps the keys and values of its own blocks.
 
 Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
 """
@@ -22,7 +22,8 @@ _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
 class StagedForward(StageRunner):
-    """The calls of one generation: the first has the prompts, each later one what is new, if keys and values are kept.
+    """The forward calls of one generation: the first takes the prompts, each later one the new tokens if keys and values are
+    cached.
 
     Args:
         microbatches: into how many parts rows are cut, which ranks work on at the same time.
@@ -36,12 +37,12 @@ class StagedForward(StageRunner):
         self._call = call
         self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
-        """Caches by chunk and microbatch; stubs in one chunk keep something for blocks of another. The first is the caller's."""
+        """Caches by chunk and microbatch, since stubs in one chunk store entries for blocks of another. The first is the
+        caller's."""
         self._vocabulary = self._width = 0
-        """The number of logits of a position, and the bytes of each."""
+        """The vocabulary size, and the bytes of a logit."""
         self._batches: list[dict[str, Any]] = []
         self._logits: dict[int, torch.Tensor] = {}
-        """The arguments of each microbatch of the call that runs, and its logits on the last stage."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in
@@ -90,7 +91,6 @@ class StagedForward(StageRunner):
         return ()
 
     def _shared(self, rows: int, device: torch.device) -> torch.Tensor:
-        """Give every rank the logits of the last stage."""
         group, logits = self._executor.group, self._logits
         logits_here = torch.cat([logits[number] for number in range(self._microbatches)]) if logits else None
         if logits_here is not None and logits_here.dtype is not torch.float64:
@@ -105,10 +105,10 @@ class StagedForward(StageRunner):
 
 
 class StagedLane(Protocol):
-    """A batch that one generation goes on with, while other ones are in the other stages."""
+    """A batch of one generation, which runs in one stage while other batches run in the other stages."""
 
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the next forward. They stay as they are for all turns of a run."""
+        """Rows and columns of the next forward, constant for all turns of a run."""
 
     def inputs(self) -> dict[str, Any]:
         """The arguments of the next forward, the same on all ranks of the pipeline."""
@@ -118,7 +118,7 @@ class StagedLane(Protocol):
         next tokens and the logarithms of their probabilities."""
 
     def take(self, chosen: torch.Tensor) -> None:
-        """Take what the last stage has chosen, on all ranks."""
+        """Take the tokens that the last stage has chosen, on all ranks."""
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class TurnRunner(StageRunner):
     _shapes: list[tuple[int, int]] = field(init=False)
     _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     _chosen: deque[tuple[StagedLane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
-    """On the last stage: what is on its way to the others."""
+    """On the last stage, the chosen tokens that are being sent to the other stages."""
     _taken: int = 0
 
     def __post_init__(self) -> None:
@@ -164,12 +164,12 @@ class TurnRunner(StageRunner):
         return ()
 
     def finish(self) -> None:
-        """Take what the last turn of each lane has chosen."""
+        """Take the tokens chosen in the last turn of each lane."""
         for _ in self.lanes:
             self._take()
 
     def _take(self) -> None:
-        """Take the oldest choice that was not taken: turns of lanes are chosen for in the order of microbatches."""
+        """Take the oldest pending choice; choices are made in the order of microbatches."""
         if self._chosen:
             lane, chosen, wait = self._chosen.popleft()
         else:
@@ -185,7 +185,7 @@ class TurnRunner(StageRunner):
 
 
 def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:
-    """Arguments of a forward in parts: what has a row for each prompt is cut, everything else is every part's."""
+    """Split the arguments of a forward by rows; arguments without a row per prompt are copied to every part."""
     cut = {
         name: value.tensor_split(parts)
         for name, value in inputs.items()

@@ -30,12 +30,12 @@ from zeromesh.units.unit import Bucket
 
 @dataclass(slots=True)
 class BucketArrivals:
-    """One bucket in one backward: which gradients have arrived, and which of them wait to be copied into its slot."""
+    """One bucket's progress in one backward: the gradients that have arrived, and those that wait to be copied into its slot."""
 
     bucket: Bucket
     sequence: int
     missing: int
-    """How many parameters have no gradient yet."""
+    """The number of parameters that have no gradient yet."""
     filled: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -43,7 +43,7 @@ class BucketArrivals:
 
 
 class GradientReducer:
-    """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
+    """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class GradientReducer:
         options: ZeroOptions,
         reduced: Callable[[Bucket], None],
     ) -> None:
-        """`reduced(bucket)` is called once `bucket.grad` is summed over the shard group, or over this rank's microbatches where it
-        has them first."""
+        """`reduced(bucket)` is called once `bucket.grad` holds the sum over the shard group, or over this rank's microbatches if
+        replicas sum later."""
         self.shards = shards
         self._reducer = reducer
         self._options = options
         self._direct = mesh.shard.size == 1
-        """True if this rank's own sums are the result."""
+        """True if the shard group is this rank alone, so that its own sums are the result."""
         self._overlap = options.overlap
         self._mesh = mesh
         self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
@@ -67,9 +67,9 @@ class GradientReducer:
         self._reduced = reduced
         self._settled = False
         self._owed: Counter[int] = Counter()
-        """By unit: how many of its buckets lack a gradient in the running backward."""
+        """For each unit, the number of its buckets that lack a gradient in the running backward."""
         self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
@@ -78,15 +78,15 @@ class GradientReducer:
         self._reduce = False
         self._first = False
         self.came: dict[int, set[int]] = {}
-        """The parameters of each bucket, by number, that have had a gradient on this rank in the present step."""
+        """For each bucket, the numbers of the parameters that have had a gradient on this rank in the present step."""
 
     def use(self, reducer: Reducer) -> None:
-        """Reduce by another reducer, which has launched nothing yet. Allowed between two backwards."""
+        """Reduce through another reducer, which has launched nothing yet. Allowed between two backwards."""
         self._reducer, self._next_sequence = reducer, 0
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, settled: bool = False) -> None:
-        """Begin a backward. `reduce`: sum over ranks now, or only keep this rank's sums. `first`: of the step. `settled`: in an
-        order that an earlier one had."""
+        """Begin a backward. `reduce`: sum over ranks now, rather than only accumulate this rank's sums. `first`: it is the step's
+        first backward. `settled`: its order of buckets is that of an earlier backward."""
         self._reduce = reduce and not self._direct
         self._first, self._settled = first, settled
         self._owed = Counter(bucket.unit for bucket in buckets)
@@ -144,7 +144,8 @@ class GradientReducer:
                 self.pump()
 
     def pump(self) -> None:
-        """Launch what is complete and next in order; finish what peers have made ready. The host never waits."""
+        """Launch the complete buckets that are next in order, and finish reductions that peers have completed. The host never
+        waits."""
         on_stream = self._reducer.on_stream
         while self._queue and not self._queue[0].missing and (on_stream or self._slot_of(self._queue[0]) is not None):
             self._launch_next()
@@ -163,7 +164,7 @@ class GradientReducer:
             self._launch_next()
 
     def flush(self) -> None:
-        """End a backward: launch all that is left, missing gradients as zeros, and finish everything."""
+        """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction."""
         if not self._reduce:
             for arrivals in self._queue:
                 if not arrivals.launched:
@@ -186,7 +187,7 @@ class GradientReducer:
         return self._owed[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
+        """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
         came = self.came.get(id(bucket), ())
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
 
@@ -202,7 +203,6 @@ class GradientReducer:
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _launch_next(self) -> None:
-        """Launch the next bucket in order, as soon as its slot is free."""
         arrivals = self._queue.popleft()
         while self._slot_of(arrivals) is None:
             if self._flying:
@@ -212,7 +212,7 @@ class GradientReducer:
         self._launch(arrivals)
 
     def _hand_on(self) -> None:
-        """Hand on the sums of this rank alone, in the order that all ranks share: sums over replicas may follow."""
+        """Pass on the sums of this rank alone, in the order that all ranks share, since sums over replicas may follow."""
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
             if self._direct:
@@ -225,12 +225,12 @@ class GradientReducer:
         self._reduced(bucket)
 
     def _announce(self, bucket: Bucket) -> None:
-        """Let the other ranks compare which sum starts now. Replicas too: they sum over one another in the order of reductions."""
+        """Let the other ranks compare which sum starts now. Replicas compare too, as they sum in the order of reductions."""
         if self._compared:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
 
     def _keep(self, arrivals: BucketArrivals) -> None:
-        """Take what has waited into this rank's sum, in which the gradients of frozen and of unused parameters are zeros."""
+        """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it."""
         if self._first or arrivals.waiting:
             target = self._own_sum(arrivals.bucket)
             _put(target, arrivals.bucket, arrivals.waiting, add=not self._first)
@@ -255,7 +255,7 @@ class GradientReducer:
         return arrivals.filled
 
     def _typed(self, bucket: Bucket, slot: torch.Tensor | None) -> torch.Tensor | None:
-        """A slot as gradients of a bucket, `[padded]`, in the dtype in which they travel."""
+        """A slot viewed as a bucket's gradients, `[padded]`, in the dtype of the reduction."""
         if slot is None:
             return None
         dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
@@ -291,8 +291,8 @@ class GradientReducer:
 
 
 def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
-    """Copy or add the gradients that autograd has left on parameters to their places: on a device by one kernel, with the change of
-    dtype."""
+    """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, which also
+    casts."""
     if not indices:
         return
     places, gradients = [], []
@@ -316,6 +316,6 @@ def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:
 
 
 def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
-    """Zero what belongs to no parameter, so that it adds nothing to norms and moves no master weight."""
+    """Zero the elements that belong to no parameter, so that they add nothing to norms and move no master weight."""
     for gap in bucket.gaps:
         flat[gap].zero_()

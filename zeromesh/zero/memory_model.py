@@ -40,8 +40,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBytes:
-    """Bytes that are needed, or that there is room for: of an accelerator's memory, of the host's and of disks. Without an
-    accelerator `device` is 0."""
+    """Bytes of memory, required or available: of an accelerator (0 without one), of the host, and of disks."""
 
     device: int
     host: int
@@ -49,35 +48,34 @@ class MemoryBytes:
 
     @property
     def critical(self) -> int:
-        """Bytes of the memory in which ranks compute, which is what runs short first."""
+        """Bytes of the memory in which ranks compute, which runs short first."""
         return self.device or self.host
 
     def beyond(self, room: "MemoryBytes") -> str:
-        """The first of `device`, `host` and `disk` for which there is too little room; empty where all fits."""
+        """The first of `device`, `host` and `disk` that exceeds `room`; empty if everything fits."""
         names = ("device", "host", "disk")
         return next((name for name in names if getattr(self, name) > getattr(room, name)), "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """Bytes of one rank once every bucket has been updated: in the memory where it computes, in the host's memory beside an
+    """Bytes of one rank once every bucket has been updated: in the memory of its compute device, in host memory beside an
     accelerator (`hosted`), and on disk (`files`)."""
 
     terms: Mapping[Purpose, int]
-    """The bytes that stay from step to step, by purpose; purposes without bytes are left out. `GRADIENTS` inside backward is the
-    most that can be there."""
+    """Bytes that stay from step to step, by purpose, without empty purposes. `GRADIENTS` inside backward is the peak."""
     gathered: int
-    """The most that parameters gathered around their use take beside that."""
+    """The peak of further bytes for parameters that are gathered around their use."""
     kept: int
-    """Bytes of gathered parameters that stay between uses, of all ranks where they share pages."""
+    """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
     passing: int
-    """The most that gradient shards on their way to another tier take beside that."""
+    """The peak of further bytes for gradient shards on their way to another tier."""
     files: Mapping[Purpose, int]
     hosted: Mapping[Purpose, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """The highest sum in the memory where the rank computes."""
+        """The peak in the memory of the compute device, in bytes."""
         return sum(self.terms.values()) + self.gathered + self.passing
 
     @property
@@ -94,9 +92,9 @@ def predict_memory(
     transport: str,
     device: torch.device = _CPU,
 ) -> MemoryModel:
-    """Memory of each of `parts` ranks that share the states of the planned model.
+    """Predict the memory of each of `parts` ranks that share the states of the planned model.
 
-    `transport` is what `choose_transport` gives for them: `local`, `shared`, `gloo` or `nccl`. `device` is what ranks compute on.
+    `transport` is the result of `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device.
     """
     return predict_layouts(plan_layouts(plan, parts), options, parts, transport, device)
 
@@ -108,13 +106,11 @@ def predict_layouts(
     transport: str,
     device: torch.device,
 ) -> MemoryModel:
-    """The same, of the layouts of each unit's buckets for so many `parts`, the root's first."""
+    """Do the same from the layouts of each unit's buckets for `parts` ranks, the root's layouts first."""
     return _Formula(units, options, parts, transport, device).result()
 
 
 class _Formula:
-    """The terms, and what they depend on."""
-
     def __init__(
         self,
         units: list[list[BucketLayout]],
@@ -131,14 +127,14 @@ class _Formula:
         self.replicated = options.placements.optimizer is Placement.REPLICATED
         self.reduce_bytes = options.precision.sums.itemsize
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
-        """Part of gathered parameters that counts for one rank."""
+        """The part of gathered parameters that counts for one rank."""
         self.kept = kept_buckets(units, options, device, transport)
         """For each bucket of each unit, True if its parameters stay gathered."""
         buckets = [pair for unit, kept in zip(units, self.kept, strict=True) for pair in zip(unit, kept, strict=True)]
         alike = Counter((id(layout), stays) for layout, stays in buckets)
         distinct = {(id(layout), stays): layout for layout, stays in buckets}
         self.buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
-        """Each layout with whether its parameters stay, and how many buckets have it: blocks that are alike may share theirs."""
+        """Each layout, True if its parameters stay gathered, and the number of alike buckets: alike blocks may share a layout."""
         self.trained = [layout for layout, _ in buckets if layout.first.requires_grad]
 
     def result(self) -> MemoryModel:
@@ -172,11 +168,11 @@ class _Formula:
         )
 
     def own(self, layout: BucketLayout) -> int:
-        """Elements that a rank updates."""
+        """The number of elements that a rank updates."""
         return layout.padded if self.replicated else layout.shard_length
 
     def resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
-        """The tensors of a bucket's shard, as `build_units` allocates them, each of `own` elements."""
+        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `own` elements."""
         spec, options, offload = layout.first, self.options, self.options.offload
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
@@ -195,7 +191,7 @@ class _Formula:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
     def leaving(self) -> int:
-        """Bytes of gradient shards in memory on their way to another tier: those that leave, and the next one."""
+        """Bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
         lengths = sorted(map(self.own, self.trained), reverse=True)
         at, passing = self.options.offload.gradients_at, self.options.gradients_pass_through
         if passing or not lengths or at.in_reach(lengths[0], self.device):
@@ -203,7 +199,6 @@ class _Formula:
         return sum(lengths[: LEAVING + 1]) * self.reduce_bytes
 
     def staging(self) -> int:
-        """Bytes of the buffers of the update stream."""
         widths = [
             sum(not choice.in_reach(self.own(layout), self.device) for *_, choice in self.resting(layout, stays=stays))
             for layout, stays, _ in self.buckets
@@ -214,9 +209,8 @@ class _Formula:
         return stream_bytes(width, longest, self.options.offload.staging_on(self.device)) if width else 0
 
     def passing_gradients(self) -> int:
-        """Bytes of gradient shards that live from reduction to update: those in flight, and those of the root, which are updated
-        last. With nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at
-        the end."""
+        """Bytes of gradient shards that live from reduction to update: those in flight, and the root's, which are updated last.
+        Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end."""
         root, *units = [[self.own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
         if self.parts == 1:
             count = sum(root) + max(map(sum, units), default=0)
@@ -230,7 +224,7 @@ class _Formula:
         return count * self.reduce_bytes
 
     def passing_parameters(self) -> int:
-        """Bytes of the root, and of the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
+        """Bytes of the root and of the largest `prefetch` + 1 consecutive units, among those that are not kept gathered."""
         root, *others = [
             int(self.share * sum(layout.nbytes for layout, stays in zip(unit, kept, strict=True) if not stays))
             for unit, kept in zip(self.units, self.kept, strict=True)

@@ -20,7 +20,7 @@ from zeromesh.zero.hooks import Hooks
 
 
 class RequiresGradFlags:
-    """Which parameters an engine trains. All ranks call its methods alike."""
+    """Tracks which parameters an engine trains. All ranks call its methods alike."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class RequiresGradFlags:
         ]
         self._slot_bytes = self._needed_bytes()
         self._wider: Transport | None = None
-        """A transport with larger gradient slots than there were at the start."""
+        """A transport with larger gradient slots than those allocated at the start."""
         self.followed = 0
-        """The number of times that what is trained has changed."""
+        """The number of changes of the set of trained parameters."""
 
     def follow(self) -> None:
-        """Train from now on the parameters with `requires_grad`.
+        """Train from now on exactly the parameters with `requires_grad`.
 
         Raises:
             LayoutError: where ranks set different flags, for parameters that stages of a pipeline share, and for one that is wider
@@ -88,7 +88,7 @@ class RequiresGradFlags:
         return slot_bytes(trained, self._options, self._mesh.device)
 
     def _widen(self) -> None:
-        """Reduce through larger slots where a bucket that is trained now does not fit into the present ones."""
+        """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
         needed, name = self._needed_bytes(), self._built.reduction.name
         if needed <= self._slot_bytes or name == "local":
             return
@@ -107,8 +107,7 @@ class RequiresGradFlags:
     # Over processes
 
     def changes(self) -> dict[str, tuple[bool, int]]:
-        """Parameters that are not trained as the model was built, or not in all updates: whether they are, and in how many updates
-        they were."""
+        """Return the parameters whose training differs from the built model's: `(trained now, number of updates)` by name."""
         changed = {
             slot.spec.name: (trained, steps)
             for _, bucket in self._buckets
@@ -120,7 +119,7 @@ class RequiresGradFlags:
         return {name: (trained, steps) for row in rows for name, (trained, steps) in row.items()}
 
     def restore(self, changes: Mapping[str, Sequence[int]], updates: int) -> None:
-        """Train what was trained after `updates` updates, when `changes` was taken; the flags of the model follow.
+        """Restore the flags and update counts that `changes` returned after `updates` updates, also on the model.
 
         Raises:
             CheckpointError: for names of parameters that the model does not have.
