@@ -72,11 +72,8 @@ def has_cublas() -> bool:
 
 
 def round_float32_products(on: bool) -> None:
-    """Enable or disable TF32 (10 bits of fraction) for products and convolutions of float32 matrices on the device.
-
-    The older of torch's two interfaces is used: torch and its compiler can always read its settings, but not always those of the
-    newer one.
-    """
+    """Enable or disable TF32 (10 bits of fraction) for products and convolutions of float32 matrices on the device. The older of
+    torch's two interfaces is used: torch and its compiler can always read its settings, but not always those of the newer one."""
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
 
@@ -140,11 +137,9 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def launching_on(stream: torch.Stream) -> Iterator[None]:
-    """Launch this thread's work inside the block on `stream`, whose device stays current in the thread.
-
-    `with stream:` suits streams of one thread only: torch keeps the previous stream in the stream object, so that two threads
-    would restore each other's.
-    """
+    """Launch this thread's work inside the block on `stream`, whose device stays current in the thread. `with stream:` suits
+    streams of one thread only: torch keeps the previous stream in the stream object, so that two threads would restore each
+    other's."""
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -174,10 +169,8 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def end_of(stream: torch.Stream) -> Callable[[], None]:
-    """Return a function that waits for all work launched on `stream` so far, asleep if the device can wake the thread.
-
-    A `torch.Event` ignores its `blocking` argument, but device-specific events, such as CUDA's, support it.
-    """
+    """Return a function that waits for all work launched on `stream` so far, asleep if the device can wake the thread. A
+    `torch.Event` ignores its `blocking` argument, but device-specific events, such as CUDA's, support it."""
     try:
         ending = _module(stream.device).Event(blocking=True)
     except TypeError:  # Its events have no such choice.
@@ -202,9 +195,7 @@ def synchronize(device: torch.device) -> None:
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
     """Measure a call after a warm-up call: the least seconds per call of `rounds`, each of as many calls as take `fill` seconds.
-
-    On a CPU this is the thread's processor time, since other processes may use the processor meanwhile.
-    """
+    On a CPU this is the thread's processor time, since other processes may use the processor meanwhile."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
 
     def taken(count: int) -> float:
@@ -258,10 +249,8 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocator_settings() -> str:
-    """Return the settings for torch's allocator of this process's accelerator, to be set before it starts; empty for none.
-
-    With expandable segments, memory freed by activations of one length fits those of another without fragmentation.
-    """
+    """Return the settings for torch's allocator of this process's accelerator, to be set before it starts; empty for none. With
+    expandable segments, memory freed by activations of one length fits those of another without fragmentation."""
     kind = found()
     return "expandable_segments:True" if kind is not None and kind.type == "cuda" and torch.version.hip is None else ""
 
@@ -297,10 +286,8 @@ def device_name(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """Return a unique identifier of a device, independent of its number in a process; empty if unknown.
-
-    Empty for AMD devices: parts of one GPU, each of which is a device, may report the same identifier.
-    """
+    """Return a unique identifier of a device, independent of its number in a process; empty if unknown. Empty for AMD devices:
+    parts of one GPU, each of which is a device, may report the same identifier."""
     if not is_accelerator(device) or torch.version.hip:
         return ""
     properties = getattr(_module(device), "get_device_properties", None)
@@ -369,10 +356,8 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> bool:
-    """Have the driver pin host memory; returns True on success.
-
-    The driver is not bound by RLIMIT_MEMLOCK, so its own answer is the only one that counts.
-    """
+    """Have the driver pin host memory; returns True on success. The driver is not bound by RLIMIT_MEMLOCK, so its own answer is
+    the only one that counts."""
     runtime = getattr(_module(device), "cudart", None)
     if runtime is None:
         return False

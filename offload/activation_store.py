@@ -43,10 +43,8 @@ _IN_FLIGHT = 2
 
 
 class Reservation:
-    """Memory, or space in a file, that is freed with the last reference to this object.
-
-    That may be in any thread at any moment, so the work of freeing is only queued for the store.
-    """
+    """Memory, or space in a file, that is freed with the last reference to this object. That may be in any thread at any moment,
+    so the work of freeing is only queued for the store."""
 
     memory: torch.Tensor
     """The reserved host memory, if the reservation is one of memory."""
@@ -153,11 +151,8 @@ class PinnedCopy(SavedTensor):
 @dataclass(eq=False, slots=True)
 class PendingWrite:
     """A write from memory to a file slot, which begins when `copied` has occurred. `sources` holds the memory until the write
-    ends.
-
-    The file space is reserved as long as this object, and any read from it, lives. The writer keeps this object until the write
-    ends.
-    """
+    ends. The file space is reserved as long as this object, and any read from it, lives. The writer keeps this object until the
+    write ends."""
 
     sources: list[Reservation]
     slot: FileSlot
@@ -203,11 +198,9 @@ def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
 
 
 def _wait(transfer: Transfer) -> None:
-    """Wait for a transfer, and raise its error as a new one.
-
-    A transfer keeps its error, and a saved tensor its transfer. An error with a traceback would keep frames alive, and so the
-    graph that holds the saved tensor, for good: Python's garbage collector does not see through autograd.
-    """
+    """Wait for a transfer, and raise its error as a new one. A transfer keeps its error, and a saved tensor its transfer. An
+    error with a traceback would keep frames alive, and so the graph that holds the saved tensor, for good: Python's garbage
+    collector does not see through autograd."""
     try:
         transfer.wait()
     except StorageError as error:

@@ -204,10 +204,8 @@ class TieredTensor:
         return found
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D of `numel` elements in host memory, converted to its dtype. Raises `StorageError`.
-
-        A copy from a device runs on the caller's current stream, so that a thread with its own stream waits for its copies alone.
-        """
+        """Fill `out`, 1-D of `numel` elements in host memory, converted to its dtype. Raises `StorageError`. A copy from a device
+        runs on the caller's current stream, so that a thread with its own stream waits for its copies alone."""
         self._require_all(out.numel())
         launched: torch.Stream | None = None
         for part in self.parts:

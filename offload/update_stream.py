@@ -80,9 +80,7 @@ def stream_bytes(width: int, longest: int, nbytes: int) -> int:
 
 class UpdateStream:
     """Computes on `device`. A row has at most `width` tensors outside its memory, and the longest tensor has `longest` bytes.
-
-    `nbytes` bounds the bytes of all buffers, which are no longer than needed, and no shorter than is useful.
-    """
+    `nbytes` bounds the bytes of all buffers, which are no longer than needed, and no shorter than is useful."""
 
     def __init__(
         self,

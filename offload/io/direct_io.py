@@ -29,7 +29,6 @@ BLOCK = 4096
 _NEAR = 1 << 14
 """The bytes that are copied in about the time of a system call."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
-"""The most pieces of memory that one system call may move."""
 _SCRAP = 1 << 18
 """Bytes that one call reads ahead, few enough to stay in the processor's cache."""
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -193,10 +192,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             return False
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Read bytes into the page cache that will be read soon.
-
-        Reading makes the system use larger reads and pages than advice does (`POSIX_FADV_WILLNEED`).
-        """
+        """Read bytes into the page cache that will be read soon. Reading makes the system use larger reads and pages than advice
+        does (`POSIX_FADV_WILLNEED`)."""
         scrap = memoryview(bytearray(_SCRAP))
         for at in range(offset, offset + length, _SCRAP):
             os.preadv(self._buffered, [scrap[: offset + length - at]], at)

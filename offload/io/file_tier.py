@@ -175,10 +175,8 @@ class FileTier:
 
 
 class FileSlot:
-    """`nbytes` bytes of a file tier. Reads wait for earlier writes; bytes that are being read must not be written.
-
-    Threads may share a slot: a checkpoint is written beside training.
-    """
+    """`nbytes` bytes of a file tier. Reads wait for earlier writes; bytes that are being read must not be written. Threads may
+    share a slot: a checkpoint is written beside training."""
 
     def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str) -> None:
         self.tier = tier

@@ -180,10 +180,8 @@ class CopyStreams:
         return self._inward.stream
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-        """Start a copy between device and host, converted to the target's dtype; returns an event of its end.
-
-        The caller keeps both tensors until then. Host memory should be pinned: copies from other memory block the host.
-        """
+        """Start a copy between device and host, converted to the target's dtype; returns an event of its end. The caller keeps
+        both tensors until then. Host memory should be pinned: copies from other memory block the host."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
         return lane.copy(source, target, other)
@@ -286,10 +284,8 @@ def without_states() -> Iterator[None]:
 
 
 def pages(nbytes: int) -> torch.Tensor:
-    """Allocate separate pages, `[nbytes]` uint8, as `O_DIRECT` requires, of huge pages if available.
-
-    A disk moves a piece of a huge page at once, but scattered single pages one by one, which takes up to twice the time.
-    """
+    """Allocate separate pages, `[nbytes]` uint8, as `O_DIRECT` requires, of huge pages if available. A disk moves a piece of a
+    huge page at once, but scattered single pages one by one, which takes up to twice the time."""
     found = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     want_huge_pages(found)
     return torch.frombuffer(found, dtype=torch.uint8)
@@ -302,10 +298,8 @@ def want_huge_pages(found: mmap.mmap, *part: int) -> None:
 
 
 class StagingPool:
-    """A pool of `count` buffers of `nbytes` bytes, handed out one by one, which bounds the memory of transfers.
-
-    Buffers are 1-D uint8 tensors allocated by `memory`. Threads may share a pool.
-    """
+    """A pool of `count` buffers of `nbytes` bytes, handed out one by one, which bounds the memory of transfers. Buffers are 1-D
+    uint8 tensors allocated by `memory`. Threads may share a pool."""
 
     def __init__(self, count: int, nbytes: int, memory: Memory = pages) -> None:
         """Raise `ValueError` for a count below 0, or buffers that are not whole pages."""

@@ -44,11 +44,9 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros for states, which stay while activations come and go.
-
-    On CPU they have separate pages outside the C library's heap, which they would fragment between activations (see
-    docs/decisions/0006-allocator.md), of huge pages if available.
-    """
+    """Allocate zeros for states, which stay while activations come and go. On CPU they have separate pages outside the C
+    library's heap, which they would fragment between activations (see docs/decisions/0006-allocator.md), of huge pages if
+    available."""
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -56,11 +54,9 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
 
 
 class SparePages:
-    """Huge pages that buffers have released, moved to the address of the next buffer that takes memory.
-
-    The system zeroes every page before it hands it out again, which takes as long as a fast disk needs to read it. Pages that a
-    buffer does not need are returned to the system when the next ones are released.
-    """
+    """Huge pages that buffers have released, moved to the address of the next buffer that takes memory. The system zeroes every
+    page before it hands it out again, which takes as long as a fast disk needs to read it. Pages that a buffer does not need are
+    returned to the system when the next ones are released."""
 
     def __init__(self) -> None:
         self._ranges: list[torch.Tensor] = []
@@ -129,11 +125,9 @@ def _moves_pages() -> bool:
 
 
 class ReleasableBuffer:
-    """A buffer at a fixed address whose memory can be released: views of `full`, `[count]`, stay valid without memory.
-
-    On CPU it has separate pages, as states do, and `full` begins `lead` bytes after the start of a page. Elsewhere its storage is
-    resized.
-    """
+    """A buffer at a fixed address whose memory can be released: views of `full`, `[count]`, stay valid without memory. On CPU it
+    has separate pages, as states do, and `full` begins `lead` bytes after the start of a page. Elsewhere its storage is
+    resized."""
 
     def __init__(
         self, count: int, dtype: torch.dtype, device: torch.device, *, spare: SparePages, lead: int = 0
@@ -189,11 +183,8 @@ _LEFT_FREE = 8
 @dataclass(kw_only=True, slots=True)
 class PinnedBudget:
     """Pinned host memory, as far as the driver pins it; other memory stays pageable, so that copies are slower and block the
-    host.
-
-    `limit`: bytes that may be pinned; None: as many as `pinnable_bytes` returns at the time. RLIMIT_MEMLOCK does not bind
-    drivers.
-    """
+    host. `limit`: bytes that may be pinned; None: as many as `pinnable_bytes` returns at the time. RLIMIT_MEMLOCK does not bind
+    drivers."""
 
     limit: int | None = None
     used: int = 0
@@ -239,10 +230,8 @@ class PinnedBudget:
 
 
 def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Allocate pages pinned by the driver, `[nbytes]` uint8; None if it refuses.
-
-    torch's own pinned memory is rounded up to a power of two, which is too much for states.
-    """
+    """Allocate pages pinned by the driver, `[nbytes]` uint8; None if it refuses. torch's own pinned memory is rounded up to a
+    power of two, which is too much for states."""
     found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     kept(found)
     want_huge_pages(found)
@@ -253,7 +242,6 @@ class _PinnedPages(mmap.mmap):
     _pinned: tuple[int, torch.device] | None = None
 
     def pin(self, device: torch.device) -> bool:
-        """Have the driver of `device` pin the pages; returns True on success."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         if not accelerator.pin(address, len(self), device):
             return False
@@ -352,10 +340,8 @@ class SharedSegment:
         return memoryview(self._map).cast("q")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate memory for an unbacked range. Raises `StorageError` if there is none.
-
-        Ranks may do so in one segment at once: `posix_fallocate` serializes them, and leaves the mapping to writes.
-        """
+        """Allocate memory for an unbacked range. Raises `StorageError` if there is none. Ranks may do so in one segment at once:
+        `posix_fallocate` serializes them, and leaves the mapping to writes."""
         start = offset // PAGE * PAGE
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, start))
         try:

@@ -20,7 +20,7 @@ _MENDED = (2, 38)
 """The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
 
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
-"""glibc's number of size classes in a thread's cache, and the largest size, two adjacent words of its parameters."""
+"""Adjacent words of glibc's parameters: size classes of a thread's cache, and the largest size; blocks of each size follow."""
 _MOST_CACHED = (1 << 16) - 1
 _caches: list[ctypes.c_size_t] = []
 """The location of the number of size classes, once found: it then reads 0, and would not be found again."""
@@ -37,11 +37,9 @@ _GUARD_BYTES = 24
 
 
 def reuse_freed_memory() -> bool:
-    """Fix glibc's thresholds so that freed activations are reused, and only large blocks are mapped one by one.
-
-    Each such block costs a page fault per 4 KiB every time, and glibc's own threshold moves with earlier frees. Returns False
-    with another C library.
-    """
+    """Fix glibc's thresholds so that freed activations are reused, and only large blocks are mapped one by one. Each such block
+    costs a page fault per 4 KiB every time, and glibc's own threshold moves with earlier frees. Returns False with another C
+    library."""
     libc = _glibc()
     if libc is None:
         return False

@@ -57,10 +57,8 @@ MEMORY = (Tier.DEVICE, Tier.HOST)
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and their peak in memory.
-
-    `limits` are bytes that a tier may not exceed, which let host memory stand in for a device's.
-    """
+    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed, which
+    let host memory stand in for a device's."""
 
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)

@@ -84,7 +84,6 @@ class Saver:
         self._coming: _Stages | None = None
         """The remaining stages of the save in flight."""
         self._task: Future[Any] = Future()
-        """This rank's background task of the present stage."""
 
     @cached_property
     def sharing(self) -> SharedStorage:
@@ -293,7 +292,6 @@ class Saver:
 
 
 def _next(stages: _Stages) -> Saved | None:
-    """Begin the next stage; returns the save's result if there is none."""
     try:
         next(stages)
     except StopIteration as end:

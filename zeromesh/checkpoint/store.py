@@ -247,10 +247,8 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
 
 
 class Remover:
-    """Removes directories, each in a thread. A failed removal is retried with the next one, and reported once.
-
-    Threads do not keep a process from ending: the next start of the run removes what is left.
-    """
+    """Removes directories, each in a thread. A failed removal is retried with the next one, and reported once. Threads do not
+    keep a process from ending: the next start of the run removes what is left."""
 
     def __init__(self) -> None:
         self._tasks: dict[Path, Future[Any]] = {}

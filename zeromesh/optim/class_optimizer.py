@@ -77,10 +77,8 @@ def make_optimizers(
 
 
 class PieceOptimizer(BucketOptimizer):
-    """The optimizer of one bucket's shard for a class whose update is element by element.
-
-    What the class keeps beside tensors, such as a count of its steps, is `[slots]`, float64, on the CPU of each rank.
-    """
+    """The optimizer of one bucket's shard for a class whose update is element by element. What the class keeps beside tensors,
+    such as a count of its steps, is `[slots]`, float64, on the CPU of each rank."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
@@ -289,10 +287,8 @@ class OptimizerDriver:
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters for a step on any device, without options that choose device-specific kernels.
-
-    Tensors stay tensors, since a class may require them, but are copied, so that a change by the class is detected.
-    """
+    """Return a group's hyperparameters for a step on any device, without options that choose device-specific kernels. Tensors
+    stay tensors, since a class may require them, but are copied, so that a change by the class is detected."""
     found = {name: value for name, value in group.items() if name != "params"}
     found |= {name: value.to("cpu", copy=True) for name, value in found.items() if _is_scalar(value)}
     return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
@@ -396,7 +392,6 @@ class _Trial:
         return values, states
 
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
-        """Return True if two runs gave equal values and states, up to rounding, cut into pieces or not."""
         flat, scalars = [], []
         for values, states in runs:
             kept = [_parts(name, state[name]).values() for name in self.plan.tensors for state in states]

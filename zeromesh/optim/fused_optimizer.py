@@ -93,10 +93,8 @@ KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
 
 
 class BucketOptimizer:
-    """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step.
-
-    An update is element by element, so any interval may be updated at a time, on any device that holds its tensors.
-    """
+    """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step. An
+    update is element by element, so any interval may be updated at a time, on any device that holds its tensors."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         master, at = bucket.master, options.offload.optimizer
@@ -131,7 +129,6 @@ class BucketOptimizer:
         self._missing = bucket.missing
 
     def _updated(self) -> list[bool]:
-        """List for each parameter if an update changes it."""
         return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
 
     def begin(self) -> None:

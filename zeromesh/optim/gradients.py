@@ -28,10 +28,8 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class LossScaler:
-    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018.
-
-    Without settings the scale is 1 and stays so.
-    """
+    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018. Without settings
+    the scale is 1 and stays so."""
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
@@ -92,11 +90,9 @@ class GradientShards:
         self._first = first
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Prepare for a bucket's gradients: start to read the sum of earlier microbatches if it is offloaded.
-
-        A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
-        recomputation allocates, and leave holes.
-        """
+        """Prepare for a bucket's gradients: start to read the sum of earlier microbatches if it is offloaded. A shard without
+        lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the recomputation
+        allocates, and leave holes."""
         rest = bucket.grad_rest
         if bucket.grad is not None:
             return

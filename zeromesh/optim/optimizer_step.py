@@ -53,7 +53,6 @@ from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 _HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
 _EXCHANGED = 1 << 20
-"""Elements that are exchanged at a time."""
 
 
 class WeightAverage:
@@ -108,17 +107,14 @@ class WeightAverage:
 
 _CPU = torch.device("cpu")
 _TRIED_ELEMENTS = 1 << 25
-"""Elements of half a gibibyte of states and gradients. An eighth of it would fit into a processor's cache and flatter the
-trial."""
+"""Elements of half a gibibyte of states and gradients; an eighth of it fits a processor's cache, which flatters the trial."""
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateDevice:
-    """The device on which updates are computed when their states are not in accelerator memory: the CPU, or the accelerator.
-
-    The CPU saves the transfer to the device and back, and the device computes faster: both are tried.
-    """
+    """The device on which updates are computed when their states are not in accelerator memory: the CPU, or the accelerator. The
+    CPU saves the transfer to the device and back, and the device computes faster: both are tried."""
 
     device: torch.device
     note: str | None = None
@@ -128,10 +124,8 @@ class UpdateDevice:
 def place_updates(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> UpdateDevice:
-    """Choose the device of the updates, alike on all ranks, which all call this.
-
-    `in_reach`: all states are in the device's memory. `try_on(device)` gives the seconds of a billion elements there.
-    """
+    """Choose the device of the updates, alike on all ranks, which all call this. `in_reach`: all states are in the device's
+    memory. `try_on(device)` gives the seconds of a billion elements there."""
     device = mesh.device
     if not is_accelerator(device) or in_reach or wanted == "device":
         return UpdateDevice(device=device)
@@ -189,10 +183,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: i
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
     """The outcome of a step. `grad_norm` is the norm before clipping. If it is not finite, `skipped` is True and `cause` names
-    units and ranks.
-
-    `waited` has the seconds in which this rank stood still in the step for bytes of each tier.
-    """
+    units and ranks. `waited` has the seconds in which this rank stood still in the step for bytes of each tier."""
 
     grad_norm: float
     skipped: bool
@@ -258,7 +249,6 @@ class OptimizerStep:
         self._stream = self._make_stream(self.place.device)
 
     def _make_optimizers(self) -> None:
-        """Make optimizers and averages for the trained buckets that have none yet."""
         self._buckets = [bucket for bucket in self._all if any(bucket.training)]
         new = [bucket for bucket in self._all if bucket.trainable and id(bucket) not in self._optimizers]
         made = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
@@ -381,11 +371,9 @@ class OptimizerStep:
             self.end_backward(())
 
     def read(self, scalars: Sequence[torch.Tensor]) -> tuple[list[float], float]:
-        """Read the norms of gradients and the caller's `scalars` from the device, for which the host waits once.
-
-        Returns the scalars, and this rank's part of the squared norm of all summed gradients, with the loss scale in it. The
-        parts of all ranks add up to the whole; a value that is not finite is in the part of every rank that holds it.
-        """
+        """Read the norms of gradients and the caller's `scalars` from the device, for which the host waits once. Returns the
+        scalars, and this rank's part of the squared norm of all summed gradients, with the loss scale in it. The parts of all
+        ranks add up to the whole; a value that is not finite is in the part of every rank that holds it."""
         measured = self._updated
         if not self._options.optimizer_in_backward:
             measured = [(bucket, self.shards.norm(bucket)) for bucket in self._buckets]

@@ -25,8 +25,6 @@ from zeromesh.overrides import override
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """A linear layer whose weight gradient is deferred to a queue."""
-
     queue: WeightQueue
     weight: nn.Parameter
     edge: GradientEdge
@@ -109,11 +107,9 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
-    """Make the linear layers in `blocks` defer weight gradients to a queue; returns a call that undoes this.
-
-    Only weights that nothing else in `model` shares are deferred, since another use's gradient would come at another time. Layers
-    other than `torch.nn.Linear` and GPT-2's transposed one keep their backward.
-    """
+    """Make the linear layers in `blocks` defer weight gradients to a queue; returns a call that undoes this. Only weights that
+    nothing else in `model` shares are deferred, since another use's gradient would come at another time. Layers other than
+    `torch.nn.Linear` and GPT-2's transposed one keep their backward."""
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     undo = ExitStack()
     for module in {id(module): module for block in blocks for module in block.modules()}.values():

@@ -366,7 +366,6 @@ class _Simulation:
     times: Times
     transfer: float
     arrivals: dict[int, float] = field(default_factory=dict)
-    """The arrival times of messages, kept until they are received."""
     waiting: dict[int, int] = field(default_factory=dict)
     """The rank that waits for each message."""
     ready: list[int]
@@ -414,11 +413,8 @@ def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageOrder:
-    """A rank's part of one global order of messages, in which each rank can launch its sends and receives.
-
-    A rank has computed each send before any message of a later moment can arrive, so no rank waits for ever if all follow the
-    order.
-    """
+    """A rank's part of one global order of messages, in which each rank can launch its sends and receives. A rank has computed
+    each send before any message of a later moment can arrive, so no rank waits for ever if all follow the order."""
 
     messages: tuple[tuple[float, Message], ...]
     """The messages that the rank sends or receives, each with its simulated send time under `UNIT_TIMES`."""

@@ -472,10 +472,7 @@ class AutogradEngine(ZeroEngine):
 
     def forget_gradients(self, *, zeros: bool = False) -> None:
         """Forget gradients, so that the next backward is the first of its step. A single rank may call this after a failed
-        backward.
-
-        `zeros`: parameters without a gradient count as having zero gradients in the next step.
-        """
+        backward. `zeros`: parameters without a gradient count as having zero gradients in the next step."""
         if self._passes.failed and self.mesh.world_size == 1:
             self.abandon_pass()
         self._passes.require_no_failure()

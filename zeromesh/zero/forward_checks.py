@@ -135,8 +135,8 @@ _FIRST = 2
 
 class InplaceWrites:
     """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
-    writes through `.data` too, are compared in the first two forwards of each unit and of one unit in turn later; parameters that
-    are read between steps are always compared, and later those whose counters rise without a change."""
+    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit in turn. Parameters that are
+    read between steps are compared too, and from then on those whose counters have risen without a change."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._alone = mesh.data.size == 1
@@ -156,8 +156,7 @@ class InplaceWrites:
             self._refuse(unit, name)
 
     def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
-        """List the comparisons on a device that the host has not read yet, each a scalar. Their results go to
-        `refuse_changed`."""
+        """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 

@@ -33,10 +33,8 @@ WEIGHTS = (MODEL, MASTER, AVERAGE)
 
 
 class CheckpointState:
-    """An engine's parameters, master weights and moments as whole tensors by name, and this rank's part of each.
-
-    Parameters are stored in the dtype that the model computes with, and beside them master weights where these differ.
-    """
+    """An engine's parameters, master weights and moments as whole tensors by name, and this rank's part of each. Parameters are
+    stored in the dtype that the model computes with, and beside them master weights where these differ."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions
@@ -50,10 +48,7 @@ class CheckpointState:
 
     def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
         """List every stored tensor, alike on all ranks, in the order of buckets, so that neighbours in a shard are neighbours in
-        a file.
-
-        `reading`: only the tensors that a load needs, without parameters that follow from master weights.
-        """
+        a file. `reading`: only the tensors that a load needs, without parameters that follow from master weights."""
         found = [
             TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
@@ -79,10 +74,7 @@ class CheckpointState:
 
     def written(self) -> list[TensorShard]:
         """The parts that this rank writes. Replicated tensors are shared out among their holders, so that every element is
-        written once.
-
-        A buffer is written by the first rank of the first stage that has the buffer.
-        """
+        written once. A buffer is written by the first rank of the first stage that has the buffer."""
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if self._options.placements.optimizer is Placement.REPLICATED:
             holders, index = self._mesh.data.size, self._mesh.data_index
@@ -137,11 +129,8 @@ class CheckpointState:
 
     def _kept(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
         """Yield the optimizer states of a bucket's parameters that are not divided as the parameters are, with the values this
-        rank reads.
-
-        With `written`, an interval of the bucket's elements, yield those that this rank writes, so that one rank alone writes
-        each.
-        """
+        rank reads. With `written`, an interval of the bucket's elements, yield those that this rank writes, so that one rank
+        alone writes each."""
         optimizer = self._updater.optimizer_of(bucket)
         if optimizer is None:
             return
@@ -240,16 +229,13 @@ class _StandIn(nn.Parameter):
     taken: torch.Tensor | None = None
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
-        """Keep the values of `source`, which has this shape or is expanded to it."""
         self.taken = source.expand(self.shape)
         return self
 
 
 class FullState:
-    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names.
-
-    Its methods are collective: all ranks call them alike.
-    """
+    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names. Its methods are collective:
+    all ranks call them alike."""
 
     def __init__(
         self,
@@ -311,11 +297,9 @@ class FullState:
         return [spec.name for spec in chain.from_iterable(self._stages)]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
-
-        With `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own
-        weights, which the next step changes: copy it to keep it.
-        """
+        """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device. With
+        `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own weights, which the
+        next step changes: copy it to keep it."""
         return self._of_all_stages(self._specs if names is None else names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -419,10 +403,8 @@ class FullState:
 
     @contextmanager
     def taking(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside the block the model holds whole parameters without memory; no pass over the model may be open.
-
-        What is copied into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name.
-        """
+        """Inside the block the model holds whole parameters without memory; no pass over the model may be open. What is copied
+        into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name."""
         given: dict[str, torch.Tensor] = {}
         before: list[tuple[dict[str, Any], dict[str, Any]]]
         before = [(module._parameters, dict(module._parameters)) for module in self._model.modules()]
@@ -442,10 +424,8 @@ class FullState:
                 table.update(old)
 
     def make_whole(self, restore: Callable[[], None]) -> None:
-        """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards.
-
-        `restore` gives the model back the modules that it had, whatever has replaced them.
-        """
+        """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` gives the
+        model back the modules that it had, whatever has replaced them."""
         values = {name: tensor.clone() for name, tensor in self.parameters()}
         buffers = (
             {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.shape.divides("blocks") else {}
@@ -466,10 +446,8 @@ class FullState:
     def _of_all_stages(
         self, names: Container[str], whole: Callable[[Bucket], torch.Tensor | None], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the named parameters' whole tensors on all ranks, cut from the bucket that `whole(bucket)` gathers, or None.
-
-        `dtype` None means the dtype of the master weights.
-        """
+        """Yield the whole tensors of the named parameters on all ranks, cut from the bucket that `whole(bucket)` gathers, without
+        those for which it returns None. `dtype` None means the dtype of the master weights."""
         pipeline = self._mesh.pipeline
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
@@ -493,7 +471,7 @@ class FullState:
     def _of_this_stage(
         self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
     ) -> Iterator[torch.Tensor | None]:
-        """Yield the named tensors in the order of buckets; None for those whose bucket `whole` returns None for."""
+        """Yield the named tensors in the order of buckets, or None where `whole(bucket)` is None."""
         for bucket in all_buckets(self._units):
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
             full = whole(bucket) if slots else None
@@ -501,7 +479,6 @@ class FullState:
                 yield None if full is None else self._joined(slot, full[slot.where.start : slot.where.end])
 
     def _joined(self, slot: ParameterSlot, local: torch.Tensor) -> torch.Tensor:
-        """Join the parts of the ranks of the tensor axis into the whole tensor."""
         regions = self._regions.get(slot.spec.name)
         if regions is None:
             return local.view(slot.spec.shape)

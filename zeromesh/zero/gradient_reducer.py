@@ -53,8 +53,8 @@ class GradientReducer:
         options: ZeroOptions,
         reduced: Callable[[Bucket], None],
     ) -> None:
-        """`reduced(bucket)` is called once `bucket.grad` holds the sum over the shard group, or over this rank's microbatches if
-        replicas sum later."""
+        """`reduced(bucket)` is called once `bucket.grad` holds the sum over the shard group; in a group of one, over its
+        microbatches."""
         self.shards = shards
         self._reducer = reducer
         self._options = options

@@ -92,10 +92,8 @@ def predict_memory(
     transport: str,
     device: torch.device = _CPU,
 ) -> MemoryModel:
-    """Predict the memory of each of `parts` ranks that share the states of the planned model.
-
-    `transport` is the result of `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device.
-    """
+    """Predict the memory of each of `parts` ranks that share the states of the planned model. `transport` is the result of
+    `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device."""
     return predict_layouts(plan_layouts(plan, parts), options, parts, transport, device)
 
 

@@ -81,11 +81,8 @@ class Passes:
     def forward(
         self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, goes_on: bool
     ) -> tuple[Tensors, PassProgress]:
-        """Run forward of a microbatch through a chunk by `run()`, and return its result.
-
-        Random numbers come from `streams`, or from the global generators if None. `goes_on`: its backward follows directly, in
-        the same pass.
-        """
+        """Run forward of a microbatch through a chunk by `run()`, and return its result. Random numbers come from `streams`, or
+        from the global generators if None. `goes_on`: its backward follows directly, in the same pass."""
         kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
         drawing = streams.in_force() if streams is not None else nullcontext()

@@ -107,7 +107,7 @@ class RequiresGradFlags:
     # Over processes
 
     def changes(self) -> dict[str, tuple[bool, int]]:
-        """Return the parameters whose training differs from the built model's: `(trained now, number of updates)` by name."""
+        """Return the parameters not trained as in the built model, or not in all updates: `(trained now, number of updates)`."""
         changed = {
             slot.spec.name: (trained, steps)
             for _, bucket in self._buckets

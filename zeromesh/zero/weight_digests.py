@@ -54,7 +54,6 @@ def _difference(what: str, digests: Mapping[int, str]) -> str:
 
 
 def _digests(engine: ZeroEngine) -> Iterator[tuple[str, str]]:
-    """Yield the name and the digest of each part that this rank holds."""
     for bucket in all_buckets(engine.units):
         if bucket.buffer.persistent:
             yield from _gathered(bucket)

@@ -43,8 +43,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_FILE = 4 << 30
-"""The size of a file in bytes from which tensors go to the next one. Tensors are never cut, so a file may be larger by one
-tensor."""
+"""The file size in bytes after which tensors go to a new file; tensors are never cut, so a file may exceed it by one."""
 _LEAST_FILE = 64 << 20
 """The size in bytes below which more files would not make writing faster."""
 _MOST_FOR_WRITERS = 64

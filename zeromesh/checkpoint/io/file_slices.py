@@ -82,11 +82,9 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Elements of a stored tensor in this rank's memory, the only form in which engine and checkpoint exchange tensors.
-
-    `region` selects slices of the tensor `spec`. `values` are the elements `interval` of the flattened selection. `owner` is the
-    number of the bucket whose update changes them; None if no update does.
-    """
+    """Elements of a stored tensor in this rank's memory, the only form in which engine and checkpoint exchange tensors. `region`
+    selects slices of the tensor `spec`. `values` are the elements `interval` of the flattened selection. `owner` is the number of
+    the bucket whose update changes them; None if no update does."""
 
     spec: TensorSpec
     region: Region

@@ -191,10 +191,8 @@ class CheckpointReader(OpenedCheckpoint):
         raise CheckpointError(problem + cure if away else problem)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield path and problem of files that are no plain files of their sizes, or hold weights and are foreign.
-
-        Files without a piece in a part may be absent. Files of the source of frozen weights are checked when read.
-        """
+        """Yield path and problem of files that are no plain files of their sizes, or hold weights and are foreign. Files without
+        a piece in a part may be absent. Files of the source of frozen weights are checked when read."""
         for path, record in self.manifest.files.items():
             if (record.pieces or self.manifest.part[1] == 1) and not self.manifest.is_elsewhere(path):
                 problem = self._problem(path, record.nbytes)

@@ -72,10 +72,8 @@ class ShardWriter:
         return self._written
 
     def release(self, owner: int, on_progress: Callable[[], None]) -> float:
-        """Wait until the elements of `owner` may change, because they were copied or the save has failed.
-
-        `on_progress` is called now and then while writing goes on. Returns the seconds waited.
-        """
+        """Wait until the elements of `owner` may change, because they were copied or the save has failed. `on_progress` is called
+        now and then while writing goes on. Returns the seconds waited."""
         if not self._left.get(owner):
             return 0.0
         return self._wait(lambda: not self._left.get(owner), on_progress)

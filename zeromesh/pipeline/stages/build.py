@@ -155,10 +155,8 @@ def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
 
 
 class Stages:
-    """The chunks of one rank, made from a model that nothing else uses meanwhile.
-
-    `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
-    """
+    """The chunks of one rank, made from a model that nothing else uses meanwhile. `own` has the stage of each chunk, in order.
+    Outside of `chunk` all modules of all own chunks are in the model."""
 
     def __init__(
         self,
@@ -224,7 +222,6 @@ class Stages:
         return tuple(ties)
 
     def _remove_foreign(self) -> None:
-        """Remove other stages' modules from the model, and free their memory."""
         meta: dict[int, nn.Parameter] = {}
         for place in self._places:
             if place.stage in self.own:

@@ -339,7 +339,6 @@ class _Recorder:
         return wrapped
 
     def conclude(self, output: Any) -> Anatomy:
-        """Return the anatomy that the run has shown, or refuse the model."""
         if self.alone:
             raise refusal(self._model, f"parts of {min(self.alone)} run without it")
         count = len(self._list)

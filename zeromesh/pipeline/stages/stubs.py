@@ -139,10 +139,8 @@ class NanStub(Stub):
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return NaN (zero for integers) in the shape and dtype of `like`, from which models take dtypes of masks.
-
-        Models may write into the results of embeddings. A head's result is large, and is one number expanded to the shape.
-        """
+        """Return NaN (zero for integers) in the shape and dtype of `like`, from which models take dtypes of masks. Models may
+        write into the results of embeddings. A head's result is large, and is one number expanded to the shape."""
         shape = like.shape if self._before else ()
         if not like.is_floating_point():
             return torch.zeros(shape, dtype=like.dtype, device=device).expand(like.shape)
