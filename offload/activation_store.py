@@ -144,7 +144,7 @@ class PinnedCopy(SavedTensor):
     def _start(self) -> tuple[torch.Tensor, torch.Event]:
         tensor = torch.empty_like(self._reservation.memory, device=self._device)
         copied = self._streams.start(self._reservation.memory, tensor)
-        tensor.record_stream(self._streams.inward)  # It may be dropped before anybody has waited.
+        tensor.record_stream(self._streams.inward)  # The tensor may be dropped before any wait.
         return tensor, copied
 
 
@@ -165,7 +165,7 @@ class PendingWrite:
         copied = self.copied is None or self.copied.query()
         if copied and self._transfer is None:
             self._transfer = self.slot.write(0, tensor_bytes(self.sources[0].memory))
-            self._transfer.on_end(self.sources.clear)  # Of the list: a method of this object would keep itself alive.
+            self._transfer.on_end(self.sources.clear)  # A method of this object would keep itself alive.
 
     def over(self) -> bool:
         """Return True if `finish` would return at once."""
@@ -184,7 +184,7 @@ class PendingWrite:
         """Start to fill `out` from the file. Raises `StorageError` if the write has failed."""
         self.finish()
         read = self.slot.read(0, out)
-        read.on_end([self.room].clear)  # Which holds the room until then.
+        read.on_end([self.room].clear)  # The list holds the space until the read ends.
         return read
 
 

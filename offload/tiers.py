@@ -169,8 +169,7 @@ class TieredTensor:
         return self._move(start, out, write=False)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
-        """Start to overwrite the elements from `start` on with `data`, 1-D, which must not change until that is done. Raises as
-        `read` does."""
+        """Start to overwrite the elements from `start` on with `data`, 1-D, unchanged until the end. Raises as `read` does."""
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
@@ -276,8 +275,7 @@ class FileSettings:
 
 @dataclass(kw_only=True, slots=True)
 class Tiers:
-    """The memory of one process, which computes on `device`. The file tier is opened on its first use; `close` frees its
-    files."""
+    """The memory of one process, which computes on `device`. The file tier opens on its first use; `close` frees its files."""
 
     device: torch.device
     ledger: Ledger

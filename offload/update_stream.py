@@ -173,7 +173,7 @@ class UpdateStream:
 
     def _start(self, row: StreamRow) -> None:
         flight, views = _RowInFlight(row=row), self._views(row)
-        if (missing := _missing(views)) > self._width:  # It would wait for buffers that there are not.
+        if (missing := _missing(views)) > self._width:  # The row would wait for buffers that do not exist.
             raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
         self._flights.append(flight)
         for number, (operand, tensor) in enumerate(zip(row.operands, views, strict=True)):

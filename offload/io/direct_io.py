@@ -203,8 +203,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
     def _direct_part(self, move: Callable[..., int], view: _Bytes, offset: int) -> int:
-        """Move the whole blocks of `view`, which begins at a block boundary, past the page cache; returns the number of bytes
-        moved."""
+        """Move the whole blocks of `view`, which begins at a block boundary, past the page cache; returns the bytes moved."""
         whole = len(view) - len(view) % BLOCK
         done = 0
         while done < whole:

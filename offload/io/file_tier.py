@@ -137,7 +137,7 @@ class FileTier:
         """Have a thread run `work(at, data)`. Without threads, for example after `close`, the future is cancelled."""
         try:
             return self._threads.submit(work, at, data)
-        except RuntimeError:  # The caller may have buffers in flight: it learns of it where it waits for them.
+        except RuntimeError:  # The caller may have buffers in flight, and gets the error when waiting for them.
             refused: Future[None] = Future()
             refused.cancel()
             return refused
@@ -160,8 +160,7 @@ class FileTier:
             file.write(part, at)
 
     def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
-        """Yield the places of the bytes of `data`, which begin at `offset`: the file, the offset in it, and the part of
-        `data`."""
+        """Yield the places of the bytes of `data`, which begin at `offset`: file, offset in the file, and part of `data`."""
         if len(self._files) == 1:
             yield self._files[0], offset, data
             return
@@ -228,7 +227,7 @@ class FileSlot:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
         try:
             self._settle(begin, end)
-        except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
+        except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.failing(error)
         copy = _copier(data)
         straight = self._straight(begin, data)
@@ -243,8 +242,7 @@ class FileSlot:
         return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Return begin and memory of the whole grains around a piece: `data` itself if it is aligned, else the thread's
-        buffer."""
+        """Return begin and memory of the whole grains around a piece: `data` if it is aligned, else the thread's buffer."""
         begin, end = at - at % self._grain, at + data.numel()
         end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
         whole = (begin, end) == (at, at + data.numel())

@@ -97,8 +97,8 @@ class Transfer:
             piece.result()
 
     def ordering(self) -> AbstractContextManager[object]:
-        """Order device work launched inside the block after these bytes, while earlier work goes on beside the transfer. Raises
-        as `wait` does."""
+        """Order device work launched inside the block after these bytes; earlier work goes on meanwhile. Raises as `wait`
+        does."""
         self.wait()
         return nullcontext()
 
@@ -187,8 +187,7 @@ class CopyStreams:
         return lane.copy(source, target, other)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Start to copy as `start` does; both tensors are kept until the copy ends, or until later device work is ordered after
-        it."""
+        """Start to copy as `start` does; keeps both tensors until the copy ends or later device work is ordered after it."""
         event = self.start(source, target)
         lane = self._inward if on_accelerator(target) else self._outward
         wait, kept = accelerator.end_of(lane.stream), [source, target]
@@ -293,7 +292,7 @@ def pages(nbytes: int) -> torch.Tensor:
 
 def want_huge_pages(found: mmap.mmap, *part: int) -> None:
     """Ask for huge pages in a mapping, or in `part` of it, start and bytes, where they fit and the system has any."""
-    with contextlib.suppress(OSError):  # A kernel that was built without them.
+    with contextlib.suppress(OSError):  # The kernel may be built without huge pages.
         found.madvise(mmap.MADV_HUGEPAGE, *part)
 
 

@@ -78,7 +78,7 @@ class SparePages:
         """
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
         inside = [begin <= each.data_ptr() < end for each in self._ranges]
-        if any(inside):  # Its own pages are still where they were.
+        if any(inside):  # The target still has pages of its own.
             self._ranges = [each for each, own in zip(self._ranges, inside, strict=True) if not own]
             begin = end
         while self._ranges and begin < end:
@@ -203,8 +203,7 @@ class PinnedBudget:
         return found.view(dtype)
 
     def pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Allocate separate zeroed pages, `[nbytes]` uint8, pinned for `device` if it is an accelerator and they can be
-        pinned."""
+        """Allocate separate zeroed pages, `[nbytes]` uint8, pinned for `device` if it is an accelerator and allows it."""
         if self.take(nbytes, device):
             if (found := _pinned_pages(nbytes, device)) is not None:
                 return found
@@ -217,7 +216,7 @@ class PinnedBudget:
         if not is_accelerator(device):
             return False
         wanted = self.used + nbytes
-        if wanted > self._most:  # Up to the most of before, the room was there and is kept by torch.
+        if wanted > self._most:  # Up to the earlier peak, torch keeps the memory cached.
             if nbytes > (pinnable_bytes() if self.limit is None else self.limit - self.used):
                 return False
             self._most = wanted
@@ -302,7 +301,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> SharedSegment:
-        """Create a segment. `reserve` allocates its memory at once, so that a lack of it is an error here rather than a signal
+        """Create a segment. `reserve` allocates its memory at once, so that a lack of it is an error now rather than a signal
         later."""
         nbytes = _whole_pages(nbytes)
         if reserve:

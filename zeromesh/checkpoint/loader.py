@@ -16,7 +16,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
-"""For each kind that may be absent, the kind to read instead: equal master weights, and averages of never-trained parameters."""
+"""The kind to read in place of an absent kind: master weights equal to the model's, and averages of never-trained parameters."""
 _NAMED = 5
 
 

@@ -178,7 +178,7 @@ class PartsReader(OpenedCheckpoint):
                     continue
                 try:
                     use(piece, torch.frombuffer(bytearray(data), dtype=torch.uint8))
-                except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
+                except ZeromeshError as error:  # The other ranks go on to the next round, so this rank must too.
                     problem = error
         if problem is not None:
             raise problem

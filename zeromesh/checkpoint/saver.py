@@ -53,8 +53,7 @@ class SaveContent:
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     frozen: Manifest = field(default_factory=lambda: Manifest(step=0, files={}))
-    """The frozen weights that the checkpoint only refers to, which `tensors` and `shards` leave out, and the files of their
-    source."""
+    """The frozen weights that the checkpoint only refers to, not in `tensors` and `shards`, and the files of their source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +86,7 @@ class Saver:
 
     @cached_property
     def sharing(self) -> SharedStorage:
-        """The groups of ranks that see one directory, which this creates. Raises `StorageError` if some rank cannot write
-        there."""
+        """The groups of ranks that see one directory, created here. Raises `StorageError` if some rank cannot write there."""
         return find_sharing(self.store.root, self._mesh)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
@@ -134,8 +132,8 @@ class Saver:
                     write_whole(directory / path, text, sync=False)
 
     def _exchange(self, own: Sequence[tuple[str, int, bytes]]) -> list[tuple[str, int, bytes]]:
-        """Send this rank's bytes (file, first byte, data) of blocks that other ranks write; returns the bytes received for its
-        own blocks."""
+        """Send this rank's bytes (file, first byte, data) of other ranks' blocks; returns the bytes received for its own
+        blocks."""
         world, what = self._mesh.world, "exchange of shared blocks"
         heads = world.gather_json([[path, begin, len(data)] for path, begin, data in own], what)
         received = []
@@ -146,8 +144,7 @@ class Saver:
         return received
 
     def _layout(self, content: SaveContent) -> Mapping[str, Any]:
-        """Return the layout to record. In parts it has an identifier of the save, since parts of two saves of one step do not
-        match."""
+        """Return the layout to record. In parts it has an identifier of the save, so that parts of two saves do not match."""
         if len(self.sharing.places) == 1:
             return content.layout
         return {**content.layout, "save": self._mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]}
@@ -173,7 +170,7 @@ class Saver:
 
             rows = self._together(written, "checksums of the checkpoint")
             committing = True
-            away = content.frozen  # Of parts, the first one has the pieces of its files.
+            away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
@@ -261,8 +258,7 @@ class Saver:
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
-        """Add a small file to a committed checkpoint, then remove the checkpoints that `keep`, as in `SaveContent`, does not
-        list."""
+        """Add a small file to a committed checkpoint, then remove the checkpoints that `keep`, as in `SaveContent`, omits."""
         path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
             self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
@@ -274,7 +270,7 @@ class Saver:
         return found
 
     def remove_old(self, seconds: float) -> str:
-        """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks as one text, the same on
+        """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks as a text, alike on
         all."""
         deadline = time.monotonic() + seconds
         while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:

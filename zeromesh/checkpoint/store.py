@@ -102,7 +102,7 @@ class CheckpointStore:
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         with refusals(directory, "written"):
-            self._discard(self._set_aside(step, directory))  # What is in it may be of other sizes.
+            self._discard(self._set_aside(step, directory))  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         self.require_room(needed)
@@ -160,7 +160,7 @@ class CheckpointStore:
     @staticmethod
     def _put_manifest(directory: Path, manifest: Manifest) -> None:
         text = manifest.to_json()
-        manifests.parse(directory / manifests.NAME, text)  # What no reader would take is no checkpoint.
+        manifests.parse(directory / manifests.NAME, text)  # Fails for a manifest that readers would reject.
         write_whole(directory / manifests.NAME, text)
         sync_directory(directory)
 
@@ -252,8 +252,8 @@ class Remover:
 
     def __init__(self) -> None:
         self._tasks: dict[Path, Future[Any]] = {}
-        """For each directory, its removal task, which returns the reason of a failure. Replaced as a whole, since other threads
-        may read it."""
+        """The removal task of each directory, which returns the failure's reason; replaced as a whole, as other threads read the
+        dict."""
         self._reported: set[Path] = set()
 
     def remove(self, path: Path) -> None:

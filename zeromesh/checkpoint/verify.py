@@ -50,8 +50,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
 
 
 def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
-    """Return the differences between a file's header, which other programs read, and its manifest, for a file with sound
-    bytes."""
+    """Return the differences between a sound file's header, which other programs read, and the manifest."""
     path, tensors = reader.directory / name, [each for each in reader.manifest.tensors if each.path == name]
     try:
         found = {name: (each.spec.dtype, each.spec.shape, each.begin) for name, each in read_header(path).items()}
@@ -59,6 +58,6 @@ def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
         return [str(error)]
     wanted = {tensor.spec.name: (tensor.spec.dtype, tensor.spec.shape, tensor.begin) for tensor in tensors}
     if not wanted:
-        return []  # A document, such as adapters for other programs: the manifest says nothing of its tensors.
+        return []  # A document, such as adapters for other programs, whose tensors the manifest does not list.
     names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     return [f"{path}: its header and the manifest do not agree about {', '.join(names[:3])}"] if names else []

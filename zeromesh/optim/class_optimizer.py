@@ -117,7 +117,7 @@ class PieceOptimizer(BucketOptimizer):
     ) -> None:
         plan, state = self._plans[slot], dict[str, Any]()
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
-        if self.steps[slot] > 1:  # Before its first update the class makes them.
+        if self.steps[slot] > 1:  # In the first update the class creates the states.
             state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
             state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
         (state,) = self._driver.step(group, [master], [grad], [state])
@@ -165,8 +165,7 @@ class WholeOptimizer(PieceOptimizer):
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
     def _plan_of(self, spec: ParameterSpec, tried: StatePlan, dtype: torch.dtype) -> StatePlan:
-        """Return the states that the class keeps for a parameter. Raises `ConfigError` if they depend on the parameter's
-        elements."""
+        """Return the states that the class keeps for a parameter. Raises `ConfigError` if they depend on its elements."""
         shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
         if not tried.by_size:
             sizes = dict(zip(_SIZES, shape, strict=False))
@@ -280,7 +279,7 @@ class OptimizerDriver:
         self.twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
         self.twin.step()
         for parameter, value in zip(parameters, values, strict=True):
-            if parameter.data_ptr() != value.data_ptr():  # The class has given it other memory.
+            if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
                 value.copy_(parameter.detach())
         found = [self.twin.state[parameter] for parameter in parameters]
         return [{name: value for name, value in state.items() if value is not None} for state in found]

@@ -35,8 +35,7 @@ class GroupRules:
         self._members = {name: number for number, names in enumerate(settings.members) for name in names}
 
     def group_of(self, fqn: str) -> int:
-        """Return the number of a parameter's group, by its name; `NO_GROUP` for a parameter that the user's optimizer does not
-        have."""
+        """Return the number of a parameter's group, by its name; `NO_GROUP` for a parameter unknown to the user's optimizer."""
         if self._members:
             return self._members.get(fqn, NO_GROUP)
         return int(fqn in self._names or any(fnmatchcase(fqn, pattern) for pattern in self._globs))
@@ -105,8 +104,7 @@ class BucketOptimizer:
             for name in moment_names(self._settings)
         }
         self.steps = [0] * len(bucket.layout.slots)
-        """The number of updates of each parameter. As in torch, a parameter that is frozen for a while continues its own
-        count."""
+        """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.follow()
 
     @property

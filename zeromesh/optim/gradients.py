@@ -182,7 +182,7 @@ class GradientShards:
         arriving, self._arriving = self._arriving, {}
         for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
-            transfer.end()  # What could not be read is not wanted any more.
+            transfer.end()  # Read errors do not matter any more.
         for bucket in buckets:
             self.drop(bucket)
         self.order()

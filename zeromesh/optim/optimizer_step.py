@@ -207,13 +207,13 @@ class OptimizerStep:
         self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
-        """For each rank of the shard group, the elements of the whole tensors that it owns."""
+        """The number of elements of whole tensors that each rank of the shard group owns."""
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         """The moving averages of the weights, if options ask for them."""
         self._make_optimizers()
         self.shards.require_room(self._buckets)
         self._sums: dict[int, Callable[[], None]] = {}
-        """For each bucket number, the call that waits for the sum over replicas."""
+        """The call that waits for the sum over replicas, by the number of the bucket."""
         self._ready: deque[Bucket] = deque()
         """Buckets that are ready to be updated, or to be offloaded, inside this backward."""
         self._tied: list[Bucket] = []
@@ -325,7 +325,7 @@ class OptimizerStep:
             return
         self.shards.allocate(bucket)
         if bucket.spec.copies is not None:
-            self._tied.append(bucket)  # The other stage may wait for what follows this backward.
+            self._tied.append(bucket)  # The other stage may wait for a message sent after this backward.
         else:
             self._share(bucket)
 
@@ -420,7 +420,7 @@ class OptimizerStep:
                 self.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
-        self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.
+        self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
         self.drop_gradients()
         if not skip:
             self._end_averages()
@@ -453,8 +453,7 @@ class OptimizerStep:
         averages.count += 1
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
-        """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and return the same
-        text."""
+        """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
         units = [self._units[id(bucket)] for bucket, norm in self._norms if not math.isfinite(norm)]
         found = sorted({(unit.index, unit.name) for unit in units})
         rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")

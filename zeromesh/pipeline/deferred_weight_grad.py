@@ -33,7 +33,7 @@ class _Layer:
 
 
 _Products = dict[nn.Parameter, list[tuple[_Layer, torch.Tensor, torch.Tensor]]]
-"""For each weight, the factors of its gradient: for each use the layer, its output gradient, and its input."""
+"""The factors of each weight's gradient: for each use the layer, its output gradient, and its input."""
 
 
 class WeightQueue:
@@ -73,7 +73,7 @@ class WeightQueue:
             uses = products.pop(next(iter(products)))
             edge = uses[0][0].edge
             gradient = _multiply(*uses.pop(0))
-            while uses:  # A weight that was used several times has one gradient.
+            while uses:  # A weight used several times has one gradient.
                 gradient.add_(_multiply(*uses.pop(0)))
             torch.autograd.backward([edge], [gradient])
 

@@ -47,7 +47,7 @@ class StageRunner:
         raise NotImplementedError
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run backward from the gradients of the forward's outputs; returns those of its inputs, each in order, for tensors that
+        """Run backward from the gradients of the forward's outputs; returns those of its inputs; both in order, of tensors that
         require one."""
         raise NotImplementedError
 
@@ -136,7 +136,7 @@ class Executor:
         self.group = group
         self._channels = channels
         self._known: dict[PipelineSchedule, tuple[dict[int, list[Message]], MessageOrder | None]] = {}
-        """For each validated schedule, the messages from each neighbour, and on devices the order of launches."""
+        """The messages from each neighbour, and on devices the order of launches, by validated schedule."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
         """Carry out this rank's part of a schedule.
@@ -148,7 +148,7 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
-        if schedule.stages == 1:  # Nothing is sent, and nobody is waited for.
+        if schedule.stages == 1:  # A single stage sends nothing and waits for no rank.
             for action in schedule.actions[rank]:
                 self.group.watch.begin_microbatch(action.microbatch)
                 compute(runner, action, ())
@@ -158,7 +158,7 @@ class Executor:
             order = MessageOrder.of(schedule, rank) if self.group.on_stream else None
             self._known[schedule] = _incoming(schedule, rank), order
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
-        # Shapes that one rank remembers and another does not would end in an abort.
+        # Shapes that only some ranks remember would end in an abort.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
         advice = "Every rank of a pipeline must be given the same data"
         self.group.require_same(passed, CollectiveError, advice=advice)
@@ -221,14 +221,14 @@ class _Run:
     _due: deque[tuple[float, Message]] = field(init=False)
     """On devices, the messages that this rank has not launched yet."""
     _posted: Counter[int] = field(default_factory=Counter)
-    """For each neighbour, the number of its messages that this rank has begun to receive."""
+    """The number of messages of each neighbour that this rank has begun to receive."""
     _consumed: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
     _here: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """For each stage and microbatch, the specs of the gradients that the next stage will send back for activations sent to it."""
+    """The specs of gradients that the next stage will send back for activations sent to it, by stage and microbatch."""
     _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """For each stage and microbatch, the specs of the gradients that this rank is to send back for activations it received."""
+    """The specs of gradients that this rank is to send back for activations it received, by stage and microbatch."""
 
     def __post_init__(self) -> None:
         self._due = deque(self.order.messages if self.order is not None else ())

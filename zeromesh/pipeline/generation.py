@@ -37,7 +37,7 @@ class StagedForward(StageRunner):
         self._call = call
         self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
-        """Caches by chunk and microbatch, since stubs in one chunk store entries for blocks of another. The first is the
+        """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the
         caller's."""
         self._vocabulary = self._width = 0
         """The vocabulary size, and the bytes of a logit."""

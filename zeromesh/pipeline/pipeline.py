@@ -59,7 +59,7 @@ class ZeroRunner(StageRunner):
     _inputs: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _forwards: dict[tuple[int, int], PassProgress] = field(default_factory=dict)
     _reduced: dict[int, int] = field(default_factory=dict)
-    """For each chunk, the number of backwards that have begun to add to its gradients."""
+    """The number of backwards that have begun to add to the gradients of each chunk."""
 
     def __post_init__(self) -> None:
         self.losses = [torch.zeros(()) for _ in self.work]
@@ -116,8 +116,8 @@ class ZeroRunner(StageRunner):
         self.passes.backward_weight(forward, partial(self.queue.run, (chunk, microbatch)))
 
     def _placed(self, chunk: int, forward: PassProgress) -> PassProgress:
-        """Mark a forward as the chunk's first or last in the order of backwards: the first begins the gradient sums, the last
-        ends them."""
+        """Mark a forward as first or last of its chunk in the order of backwards: the first begins gradient sums, the last ends
+        them."""
         number = self._reduced.get(chunk, 0)
         self._reduced[chunk] = number + 1
         forward.first, forward.last = number == 0, number == len(self.work) - 1

@@ -144,8 +144,7 @@ def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: 
 
 
 def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Make a schedule of forwards alone, for evaluation or one generated token. Microbatches take turns on the chunks as in
-    `interleaved`."""
+    """Make a schedule of forwards alone, for evaluation or one generated token. Chunks take turns as in `interleaved`."""
     return _schedule("forward", ranks, microbatches, chunks)
 
 

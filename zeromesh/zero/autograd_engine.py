@@ -55,8 +55,7 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient inside backward, and None if there are no gradients. Raises `PhaseError` between backward and
-        `zero_grad`."""
+        """The gradient inside backward; None without gradients. Raises `PhaseError` between backward and `zero_grad`."""
         gradient: torch.Tensor | None = _GRAD.__get__(self)
         if gradient is None:
             type(self).passes.require_no_gradients("read")
@@ -168,7 +167,7 @@ class AutogradPasses(Passes):
             return
         if not self.step.backwards or self.step.used:
             self.before_step()
-        # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
+        # Ranks that divide a layer draw alike, and other ranks on their own, from the global generators.
         shared = self._mesh.shape.divides("layers")
         where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
@@ -180,7 +179,7 @@ class AutogradPasses(Passes):
         if unit.index == 0:
             unheld = self.mode is PassMode.FORWARD and self._growing is None and self._graph_of_now() is None
             if unheld or self._entry is not None:
-                self.end()  # Nobody holds what the open forward has computed, or an evaluation has failed half-way.
+                self.end()  # The open forward's results were dropped, or an evaluation has failed.
         self.require_no_failure()
         super().before_forward(unit)
         if self._releases and self.mode is PassMode.FORWARD:
@@ -243,7 +242,7 @@ class AutogradPasses(Passes):
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
                 return any(_will_execute(get_gradient_edge(each).node) for each in trained if each.requires_grad)
-        except RuntimeError:  # It returns the gradient of a parameter instead.
+        except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
     def require_no_gradients(self, done: str) -> None:
@@ -406,9 +405,8 @@ class AutogradEngine(ZeroEngine):
             bucket.drop_casts()
 
     def load_whole(self, load: Callable[[], _Result]) -> _Result:
-        """Call `load()`, which copies whole values into the model's parameters, and store these in the shards. All ranks call it
-        alike."""
-        if self._takes:  # The call that this one is part of takes them over.
+        """Call `load()`, which copies whole values into the model's parameters, and shard the values. All ranks call it alike."""
+        if self._takes:  # The enclosing call stores the values.
             return load()
         self._passes.require_idle()
         self._takes = True
@@ -432,8 +430,7 @@ class AutogradEngine(ZeroEngine):
             self._passes.synced = before
 
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
-        """Return a whole gradient times `factor`, clipped, without the loss scale; see `FullState.gradient`. All ranks call
-        it."""
+        """Return a whole gradient times `factor`, clipped, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()
         found = self.state.gradient(name)
         return None if found is None else found.mul_(factor * self._passes.step.clip / self.loss_scale)

@@ -401,7 +401,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
-        self.optimizer_step.before_change = lambda bucket: None  # What it belongs to often has the engine.
+        self.optimizer_step.before_change = lambda bucket: None  # The callback's owner often references the engine.
         self._states.clear()
         self._flags.close()
         self._tiers.close()

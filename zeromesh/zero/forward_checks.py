@@ -147,7 +147,7 @@ class InplaceWrites:
         """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST or self._forwards % units == unit.index:
-            self.refuse_in_pass([unit])  # What was noted before an earlier call of it is compared now.
+            self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
             unit.note_values()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:

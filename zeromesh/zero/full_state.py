@@ -139,7 +139,7 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = isinstance(optimizer, WholeOptimizer)  # Of its shard group, in which an owner may hold no piece.
+        alone = isinstance(optimizer, WholeOptimizer)  # One owner in the shard group, perhaps without a piece.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
             for kind, dtype, shape, values in optimizer.kept(number) if bucket.learned(slot.spec.fqn) else ():
@@ -252,8 +252,7 @@ class FullState:
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
         self._stages: list[list[TensorSpec]] = []
-        """Each stage's parameters in the dtype of their master weights; a parameter that several stages share is listed for the
-        first one."""
+        """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its canonical name first."""
         self._trained: dict[str, bool] = {}
@@ -281,7 +280,7 @@ class FullState:
             if slot.spec.part is not None and not slot.spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
-        """For each divided parameter of this stage, the region that each rank of the tensor axis has."""
+        """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
         for row in mesh.tensor.gather_json(divided, "parts of tensor ranks"):
             for name, dims in row.items():
                 intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
@@ -303,8 +302,7 @@ class FullState:
         return self._of_all_stages(self._specs if names is None else names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `(name, tensor)` of every persistent buffer of the whole model; a buffer that several stages have is the first
-        stage's."""
+        """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
             for spec in specs:
@@ -381,17 +379,17 @@ class FullState:
     def _show(
         self, name: str, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
     ) -> nn.Parameter:
-        """Let the model's parameter, or a stand-in for it, hold a copy of `value`; a call that undoes this is added to
+        """Let the model's parameter, or a stand-in for it, hold a copy of `value`; a call that undoes this goes into
         `restore`."""
         places, trained = self._places(name), self._trained[name]
         here, *others = [table.get(leaf) for table, leaf in places]
-        # What other stages have is on meta here, perhaps under one of several names alone.
+        # Other stages' parameters are on meta here, perhaps under only one of several names.
         if here is not None and all(each is here for each in others) and not here.is_meta and here.shape == value.shape:
             set_values(here, value.to(here.dtype, copy=True))
             return here
         made = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
         for table, leaf in places:
-            # What stood nowhere before stands for a module of another stage.
+            # A new entry of the table stands for a module of another stage.
             restore.append(partial(table.__setitem__, leaf, table[leaf]) if leaf in table else partial(table.pop, leaf))
             table[leaf] = made
         return made
@@ -439,7 +437,7 @@ class FullState:
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
                     table[leaf] = made
-                else:  # The model's own object, which others may hold.
+                else:  # The model's own object, which other code may reference.
                     set_values(parameter, value)
                     parameter.grad = None
 
@@ -506,6 +504,5 @@ class FullState:
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return values that a write changes: the version counter, and a sum over the bits, as writes through `.data` are not
-    counted."""
+    """Return values that a write changes: the version counter, and a sum over the bits, as the counter misses `.data`."""
     return parameter._version, int(digest(parameter.detach()))

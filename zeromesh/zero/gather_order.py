@@ -37,8 +37,7 @@ class PassProgress:
     def __init__(self, streams: Streams | None = None, chunk: int = 0) -> None:
         self.chunk = chunk
         self.first = self.last = True
-        """True if the backward of this microbatch is the chunk's first or last in the step. The first one begins the gradient
-        sums."""
+        """True if this microbatch's backward is the chunk's first in the step, which begins the gradient sums, or the last."""
         self.roots: Sequence[GradientEdge] = ()
         """The outputs that require a gradient, from which backward starts."""
         self.gradients: list[tuple[Bucket, int, torch.Tensor]] = []

@@ -67,7 +67,7 @@ class GradientReducer:
         self._reduced = reduced
         self._settled = False
         self._owed: Counter[int] = Counter()
-        """For each unit, the number of its buckets that lack a gradient in the running backward."""
+        """The number of each unit's buckets that lack a gradient in the running backward."""
         self.keep_zeros = False
         """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
         self._next_sequence = 0
@@ -78,7 +78,7 @@ class GradientReducer:
         self._reduce = False
         self._first = False
         self.came: dict[int, set[int]] = {}
-        """For each bucket, the numbers of the parameters that have had a gradient on this rank in the present step."""
+        """The numbers of each bucket's parameters that have had a gradient on this rank in the present step."""
 
     def use(self, reducer: Reducer) -> None:
         """Reduce through another reducer, which has launched nothing yet. Allowed between two backwards."""
@@ -108,7 +108,7 @@ class GradientReducer:
             PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
         """
         if not bucket.training[index]:
-            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next one on.
+            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
@@ -121,12 +121,12 @@ class GradientReducer:
         arrivals.arrived.add(index)
         arrivals.missing -= not again
         if self._reducer.on_stream:
-            if not again:  # Autograd adds a second one to the first.
+            if not again:  # Autograd adds a second gradient to the first.
                 arrivals.waiting.append(index)
         elif not self._reduce:
             _put(self._own_sum(bucket), bucket, [index], add=again or not self._first)
         elif again:
-            # Autograd has added it to a first one that still waits.
+            # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
                 _put(arrivals.filled, bucket, [index], add=True)
         elif (slot := self._slot_of(arrivals)) is not None:
@@ -144,7 +144,7 @@ class GradientReducer:
                 self.pump()
 
     def pump(self) -> None:
-        """Launch the complete buckets that are next in order, and finish reductions that peers have completed. The host never
+        """Launch the complete buckets that are next in order, and finish reductions that peers completed. The host never
         waits."""
         on_stream = self._reducer.on_stream
         while self._queue and not self._queue[0].missing and (on_stream or self._slot_of(self._queue[0]) is not None):
@@ -197,7 +197,7 @@ class GradientReducer:
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.sum_(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
+            if bucket.spec.copies is not None:  # Other pipeline stages have a copy too.
                 sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
@@ -291,8 +291,7 @@ class GradientReducer:
 
 
 def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
-    """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, which also
-    casts."""
+    """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, with the cast."""
     if not indices:
         return
     places, gradients = [], []

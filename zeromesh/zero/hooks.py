@@ -127,8 +127,7 @@ class Hooks:
 
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that removes the
-    hooks."""
+    """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
     handles = [
         module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
         for name, module in modules

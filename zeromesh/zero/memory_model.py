@@ -127,7 +127,7 @@ class _Formula:
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
         """The part of gathered parameters that counts for one rank."""
         self.kept = kept_buckets(units, options, device, transport)
-        """For each bucket of each unit, True if its parameters stay gathered."""
+        """True for each bucket of each unit whose parameters stay gathered."""
         buckets = [pair for unit, kept in zip(units, self.kept, strict=True) for pair in zip(unit, kept, strict=True)]
         alike = Counter((id(layout), stays) for layout, stays in buckets)
         distinct = {(id(layout), stays): layout for layout, stays in buckets}
@@ -217,7 +217,7 @@ class _Formula:
         else:
             largest = max((length for unit in units for length in unit), default=0)
             flying = min(sum(map(len, units)), self.options.gradient_slots) * largest
-            # One of the root's is in flight itself when all of them are there.
+            # When all of the root's shards exist, one of them is itself in flight.
             count = sum(root) + flying - min(largest, *root) if root else flying
         return count * self.reduce_bytes
 

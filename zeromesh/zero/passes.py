@@ -110,8 +110,7 @@ class Passes:
         self.mode = PassMode.BACKWARD
 
     def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
-        """Run the half of backward that other stages wait for, the gradients of inputs, and hold back the gradients of
-        parameters."""
+        """Run the half of backward that other stages wait for, the gradients of inputs, and hold back those of parameters."""
         self._enter_backward(forward)
         self._holding = True
         self._need_held()
@@ -203,7 +202,7 @@ class Passes:
 
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._entry is not None:
-            self.end()  # A call of the user's own that failed half-way.
+            self.end()  # A user's direct call that failed.
         self.require_idle()
         self.mode = mode
         self._progress = progress or PassProgress()
@@ -227,11 +226,10 @@ class Passes:
         self._entry, self._holding, self._weights_alone = None, False, False
         self._transport.poll()
 
-    # What hooks call. `place` is the number of a call in forward, `index` that of a parameter in its bucket
+    # Called by hooks. `place` is the number of a call in forward, `index` that of a parameter in its bucket
 
     def before_forward(self, unit: Unit) -> None:
-        """Prepare a unit that is about to run: in a pass, in recomputation during backward, or in a user's direct call of the
-        model."""
+        """Prepare a unit that is about to run: in a pass, in recomputation during backward, or in a user's call of the model."""
         if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
             if self._progress.streams is not None:
@@ -279,7 +277,7 @@ class Passes:
                 "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
-            unit.gather()  # This rank has all of it.
+            unit.gather()  # This rank has the whole unit.
         unit.wait()
         unit.note_values()
 
@@ -348,9 +346,7 @@ class Passes:
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
         hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-        if (
-            hooked and self._progress.streams is not None
-        ):  # Only a microbatch of the engine's own has a backward in any case.
+        if hooked and self._progress.streams is not None:  # Only the engine's own microbatches always have a backward.
             self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
         looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
@@ -372,14 +368,13 @@ class Passes:
             self._hold(unit)
 
     def before_backward(self, unit: Unit, place: int) -> None:
-        """Prepare a unit whose outputs, those of call number `place`, backward has reached; backward of later calls is
-        complete."""
+        """Prepare a unit whose outputs, those of call number `place`, backward has reached; backward of later calls is done."""
         if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
         if self.mode is not PassMode.BACKWARD:
-            self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
+            self._hold(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
         for index in self._progress.leave_passed(place, self.gradients.owes):
             self._leave_backward(self.units[index])
@@ -404,7 +399,7 @@ class Passes:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
         if self._holding:
-            if parameter.grad is not None:  # Else its gradient is deferred.
+            if parameter.grad is not None:  # Otherwise the gradient is deferred.
                 self._progress.gradients.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return

@@ -63,7 +63,7 @@ class RequiresGradFlags:
         self._require_agreement(changed)
         self.followed += 1
         for unit, bucket, index in changed:
-            bucket.parameters[index].grad = None  # What came between the change and now counts on no rank.
+            bucket.parameters[index].grad = None  # Gradients since the change count on no rank.
             if not bucket.trainable:
                 make_trainable(bucket, self._options, self._built.tiers)
                 self._hooks.on_gradients(unit, bucket)
@@ -131,7 +131,7 @@ class RequiresGradFlags:
         for (spec, parameter), trained in zip(self._slots, wanted, strict=True):
             parameter.requires_grad_(
                 trained or spec.name in changes
-            )  # Whatever was trained once has states to be loaded.
+            )  # Parameters that were ever trained have states to be loaded.
         self.follow()
         for (_, parameter), trained in zip(self._slots, wanted, strict=True):
             parameter.requires_grad_(trained)

@@ -38,17 +38,16 @@ class ShardedOptimizer(Optimizer):
         self._factor = factor
         self._scaled = False
         refuse: Any = partial(_refuse_step)
-        refuse._wrapped_by_lr_sched = True  # So schedulers that were made of it do not warn.
+        refuse._wrapped_by_lr_sched = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._stands_for:
-            vars(each)["step"] = refuse  # It would silently do nothing.
+            vars(each)["step"] = refuse  # The wrapped optimizer's step would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
         """Return True if this optimizer is, or was made from, `optimizer`."""
         return any(optimizer is each for each in (self, *self._stands_for))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale of float16, for `optimizer.scale(loss).backward()`; the loss itself without a
-        scale."""
+        """Return the loss times float16's loss scale, for `optimizer.scale(loss).backward()`; the loss itself without a scale."""
         self._scaled = True
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
@@ -74,7 +73,7 @@ class ShardedOptimizer(Optimizer):
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
         for each in self._stands_for:
-            each._opt_called = True  # For schedulers that were made of it.
+            each._opt_called = True  # Read by schedulers of the wrapped optimizer.
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -88,7 +87,7 @@ class ShardedOptimizer(Optimizer):
         return self.engine.no_sync()
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return a parameter's whole gradient, by its name in the model, between backward and step; None for a frozen
+        """Return a parameter's whole gradient by its name in the model, between backward and step; None for a frozen
         parameter."""
         self._require_scaled()
         return self.engine.gradient(name, self._factor)

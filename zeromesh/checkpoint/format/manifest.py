@@ -70,8 +70,7 @@ def checksum(data: torch.Tensor | bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint: its size and its pieces in order, which tile the file unless the manifest is one of several
-    parts."""
+    """A file of a checkpoint: its size and its sorted pieces, which tile the file unless the manifest is one of several parts."""
 
     nbytes: int
     pieces: tuple[ChecksumPiece, ...]

@@ -142,8 +142,7 @@ class CheckpointReader(OpenedCheckpoint):
         use: Callable[[ChecksumPiece, torch.Tensor], None],
         failed: Callable[[ChecksumPiece, ZeromeshError], None] | None = None,
     ) -> None:
-        """Stream as `OpenedCheckpoint.stream`, in order and a few pieces ahead; `failed` receives damaged pieces and their
-        errors."""
+        """Stream as `OpenedCheckpoint.stream`, in order and a few ahead; `failed` receives damaged pieces and their errors."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
                 raise CheckpointError(

@@ -61,7 +61,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
         try:
             if there is None:
                 given.read(0, values).wait()
-        except StorageError as error:  # The other ranks go on, and this one with them.
+        except StorageError as error:  # The other ranks go on, so this rank must too.
             failures.append(error)
         whole = _exchange(values, rows, cuts, [part["columns"] for part in parts], axis)
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)

@@ -57,7 +57,7 @@ class ShardWriter:
         self._pieces = deque(pieces)
         self._rank = rank
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
-        """For each owner, the number of pieces with its elements that are not copied yet."""
+        """The number of pieces with elements of each owner that are not copied yet."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
         self._done = 0
@@ -114,7 +114,7 @@ class ShardWriter:
                 }
                 in_flight: deque[Future[None]] = deque()
                 while self._pieces:
-                    piece = self._pieces.popleft()  # With its memory, where that is a copy.
+                    piece = self._pieces.popleft()  # Dropped here with its memory, if that is a copy.
                     buffer = pool.take()
                     data = buffer[: piece.where.length]
                     self._fill(piece, data)

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tie:
-    """A parameter with several names in different stages, each of which has a copy; gradients of the copies are summed, and
-    counted once."""
+    """A parameter whose names are in different stages, each with a copy; the copies' gradients are summed and counted once."""
 
     names: tuple[str, ...]
     """The names in the order of the model; the first one is the name in checkpoints."""
     held: Mapping[int, str]
-    """For each stage that has a copy, the copy's first name there."""
+    """The copy's first name in each stage that has a copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,8 +91,8 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
 
 
 def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]) -> Anatomy:
-    """Return the anatomy of a model with these blocks. A module whose parts run without it, such as a list, is replaced by its
-    parts."""
+    """Return the anatomy of a model with these blocks. A module whose parts run without it, such as a list, is split into
+    them."""
     opened: set[str] = set()
     while True:
         recorder = _Recorder(model, body, blocks, _outside(model, blocks, opened))
@@ -128,7 +128,7 @@ def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> 
     if body is model:
         own = {"labels"} if "labels" in named and named["labels"].default is None else set()
     elif not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
-        return dict(batch)  # A wrapper, which hands on all of its arguments.
+        return dict(batch)  # A wrapper that passes on all of its arguments.
     else:
         own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
@@ -225,7 +225,7 @@ class _Recorder:
         self._guess = ""
         """The first module in a block that could not run without values, so that its result is guessed, and its error."""
         self._when: dict[str, set[int]] = {}
-        """For each module outside the blocks, the numbers of blocks that had begun when it ran."""
+        """The numbers of blocks that had begun when each module outside the blocks ran."""
         self._running = ""
         self.alone: set[str] = set()
         """Modules of which a part ran while they did not."""
@@ -243,8 +243,8 @@ class _Recorder:
 
     @contextmanager
     def _watched(self, body: nn.Module) -> Iterator[None]:
-        """Record when modules run, in evaluation mode. Their `forward` is wrapped rather than hooked, so that hooks stay as they
-        are."""
+        """Record when modules run, in evaluation mode. Their `forward` is wrapped rather than hooked, to leave hooks
+        unchanged."""
         wraps = [(module, self._of_block(index, module.forward)) for index, module in enumerate(self._list)]
         for name in self._outside:
             module = self._model.get_submodule(name)

@@ -47,7 +47,7 @@ class Stub(nn.Module):
 
     def __init__(self, foreign: nn.Module) -> None:
         super().__init__()
-        # In a tuple it is no submodule, so that its parameters are not the model's.
+        # A module in a tuple is no submodule, so its parameters are not the model's.
         self._foreign = (foreign,)
         self.training = foreign.training
 
@@ -150,7 +150,6 @@ class NanStub(Stub):
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """Copy a module to the meta device, to compute the shapes of its results; later changes of `module` do not affect the
-    copy."""
+    """Copy a module to the meta device, to compute the shapes of its results; later changes of `module` do not affect it."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(each): torch.empty_like(each, device="meta") for each in tensors}).eval()
