@@ -4,7 +4,7 @@
     Stream           goes through such tensors row by row: reads ahead, computes, writes behind
     Ledger           bytes by tier and purpose
 
-Useful by itself; knows no rank and no model.
+The package has no notion of ranks or models, and is usable by itself.
 """
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier

@@ -1,8 +1,8 @@
 """All access to an accelerator: streams and events, memory, generators, and pinned host memory.
 
-Built on `torch.accelerator`, `torch.Stream` and `torch.Event`, so that what holds for CUDA holds for ROCm and XPU; nothing else in
-the package names a kind of device. "The device" is where a process computes; the CPU is a device without streams, whose work is
-done when a call returns.
+The module is built on `torch.accelerator`, `torch.Stream` and `torch.Event`, and so serves CUDA, ROCm and XPU; no other module
+names a kind of device. "The device" is the one on which a process computes; a CPU is a device without streams, whose work is done
+when a call returns.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ uses them.
     forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
     backward    ... block 2   block 1   block 0    block 1's input is read from when block 2's is asked for on
 
-`ActivationStore.keeping` goes around a call of `torch.utils.checkpoint.checkpoint`. What the call saves, its inputs, becomes saved
-tensors that autograd holds; when it drops one, for whatever reason, memory and room in the file are free again.
+`ActivationStore.keeping` surrounds a call of `torch.utils.checkpoint.checkpoint`. The inputs that the call saves become saved
+tensors held by autograd; when autograd drops one, for whatever reason, its memory and file space are free again.
 
     UnmovedTensor   the tensor itself, or a copy in the memory of the CPU that computes
     FileCopy        a copy in a slot of a file
@@ -239,8 +239,8 @@ class FreeRanges:
 class ActivationStore:
     """Keeps the inputs of recomputed blocks on a tier: of the first blocks of a pass, the fraction `choice.fraction`.
 
-    Those of the last ones, which backward needs first, stay on the device. On a CPU the host's memory is the device's: there
-    `host` keeps them as they would be without a store. It has nothing to close: its files are those of `tiers`.
+    Inputs of the last blocks, which backward needs first, stay on the device. On a CPU, host memory is the device's: there `host`
+    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`.
 
     Raises:
         StorageError: when there is no directory for files that can be used; from forward or backward, where the disk is full or

@@ -3,8 +3,8 @@
     | elements on a tier                          | elements on the device   |
     0                                             cut                     numel
 
-What is in memory can be looked at (`view`); what is not has to be read and written, which goes on beside other work. Every byte
-that `Tiers` hands out is in the ledger.
+Elements in memory can be viewed (`view`); others have to be read and written asynchronously. The ledger counts every byte that
+`Tiers` allocates.
 """
 
 from __future__ import annotations

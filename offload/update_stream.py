@@ -1,7 +1,8 @@
 """A stream of rows through a bounded number of buffers: row i+1 is read and row i-1 written while row i is computed.
 
-A row is the same interval of several tensors: master weights, moments and gradients of an update, say. What of it is in the memory
-where it is computed is used there; the rest passes through buffers of a pool, so that memory does not grow with the tensors.
+A row is the same interval of several tensors, such as the master weights, moments and gradients of an update. The parts of a row
+in the memory of the compute device are used in place; the rest passes through a pool's buffers, so that memory does not grow with
+the tensors.
 """
 
 import time

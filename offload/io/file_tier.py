@@ -4,9 +4,9 @@
     FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
     StoredSlot  a file that is there already, and is only read
 
-A swap file loses its name as soon as it is open: nobody else can touch it, and the system frees it when the process ends, however
-it does. Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is
-verified when it is read, so that a byte that has changed on the disk is an error and no wrong number.
+A swap file is unlinked as soon as it is open: no other process can open it, and the system frees it when the process ends,
+however it does. Offsets need not be whole blocks: unaligned parts go through a small buffer of the thread. With checksums every
+piece is verified when it is read, so that a changed byte on the disk is an error rather than a wrong number.
 """
 
 from __future__ import annotations

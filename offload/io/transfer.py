@@ -1,12 +1,12 @@
 """Transfers between tiers, the time that callers have waited for them, and the staging buffers that they pass through.
 
-Between a device and its host copies go beside what is computed, by a stream each way, and the host never waits:
+Copies between a device and its host run beside computing, on a stream for each direction, and the host never waits:
 
     in     host -> device     whoever uses the bytes on the device comes after the copy by an event
     out    device -> host     whoever uses the bytes on the host waits for the copy
 
-A copy begins when what was launched before it on the current stream is done. Both ways go on at once; only copies of the same
-bytes of the host keep their order, so that bytes that have left are what comes back.
+A copy begins when all work launched before it on the current stream is done. Both directions run at once; only copies of the same
+host bytes keep their order, so that bytes written out are read back.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Transfer:
         """Wait until all bytes have arrived.
 
         Raises:
-            StorageError: what went wrong with the first piece that failed; then all have ended.
+            StorageError: the error of the first piece that failed, after all pieces have ended.
         """
         self.end()
         for piece in self._pieces:

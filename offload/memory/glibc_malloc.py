@@ -49,11 +49,11 @@ def reuse_freed_memory() -> bool:
 def settle_heap() -> bool:
     """Return free memory of glibc to the system, holes included, after start-up, whose blocks have other sizes than a step's.
 
-    Then small blocks that were just freed are no longer the first to be used again: they are what glibc before 2.38 has split off
-    an aligned block, and an object in one of them keeps two large blocks apart for its life. Small objects come from blocks that
-    are reserved here, before glibc cuts them out of a hole that is large enough for a tensor; those take about 2 MiB.
+    Afterwards small blocks freed at start-up are not the first to be reused: glibc before 2.38 has split them off aligned blocks,
+    and an object in one of them keeps two large blocks apart for its life. Small objects get blocks that are reserved here, about
+    2 MiB, instead of parts of a hole that is large enough for a tensor.
 
-    Returns False where that is not needed, or where glibc's parameters are not where they are expected: then nothing was changed.
+    Returns False, with nothing changed, if this is not needed or glibc's parameters are not at the expected place.
     """
     libc = _glibc()
     if libc is None:
@@ -80,8 +80,8 @@ def _cached_sizes() -> list[ctypes.c_size_t]:
     With 0 of them a thread's cache is neither read nor written again. (With 0 blocks of each, `tcache_count`, the blocks that the
     cache of another thread still holds count as damage when it frees a block whose memory looks like one of them: glibc aborts.)
 
-    It is found in the library's data by itself and what lies around it: the largest size, and the thresholds that
-    `reuse_freed_memory` has set. More than one, or none: not known.
+    The value is located in the library's data by its own value and its neighbours: the largest size, and the thresholds that
+    `reuse_freed_memory` has set. With no match, or several, the result says that it is unknown.
     """
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
     found = []

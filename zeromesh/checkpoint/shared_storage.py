@@ -1,8 +1,8 @@
-"""Finds out which ranks see the same directory.
+"""Determines which ranks see the same directory.
 
-All ranks see one directory on a shared file system; where each host has its own, only the ranks of a host do. Every rank puts a
-file into the directory, which shows that it can, and looks for those of the ranks before it. The first whose file it sees leads the
-directory: it makes checkpoints in it and commits them. On one host, rank 0 leads.
+All ranks see one directory on a shared file system; if each host has its own, only the ranks of a host do. Every rank creates a
+file in the directory, which proves write access, and looks for the files of lower ranks. The lowest rank whose file it sees leads
+the directory: the leader creates and commits checkpoints in it. On one host, rank 0 leads.
 
     ranks 0 1 | 2 3 on two hosts, own disks      places [0, 1], [2, 3], led by 0 and 2
 """

@@ -218,7 +218,7 @@ def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRe
 def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
     """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error.
 
-    Otherwise it is removed. What is written into it through `PositionalFile` has to be synced inside the block.
+    After an error it is removed. Files written through `PositionalFile` have to be synced inside the block.
 
     Raises:
         ConfigError: where there is something at `out` already.

@@ -1,4 +1,4 @@
-"""All that is wrong with a checkpoint on disk: every byte is read, and every damaged file is named."""
+"""Finds all damage of a checkpoint on disk: every byte is read, and every damaged file is named."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

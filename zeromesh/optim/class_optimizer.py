@@ -5,13 +5,12 @@ whole tensors         each parameter has one owner, on which its states lie whol
                       there, and the new weights come back. Owners are chosen so that all ranks have about as many elements,
                       at every stage
 
-A trial runs the class on small tensors in float64. Its update is element by element where a tensor that is cut into pieces, each
-of them flat, becomes what it becomes whole, states included: any shard can then be updated on its own. Muon and Adafactor, say,
-need whole tensors.
+A trial runs the class on small tensors in float64. The class is element-wise if updating a tensor in flat pieces gives the same
+values and states as updating it whole: any shard can then be updated on its own. Muon and Adafactor need whole tensors.
 
-States may be tensor subclasses, such as the 8-bit codes and the scales of blocks in which torchao keeps those of larger tensors.
-What is kept is the plain tensors inside. Which these are depends on a parameter's size: a step on the meta device, on its own
-shape, says that. Blocks are those of whole tensors, so these are updated whole too.
+States may be tensor subclasses, such as torchao's 8-bit codes with a scale per block for larger tensors. Their plain inner
+tensors are stored. Their layout depends on a parameter's size, so it is found by a step on the meta device with the parameter's
+shape. Blocks are those of whole tensors, so these parameters are updated whole too.
 """
 
 from collections import OrderedDict, defaultdict
@@ -297,7 +296,7 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
     """Find out if an optimizer updates element by element or whole tensors.
 
     Raises:
-        ConfigError: for one that cannot be run so, with the reason.
+        ConfigError: for an optimizer that cannot be run in either way, with the reason.
     """
     plans, whole = dict[tuple[int, int], StatePlan](), False
     for number, group in enumerate(optimizer.param_groups):

@@ -3,8 +3,7 @@
     allocate -> the reducer sums into bucket.grad -> offload      for each microbatch
     norm                                                          at the end of the step, for the norm of all
 
-A shard that rests on another tier has memory only while its bucket is being summed: at most `LEAVING` of them are on their way out
-at a time.
+An offloaded shard has memory only while its bucket is being summed: at most `LEAVING` shards are on their way out at a time.
 """
 
 import hashlib

@@ -10,11 +10,11 @@ A step calls, in this order:
     read              for this rank's part of the global norm: the one time in a step that the host waits for a device
     finish            for clipping, and the update of what is not updated yet
 
-[Note: Updates inside backward]
-A bucket is updated when it is reduced and this rank does not read its parameters any more. The update then waits until the other
-ranks have read them too. This cannot be circular: all ranks leave units in one order, and a rank waits only for units that it has
-left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it. One that
-lacks a gradient on this rank is updated when the step ends, and ranks have told whether another had one.
+[Note: Updates inside backward] A bucket is updated once it is reduced and this rank does not read its parameters any more. The
+update then waits until the other ranks have read the parameters too. This cannot be circular: all ranks leave units in one order,
+and a rank waits only for units that it has left itself. A bucket of a unit that is not left yet, such as the root, is passed
+over, so that the others need not wait for it. A bucket that lacks a gradient on this rank is updated at the end of the step, when
+ranks have exchanged which of them had one.
 """
 
 import math
@@ -58,9 +58,9 @@ _EXCHANGED = 1 << 20
 class WeightAverage:
     """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, on the tier of the moments.
 
-    They are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, after every `every`-th update: the
-    first one that counts copies the weights, later ones are `average + (1 - decay) (weights - average)`. Parameters that never
-    were trained have no average, and an averaged model has the buffers of the model.
+    The averages equal `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` after every `every`-th update: the
+    first such update copies the weights, later ones compute `average + (1 - decay) (weights - average)`. Never-trained parameters
+    have no average, and an averaged model has the model's buffers.
     """
 
     def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
@@ -390,8 +390,8 @@ class OptimizerStep:
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
         """Multiply gradients by `factor`, unscale, clip, and update, unless backward has already updated.
 
-        `squares` is the sum over the world of what `read` has returned: all ranks see one norm, and so skip, stop and clip
-        together. `loss_finite`: whether this rank's own losses were finite.
+        `squares` is the sum over the world of the parts that `read` has returned: all ranks see one norm, and so skip, stop and
+        clip together. `loss_finite` is True if this rank's own losses were finite.
 
         Raises:
             NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.

@@ -2,9 +2,9 @@
 
 Receives are posted ahead in the order in which the neighbour sends, sends go in the background, so both overlap computing.
 
-On a device a message occupies it on both ends from its launch until the other end has launched it too, and what is launched in
-different orders can stand in each other's way for ever. There all ranks launch their messages in one order (`MessageOrder`), each
-at the end of the action during which it is made, as far as the simulated schedule knows: not long before, and not too late.
+On a device a message occupies both ends from its launch until the other end has launched it too, so messages launched in
+different orders can deadlock. There all ranks launch their messages in one order (`MessageOrder`), each at the end of the action
+during which the simulated schedule sends it.
 """
 
 import time
@@ -39,7 +39,7 @@ class StageRunner:
     """Computes actions. Returned tensors are sent on, and arguments were received; at the ends of the pipeline both are empty."""
 
     def signature(self, microbatch: int) -> Hashable:
-        """Return what the shapes of activations depend on (the batch's shapes, whether it trains); equal on all ranks."""
+        """Return the inputs of activation shapes (the batch's shapes, gradient mode); equal on all ranks."""
         raise NotImplementedError
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

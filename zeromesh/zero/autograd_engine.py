@@ -1,13 +1,13 @@
-"""The engine under a loop of the user's own: forward begins when the model is called, and backward when autograd comes to it.
+"""The engine for users' training loops: a call of the model begins forward, and autograd begins backward.
 
     model(...)          with gradients, the first call opens a forward, which later calls join; without, it is an evaluation
     loss.backward()     begins at the first result of a unit, or the first gradient, that autograd reaches, and ends with autograd
     close_backwards()   ends what a step still owes, such as sums over replicas, before gradients are measured, read or used
 
-[Note: Several graphs] The hooks of a unit's results know in which forward they were made. A backward goes through the graph of one
-forward, however many calls and losses that had, and another may follow through what is left of it. Units that are reached through
-the graph of an earlier forward stay live until backward is over. A graph that was made before the latest update is refused: its
-parameters have other values now.
+[Note: Several graphs] The hooks of a unit's results know the forward that made them. A backward runs through the graph of one
+forward, however many calls and losses that forward had, and another backward may run through the rest of the graph. Units that
+are reached through the graph of an earlier forward stay live until backward is over. A graph from before the latest update is
+refused, since the parameters have changed.
 """
 
 import math

@@ -7,10 +7,10 @@ A step is
                                         # which reduces gradients as buckets complete
     engine.finish_step(factor)          # norm, clipping, update of the shards, next values of the parameters
 
-Before `finish_step` a caller may `read_step` what it wants to know of the device, so that the host waits for it once a step.
+Before `finish_step` a caller may read scalars from the device by `read_step`, so that the host waits for it once a step.
 
-A stage changes where tensors lie (`options.placements`), never which code runs. `passes.py` has what happens in a pass,
-`optim/optimizer_step.py` what happens from the gradient shards on.
+A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes, and
+`optim/optimizer_step.py` processes gradient shards.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class ZeroEngine:
         """Continue from a `progress` result; the other tensors are loaded afterwards, see `loading`. All ranks call it.
 
         Raises:
-            CheckpointError: where parameters are named that the model does not have.
+            CheckpointError: for names of parameters that the model does not have.
         """
         self._flags.restore(progress.trained, progress.updates)
         self.optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
@@ -208,7 +208,7 @@ class ZeroEngine:
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
 
-        Gradients are afterwards on their way to this rank's shards, or in them.
+        Afterwards the gradients are in this rank's shards, or their reductions are in flight.
 
         Raises:
             CollectiveError: when a peer is gone, late or in another unit.
@@ -228,10 +228,10 @@ class ZeroEngine:
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
         """Read the caller's `scalars` from the device after the last backward, for which the host waits once.
 
-        Returns them as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
+        Returns the scalars as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
 
         Raises:
-            PhaseError: when forward has changed a parameter in place, which a device tells only here.
+            PhaseError: when forward has changed a parameter in place, which is known on a device only after this read.
         """
         writes = self._passes.writes
         unread = writes.unread(self.units)
@@ -266,11 +266,10 @@ class ZeroEngine:
     ) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
 
-        One that no rank has a gradient of keeps its value and its moments, as in torch; `lacking` says whether some rank
-        `lacks_gradients`, and may be one of them.
-        `squares` is the sum over the world of what `read_step` has returned; None: that is done here. A norm that is not finite
-        skips the update on all ranks, or ends the run where options say so. Then the outcome, or the error, names units, and ranks
-        with `loss_finite` False: whose own loss was not finite.
+        A parameter without a gradient on any rank keeps its value and its moments, as in torch; `lacking` says if some rank
+        `lacks_gradients`. `squares` is the sum over the world of the parts that `read_step` has returned; None: the sum is made
+        here. A norm that is not finite skips the update on all ranks, or ends the run under `on_nonfinite: stop`. The outcome, or
+        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite.
 
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.

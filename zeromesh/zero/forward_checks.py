@@ -1,11 +1,11 @@
 """The checks that follow forward: entries of backward into units, and parameters that were changed in place.
 
-`UnitCalls` reads autograd's graph. A call of a unit makes the nodes whose sequence numbers lie between those at its begin and its
-end, and an edge from any other node to one of these is an entry. Outputs of calls are hooked. Tensors that a block keeps on itself,
+`UnitCalls` reads autograd's graph. The nodes of a unit's call have sequence numbers between those at its begin and its end, and
+an edge from any other node to one of these is an entry. Outputs of calls are hooked. Tensors that a block keeps as attributes,
 puts into objects of unknown classes, or makes under `vmap` give entries without a hook, where backward would read parameters that
-are not gathered for it.
+were not gathered.
 
-`InplaceWrites` lets user code change parameters where a plain loop would keep the change, and refuses it where it would be lost.
+`InplaceWrites` accepts in-place changes of parameters that take effect as in a plain loop, and refuses those that would be lost.
 """
 
 from bisect import bisect_right

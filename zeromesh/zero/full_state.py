@@ -1,7 +1,7 @@
 """A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them.
 
-`CheckpointState` knows the tensors that a checkpoint is made of, and this rank's part of each, to be written or to be filled.
-`FullState` reads whole parameters and gradients: one bucket is gathered at a time.
+`CheckpointState` lists the tensors of a checkpoint, with this rank's part of each, for writing and for loading. `FullState` reads
+whole parameters and gradients, gathering one bucket at a time.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -327,10 +327,10 @@ class FullState:
     def gradient(self, fqn: str) -> torch.Tensor | None:
         """One whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
 
-        It is scaled as the last backward left it: a loss scale is still in it, clipping is not.
+        The gradient is scaled as the last backward left it: with the loss scale, without clipping.
 
         Raises:
-            PhaseError: when the optimizer has used it up inside backward.
+            PhaseError: when the optimizer has used the gradient inside backward.
         """
         name = self._find(fqn).name
         if not self._trained[name]:
@@ -349,12 +349,12 @@ class FullState:
         """Inside the block the named parameters hold whole copies of their values, for reading; no pass over the model may be
         open.
 
-        A parameter whose shape is whole on this rank holds the copy itself; for any other one, such as one that tensor
-        parallelism has divided, a parameter in `dtype` stands in the model.
+        A parameter of whole shape on this rank holds the copy itself; any other one, such as a tensor-parallel one, is replaced
+        in the model by a parameter in `dtype`.
 
         Raises:
             LayoutError: for names that no stage has.
-            PhaseError: at the end of the block, for a parameter that was written inside it; what is trained has not changed.
+            PhaseError: at the end of the block, for a parameter that was written inside it; the trained weights are unchanged.
         """
         wanted = {self._find(fqn).name for fqn in fqns}
         restore: list[Callable[[], object]] = []

@@ -5,8 +5,8 @@
     forward     visits      0  1  2  1  3      call 0, 1, ...; a unit may be called several times
     backward    reaches the calls in reverse order, and leaves a unit after the first of its calls
 
-`Prefetcher` gathers units ahead of their use, in the order that an earlier pass of the same kind has recorded. A pass that leaves
-this order gathers each unit when it is used, and is recorded anew. Ranks whose orders differ are in error: the watchdog finds that.
+`Prefetcher` gathers units ahead of their use, in the order recorded by an earlier pass of the same kind. A pass that leaves this
+order gathers each unit on use, and is recorded anew. The watchdog reports ranks whose orders differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -79,8 +79,8 @@ class PassProgress:
         """Leave the units whose backward is complete, now that call number `call` is reached, and return them. `owes(unit)` tells
         if gradients of a unit are yet to come.
 
-        Autograd runs what is ready in the reverse order of its creation, so units that forward began to use only later will
-        not be read again. That a parameter has its gradient is no such sign: it may be frozen, or be read through `detach`.
+        Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be read
+        again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
         """
         passed: list[int] = []
         inside, self._inside = self._inside, []

@@ -4,12 +4,11 @@
              \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
 
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
-is complete too early waits for its turn; while no slot is free its gradients stay where autograd put them, until backward leaves
-the unit.
+completes early waits for its turn; while no slot is free, its gradients stay on `.grad` until backward leaves the unit.
 
-On a device the host runs ahead of what is computed, and nothing that it could ask for would say when a slot will be free. There a
-bucket is copied into its slot at once, when it is complete and next, and the stream that computes waits for the reduction that had
-the slot before. So what is launched, and when, follows from the program alone, on all ranks alike.
+On a device the host runs ahead of the kernels and cannot query when a slot will be free. A bucket is therefore copied into its
+slot as soon as it is complete and next, and the compute stream waits for the slot's previous reduction. The order and the time of
+launches thus follow from the program alone, alike on all ranks.
 """
 
 from collections import Counter, deque
@@ -105,7 +104,7 @@ class GradientReducer:
         """Take the gradient of a bucket's parameter from autograd.
 
         Raises:
-            PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
+            PhaseError: when the bucket was already reduced, as under reentrant activation checkpointing.
         """
         if not bucket.training[index]:
             bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
@@ -153,11 +152,11 @@ class GradientReducer:
             self._finish_one()
 
     def keep_up(self) -> None:
-        """Launch what is complete and next in order when backward leaves a unit, waiting for peers until slots are free.
+        """Launch the complete buckets that are next in order when backward leaves a unit, waiting for peers until slots are free.
 
-        Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all
-        of its gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was
-        launched before, and this rank has left the units that its peers may be waiting to update.
+        Gradients that wait for a slot stay on `.grad`, so a rank that ran ahead of its peers would hold all of its gradients at
+        once. The wait cannot be circular: all ranks launch in one order, the reductions that a slot waits for were launched
+        before, and this rank has left the units that its peers may be waiting to update.
         """
         self.pump()
         while self._queue and not self._queue[0].missing:
@@ -183,7 +182,7 @@ class GradientReducer:
         self._owed.clear()
 
     def owes(self, unit: int) -> bool:
-        """Return True if the running backward has yet to bring gradients of a unit."""
+        """Return True if gradients of a unit are still missing in the running backward."""
         return self._owed[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
@@ -192,7 +191,7 @@ class GradientReducer:
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
 
     def find_missing(self, buckets: Sequence[Bucket], sharing: ReplicaGroups) -> None:
-        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
+        """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
         came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.sum_(sums, "parameters with gradients")

@@ -1,7 +1,7 @@
-"""The one place that registers hooks on a model, and takes them off again.
+"""The only module that registers hooks on a model and removes them.
 
-A unit's module calls back before and after its forward; the tensors it returns call back before its backward; a parameter calls
-back when its gradient is complete, and before it is used while it is at rest. What happens then is the engine's business.
+A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
+gradient is complete and when it is used while released. The engine implements the callbacks.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""The prediction of one rank's memory, by purpose, from the layout alone: a formula, before anything is allocated.
+"""Predicts one rank's memory, by purpose, from the layout alone, before anything is allocated.
 
 For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P where every rank updates all (stage 0):
 
@@ -12,11 +12,11 @@ For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P w
     partial gradients   r P                where microbatches are summed before one reduction
     buckets in flight   slots x largest    twice over gloo, which receives into buffers of its own
 
-with c, m, r the bytes of the compute, master and reduce dtypes. At stage 3 what is not kept comes and goes: at most the root and
-`prefetch` + 1 units are there at once. Activations and what libraries take are not states, and not here.
+with c, m, r the bytes of the compute, master and reduce dtypes. At stage 3 parameters that are not kept come and go: at most the
+root and `prefetch` + 1 units are gathered at once. Activations and the memory of libraries are not included.
 
-What rests on files is on disk instead: master weights, moments, gradient shards, and with them c own for the copy that is gathered.
-In memory there are then gradient shards on their way, the largest few of them, and buffers of the stream.
+Offloaded to files, the master weights, moments and gradient shards are on disk, with another c own for the copy that is gathered.
+Memory then has the largest few gradient shards on their way, and the stream's buffers.
 """
 
 from collections import Counter

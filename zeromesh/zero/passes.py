@@ -5,7 +5,7 @@
     backward    before_backward   leave the units that backward is done with, and gather this one as in forward
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
-The backward of a microbatch may follow its forward at once, or after other microbatches have run: `PassProgress` is kept for it.
+The backward of a microbatch may follow its forward directly, or after other microbatches; its `PassProgress` is kept until then.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Passes:
         """Make a unit live for as long as needed, because one of its parameters is read or written while it is released.
 
         Raises:
-            PhaseError: outside of a pass, where the other ranks take no part and have the values.
+            PhaseError: outside of a pass, when the other ranks have parts of the values and do not take part.
         """
         if self.mode is not PassMode.IDLE:
             self._hold(unit)

@@ -1,8 +1,8 @@
-"""Following `requires_grad`, which user code may change between steps: what is frozen and trained from the next step on.
+"""Changes of `requires_grad` between steps, which freeze or train parameters from the next step on.
 
-A bucket is allocated by what its parameters are when the model is built. One that was frozen gets master weights, moments and
-gradients when the first of its parameters is trained. Whatever is frozen later keeps them, as a torch optimizer keeps the state of
-parameters without a gradient: trained again, it goes on from its own moments and its own count of updates.
+A bucket is allocated for the parameters that are trained when the model is built. A frozen bucket gets master weights, moments
+and gradients when the first of its parameters is trained. A bucket that is frozen later keeps them, as a torch optimizer keeps
+the state of parameters without a gradient: trained again, it continues with its own moments and count of updates.
 """
 
 from collections.abc import Mapping, Sequence

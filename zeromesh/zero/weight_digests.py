@@ -25,7 +25,7 @@ _SHOWN = 8
 def require_same_weights(engine: ZeroEngine) -> None:
     """Compare the weights of all ranks, between passes over the model; every rank calls it.
 
-    A rank reads all that it holds once, one tensor at a time, and gives the others digests of 64 bits (XXH3).
+    A rank reads all of its weights once, one tensor at a time, and exchanges digests of 64 bits (XXH3).
 
     Raises:
         WeightsDifferError: on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.

@@ -135,7 +135,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
     """Parse and check a manifest from the bytes of `path`: its own hash, schema, names, sizes, and that pieces tile the files.
 
     Raises:
-        CheckpointError: that says what is wrong.
+        CheckpointError: with the manifest's first problem.
     """
     content = parse_json(path, raw)
     found = content.pop("sha256", None)

@@ -4,8 +4,8 @@
     header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}, then spaces
     data      the tensors back to back: no holes, no tail
 
-Nothing in a file is executed, and nothing is believed before it is checked. Headers written here end at a multiple of 4096 bytes,
-so that data can move past the page cache.
+Nothing in a file is executed, and every field is checked before use. Headers written here end at a multiple of 4096 bytes, so
+that tensor data can bypass the page cache.
 """
 
 import json
@@ -159,7 +159,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file.
 
     Raises:
-        CheckpointError: which says what is wrong with it.
+        CheckpointError: with the header's first problem.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -3,8 +3,8 @@
     each row of the tensor    rank 0 | rank 1 | rank 0 | rank 1        as tensor parallelism divides it
     after the exchange        rows 0 to n: rank 0,  rows n to 2n: rank 1
 
-In a file, which has whole tensors, the ranks' bytes would otherwise alternate in runs of a few KB, each with a checksum of its own.
-Each rank gets as many rows as the others, as a copy in the host's memory that no update changes. It goes when it has been written.
+A file has whole tensors, in which the ranks' bytes would otherwise alternate in runs of a few KB, each with a separate checksum.
+Each rank gets about as many rows as the others, as a copy in host memory that no update changes and that is freed once written.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ LONGEST_ROW = 512 << 10
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
     """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it.
 
-    Rows that some rank has no part of, such as the first and the last one of a shard, stay where they are.
+    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are.
 
     Raises:
         StorageError: after the exchange, where this rank could not read its own values.

@@ -1,13 +1,13 @@
 """Assigns the bytes of files to ranks: contiguous runs, which are rounded to whole disk blocks.
 
-Each whole block has one writer, the rank that has the block's first byte. It gets the other ranks' bytes of the block beforehand:
+Each whole block has one writer, the rank of the block's first byte, which first receives the other ranks' bytes of the block:
 
     block           |      0      |      1      |      2      |
     elements of     | rank 0               | rank 1           |
     sent to rank 0                |  r1's  |
     written by      | rank 0      | rank 0      | rank 1      |
 
-What a rank writes is cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
+Each rank's bytes are cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Streams a rank's part of a checkpoint from live shards to files through staging buffers, with checksums.
 
-There is no second copy of the state but of what tensor ranks have exchanged (`row_exchange`), until that is written: a save takes
-a few staging buffers of memory. What the next update changes first is written
-first, and the update waits for what is not copied yet (`release`). From a device it is copied beside training, on a stream that
-comes after what was launched when the save began, into pinned memory.
+The state is not copied as a whole, except rows exchanged between tensor ranks (`row_exchange`), so a save takes a few staging
+buffers of memory. Elements that the next update changes first are written first, and the update waits for elements that are not
+copied yet (`release`). A device's elements are copied into pinned memory beside training, on a stream that is ordered after all
+work launched before the save.
 """
 
 import threading

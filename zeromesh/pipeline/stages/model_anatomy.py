@@ -1,9 +1,9 @@
-"""Finds out what a model is made of, for a pipeline: blocks, what runs before and after them, their arguments and results.
+"""Analyses a model for a pipeline: its blocks, the modules before and after them, their arguments and results.
 
-The model is run once without values: parameters stand on the meta device, so that this needs no memory and does not care whether
-the model has any yet. Where the model asks for a value (is anything masked?) the answer is yes; a module inside a block that cannot
-go on without values (an expert that picks its tokens) is assumed to return something like its input. What is computed from the
-embedding is followed through all operators, so a model whose later blocks need more than the hidden state is refused here.
+The model is run once with parameters on the meta device, which needs no memory and no initialized weights. If the model reads a
+value (is anything masked?), the answer is yes; a module inside a block that cannot run without values (an expert that picks its
+tokens) is assumed to return a tensor like its input. Tensors computed from the embedding are tracked through all operators, so a
+model whose later blocks need more than the hidden state is refused here.
 """
 
 import inspect
