@@ -37,7 +37,7 @@ class Loader:
         """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part.
 
         Raises:
-            CheckpointError: when it is incomplete, or ranks see different checkpoints.
+            CheckpointError: when the checkpoint is incomplete, or ranks see different checkpoints.
         """
         world, rank = self._mesh.world, self._mesh.rank
         reader: CheckpointReader | None = None

@@ -1,13 +1,14 @@
 """One checkpoint from the parts written by hosts without a shared disk: read by all ranks together, or merged.
 
-Each part is a directory with the same files at their full sizes, of which its manifest lists the pieces that are in it:
+Each part is a directory with the same files at their full sizes, and its manifest lists the pieces that the part contains:
 
     part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
     part 1 of 2    pieces            [4 MiB, 8 MiB)
     merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
 
-`PartsReader` gets what a rank needs of other parts over the network: all ranks exchange which pieces they miss. Of the ranks that
-see the part with a piece, one reads and verifies it, and sends it to all, in rounds of one piece from each rank.
+`PartsReader` receives the missing pieces of other parts over the network: all ranks exchange lists of their missing pieces. Of
+the ranks that see the part with a piece, one reads and verifies the piece and sends it to all ranks, in rounds of one piece from
+each rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -126,8 +127,8 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
 class PartsReader(OpenedCheckpoint):
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
 
-    `reader` is of the part that this rank sees in `directory`, None where it sees none; `parts` are the manifests of all, in order,
-    and `holders` the ranks that see each.
+    `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
+    parts, in order, and `holders` the ranks that see each part.
 
     Raises:
         CheckpointError: at construction, when the parts do not make a whole.

@@ -5,8 +5,8 @@
     poll     between steps: goes to the save's next stage once all ranks are done with the present one (`_stages`)
     finish   goes through all stages, waiting
 
-Where each host has a directory of its own, each gets a part: the same files, with what the host's ranks have written in them.
-Background threads never take part in collectives: ranks agree between steps, in their main thread.
+If each host has its own directory, each gets a part: the same files, with the bytes written by the host's ranks. Background
+threads never take part in collectives: ranks agree between steps, in their main thread.
 """
 
 import secrets
@@ -100,7 +100,7 @@ class Saver:
         """Begin to write a checkpoint; none may be in flight.
 
         Raises:
-            CheckpointError: on all ranks, with what some rank could not do; nothing of the checkpoint is left then.
+            CheckpointError: on all ranks, with the errors of the failing ones; the files of the checkpoint are removed then.
         """
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")

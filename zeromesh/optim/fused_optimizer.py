@@ -1,7 +1,7 @@
 """torch's fused optimizers on the flat shards of buckets.
 
-Each bucket has an optimizer of its own, so that buckets can be updated one by one: inside backward, or in parts that are streamed
-when their states rest on another tier. Element-wise rules give the same bits however a buffer is cut.
+Each bucket has a separate optimizer, so that buckets can be updated one by one: inside backward, or in parts that are streamed
+when their states are offloaded. Element-wise updates give the same bits however a buffer is cut.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

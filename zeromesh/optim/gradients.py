@@ -105,7 +105,7 @@ class GradientShards:
         """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches.
 
         Raises:
-            StorageError: when that sum cannot be read.
+            StorageError: when the earlier sum cannot be read.
         """
         self.prefetch(bucket)
         found = self._arriving.pop(id(bucket), None)
@@ -131,7 +131,7 @@ class GradientShards:
         first.
 
         Raises:
-            StorageError: when an earlier one could not be written.
+            StorageError: when an earlier offload has failed.
         """
         if bucket.grad_rest is None:
             return
@@ -202,7 +202,7 @@ class ReplicaGroups:
     tensor ranks        have what tensor parallelism does not divide, or divides among fewer ranks than there are
     pipeline stages     have tied parameters, such as an embedding that is the head too
 
-    All ranks of the world make one, whatever buckets they have.
+    All ranks of the world construct it together, with different buckets if need be.
     """
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:

@@ -1,8 +1,8 @@
 """Computes gradients of linear weights separately from the rest of backward: the W of zero-bubble schedules.
 
-Backward computes the gradient of a linear layer's input at once, as the stage before waits for it, and queues the two factors of
-the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product: it reaches
-`parameter.grad` as every gradient does, so that hooks on it run, once for each microbatch.
+Backward computes the gradient of a linear layer's input at once, as the previous stage waits for it, and queues the two factors
+of the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product into
+`parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch.
 """
 
 from __future__ import annotations

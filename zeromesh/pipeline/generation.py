@@ -1,6 +1,6 @@
 """Runs the forward of a staged model for a token generation loop; each stage keeps the keys and values of its own blocks.
 
-Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
+Every rank of the pipeline runs the same loop and receives the same logits, so that all ranks choose the same tokens.
 """
 
 import copy
@@ -26,8 +26,7 @@ class StagedForward(StageRunner):
     cached.
 
     Args:
-        microbatches: into how many parts rows are cut, which ranks work on at the same time.
-        call: the model's own call, for the last stage.
+        microbatches: the number of parts into which rows are split, to keep all ranks busy.
     """
 
     def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
@@ -48,12 +47,12 @@ class StagedForward(StageRunner):
         """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in
         fp32, or in float64 where the model computes in it.
 
-        `past_key_values` is empty in the first call, and the same object in all; without it nothing is kept. All ranks of the
-        pipeline call this together, with the same inputs.
+        `past_key_values` is empty in the first call, and the same object in all calls; without it no keys and values are cached.
+        All ranks of the pipeline call this together, with the same inputs.
 
         Raises:
             DataError: for fewer rows than microbatches.
-            LayoutError: for a model that keeps something else than `past_key_values`.
+            LayoutError: for a model whose cache is not `past_key_values`.
         """
         rows = len(inputs["input_ids"])
         if rows < self._microbatches:
@@ -128,8 +127,8 @@ class TurnRunner(StageRunner):
         first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
         last stage              lane 0  lane 1  lane 0  lane 1
 
-    Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins. `call` is
-    the model's own call, for the last stage.
+    Microbatch n is turn n // lanes of lane n % lanes. The tokens chosen in a turn are received before the lane's next turn
+    begins. `call` is the model's own call, for the last stage.
     """
 
     stages: Stages

@@ -170,7 +170,8 @@ class StepDriver:
     ) -> list[torch.Tensor]:
         """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
 
-        `after` is called with the number of each microbatch that is over, in order on all ranks: of a pipeline at the end.
+        `after` is called with the number of each completed microbatch, in order on all ranks; in a pipeline at the end of the
+        step.
 
         Raises:
             CollectiveError: when a neighbour is gone or late.

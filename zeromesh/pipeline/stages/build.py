@@ -1,8 +1,8 @@
 """A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages.
 
-Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are gone from the model,
-so whatever looks at its parameters sees this rank's alone. A model runs as it always does, from the batch: masks, positions and
-rotary embeddings are its own.
+Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are removed from the
+model, so that iterating over its parameters gives this rank's alone. The model runs unmodified from the batch: it computes masks,
+positions and rotary embeddings itself.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     """Count the blocks of each stage in the cut whose most expensive stage is cheapest; ties are resolved by the least sum of
     squares of stage costs.
 
-    `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is what comes before the blocks (the embedding),
-    `last` what comes after them (the head), in the same unit.
+    `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is the cost of the modules before the blocks
+    (the embedding), `last` that of the modules after them (the head), in the same unit.
 
     Raises:
         LayoutError: with fewer blocks than stages, or a cost that is negative.
@@ -98,8 +98,8 @@ def block_costs(
     """Compute the costs of each block, of the modules before the blocks, and of those after, as `cut_by_cost` takes them. A tied
     weight counts at both ends, as both stages hold it.
 
-    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token meets, of an
-    embedding, which is looked up, none; those between tokens (attention) are left out, which are the same in all blocks.
+    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token is routed to, and
+    none of an embedding, which is looked up. Those of attention scores are left out, as they are alike in all blocks.
     """
 
     def size(name: str) -> float:
@@ -305,8 +305,8 @@ _BALANCE = "load_balancing_loss_func"
 def _balance_names(model: nn.Module) -> dict[str, Any] | None:
     """Return the globals that hold the load-balancing loss function of a transformers model; None for a model without one.
 
-    That loss is a product of sums over the layers of the whole model, so it is no sum over stages: the router logits of earlier
-    stages travel with the hidden state, and the last stage gives the function all of them.
+    The balance loss is a product of sums over all layers, so it is no sum over stages: the router logits of earlier stages travel
+    with the hidden state, and the last stage passes all of them to the function.
 
     Raises:
         LayoutError: for a model whose function is not known.

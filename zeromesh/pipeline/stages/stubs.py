@@ -5,10 +5,10 @@ For a stage with blocks 2 and 3 of six:
     embedding   0      1       2   3   4        5      norm  head
     NaN         pass   inject  own own capture  pass   NaN   not run
 
-Inject returns the hidden state that the stage received, capture keeps the one to send. What a NaN stub returns is used by nothing
-in a model that can be cut; in another the loss is NaN instead of silently wrong.
+Inject returns the hidden state that the stage received, and capture keeps the one to send. In a model that can be cut, nothing
+uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong.
 
-Where tensor ranks pass on shares of the sequence, inject and capture have shares; the model gets a whole one from its last block.
+If tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
 """
 
 from __future__ import annotations
