@@ -29,7 +29,7 @@ BLOCK = 4096
 _NEAR = 1 << 14
 """The bytes that are copied in about the time of a system call."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
-_SCRAP = 1 << 18
+_READ_AHEAD_BYTES = 1 << 18
 """Bytes that one call reads ahead, few enough to stay in the processor's cache."""
 IN_MEMORY = ("tmpfs", "ramfs")
 """Types of file systems in memory."""
@@ -194,8 +194,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
     def read_ahead(self, offset: int, length: int) -> None:
         """Read bytes into the page cache that will be read soon. Reading makes the system use larger reads and pages than advice
         does (`POSIX_FADV_WILLNEED`)."""
-        scrap = memoryview(bytearray(_SCRAP))
-        for at in range(offset, offset + length, _SCRAP):
+        scrap = memoryview(bytearray(_READ_AHEAD_BYTES))
+        for at in range(offset, offset + length, _READ_AHEAD_BYTES):
             os.preadv(self._buffered, [scrap[: offset + length - at]], at)
 
     def forget(self, offset: int, length: int) -> None:

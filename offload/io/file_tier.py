@@ -248,19 +248,19 @@ class FileSlot:
         whole = (begin, end) == (at, at + data.numel())
         return begin, data if whole and lies_alike(data, at) else self.tier.buffer()[: end - begin]
 
-    def _alone(self, at: int) -> AbstractContextManager[object]:
+    def _locked(self, at: int) -> AbstractContextManager[object]:
         """Lock a piece, since its data and its checksum change together."""
         return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
 
     def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
-        with self._alone(at):
+        with self._locked(at):
             begin, memory = self._around(at, out)
             self._fetch(begin, memory)
         if memory is not out:
             copy(memory[at - begin : at - begin + out.numel()], out)
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
-        with self._alone(at):
+        with self._locked(at):
             begin, memory = self._around(at, data)
             if memory is not data:
                 last = at + data.numel()

@@ -32,7 +32,7 @@ from zeromesh.offload.accelerator import on_accelerator
 
 
 class WaitTime:
-    """The seconds that callers have waited for a tier: `total` of the process, `seconds` since the last `take`."""
+    """The seconds that callers have waited for a tier: `total` since the start, `seconds` since the last `take`."""
 
     def __init__(self) -> None:
         self.seconds = self.total = 0.0

@@ -176,7 +176,7 @@ class ReleasableBuffer:
             self.full.untyped_storage().resize_(0)
 
 
-_LEFT_FREE = 8
+_FREE_DIVISOR = 8
 """The divisor of free memory that gives the part left unpinned, since pinned memory cannot be paged out."""
 
 
@@ -255,7 +255,7 @@ class _PinnedPages(mmap.mmap):
 def pinnable_bytes() -> int:
     """Return the bytes that this process may pin now: the free memory of machine and control group, less a reserve."""
     free = available_bytes()
-    return free - free // _LEFT_FREE
+    return free - free // _FREE_DIVISOR
 
 
 def _whole_pages(nbytes: int) -> int:

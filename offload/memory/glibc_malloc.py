@@ -16,7 +16,7 @@ _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 1 << 26
 """Bytes above glibc's own highest mmap threshold, so that activations stay below it."""
 _NEVER = -1
-_MENDED = (2, 38)
+_FIXED_VERSION = (2, 38)
 """The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
 
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
@@ -49,7 +49,7 @@ def reuse_freed_memory() -> bool:
 def settle_heap() -> bool:
     """Return free memory of glibc to the system, holes included, after start-up, whose blocks have other sizes than a step's.
 
-    Afterwards small blocks freed at start-up are not the first to be reused: glibc before 2.38 has split them off aligned blocks,
+    Afterwards recently freed small blocks are not the first to be reused: glibc before 2.38 has split them off aligned blocks,
     and an object in one of them keeps two large blocks apart for its life. Small objects get blocks that are reserved here, about
     2 MiB, instead of parts of a hole that is large enough for a tensor.
 
@@ -61,7 +61,7 @@ def settle_heap() -> bool:
     libc.malloc_trim(0)
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
     version = tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2])
-    if version >= _MENDED or not reuse_freed_memory():
+    if version >= _FIXED_VERSION or not reuse_freed_memory():
         return False
     _caches.extend([] if _caches else _cached_sizes())
     if len(_caches) != 1:

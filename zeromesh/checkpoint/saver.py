@@ -80,7 +80,7 @@ class Saver:
         self.in_flight: int | None = None
         """The step whose checkpoint is being written, or None."""
         self._writer: ShardWriter | None = None
-        self._coming: _Stages | None = None
+        self._remaining: _Stages | None = None
         """The remaining stages of the save in flight."""
         self._task: Future[Any] = Future()
 
@@ -121,7 +121,7 @@ class Saver:
         writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
         stages = self._stages(step, files, writer, content, self._layout(content))
         next(stages)
-        self.in_flight, self._writer, self._coming = step, writer, stages
+        self.in_flight, self._writer, self._remaining = step, writer, stages
 
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
         with disk_call("creation", self.store.temporary(step)):
@@ -223,7 +223,7 @@ class Saver:
 
     def poll(self) -> Saved | None:
         """Advance the save in flight between two steps if all ranks can; returns its result once it has ended."""
-        if self._coming is None:
+        if self._remaining is None:
             return None
         busy = int(not self._task.done())
         busy_anywhere = self._mesh.world.max_(torch.tensor([busy]), "progress of the checkpoint")
@@ -232,19 +232,19 @@ class Saver:
     def finish(self) -> Saved | None:
         """Wait until the save in flight has ended, if any; returns its result."""
         saved: Saved | None = None
-        while self._coming is not None:
+        while self._remaining is not None:
             saved = self._advance()
         return saved
 
     def _advance(self) -> Saved | None:
         """Go to the next stage together with all ranks; returns the save's result if that was the last one."""
-        saved = _next(self._coming) if self._coming is not None else None
+        saved = _next(self._remaining) if self._remaining is not None else None
         if saved is not None:
             self._forget()
         return saved
 
     def _forget(self) -> None:
-        self.in_flight = self._writer = self._coming = None
+        self.in_flight = self._writer = self._remaining = None
 
     def give_up(self) -> None:
         """Abandon the save in flight without a collective call; returns when no thread works on it any more."""

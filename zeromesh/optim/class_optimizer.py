@@ -1,9 +1,8 @@
 """Optimizers of any class: a trial that classifies a class's update, and its execution over the shard group by the class itself.
 
 element by element    each rank updates the pieces of parameters in its shards; states lie as moments do
-whole tensors         each parameter has one owner, on which its states lie whole: for an update its gradient and its weights go
-                      there, and the new weights come back. Owners are chosen so that all ranks have about as many elements,
-                      at every stage
+whole tensors         each parameter has one owner, which holds its whole states: for an update the owner receives the parameter's
+                      gradient and weights, and returns the new weights. Owners are balanced by elements, at every stage
 
 A trial runs the class on small tensors in float64. The class is element-wise if updating a tensor in flat pieces gives the same
 values and states as updating it whole: any shard can then be updated on its own. Muon and Adafactor need whole tensors.

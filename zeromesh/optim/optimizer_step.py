@@ -8,7 +8,7 @@ A step calls, in this order:
                       and then offloaded, kept for `finish`, or updated at once (`optimizer_in_backward`)
     end_backward      to wait for the sums over replicas
     read              for this rank's part of the global norm: the one time in a step that the host waits for a device
-    finish            for clipping, and the update of what is not updated yet
+    finish            for clipping, and the update of the remaining buckets
 
 [Note: Updates inside backward] A bucket is updated once it is reduced and this rank does not read its parameters any more. The
 update then waits until the other ranks have read the parameters too. This cannot be circular: all ranks leave units in one order,
@@ -52,7 +52,7 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 _HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
-_EXCHANGED = 1 << 20
+_EXCHANGE_ELEMENTS = 1 << 20
 
 
 class WeightAverage:
@@ -98,8 +98,8 @@ class WeightAverage:
         master, average, device = bucket.master, self._tensors[id(bucket)], self._tiers.device
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
-        for start in range(0, master.numel, _EXCHANGED):
-            end = min(start + _EXCHANGED, master.numel)
+        for start in range(0, master.numel, _EXCHANGE_ELEMENTS):
+            end = min(start + _EXCHANGE_ELEMENTS, master.numel)
             first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
             master.write(start, second).wait()
             average.write(start, first).wait()

@@ -133,7 +133,7 @@ class AutogradPasses(Passes):
         self.generation = 0
         """The number of times that parameter values have changed."""
         self._graph: weakref.ref[_Graph] | None = None
-        self._growing: _Graph | None = None
+        self._open_graph: _Graph | None = None
         """The graph of a forward that has not returned yet, which may have no hooks so far."""
         self.before_step: Callable[[], None] = lambda: None
         """Called before the first forward of a step."""
@@ -172,12 +172,12 @@ class AutogradPasses(Passes):
         where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
-        self._growing = _Graph(self._progress, self.generation)
-        self._graph = weakref.ref(self._growing)
+        self._open_graph = _Graph(self._progress, self.generation)
+        self._graph = weakref.ref(self._open_graph)
 
     def before_forward(self, unit: Unit) -> None:
         if unit.index == 0:
-            unheld = self.mode is PassMode.FORWARD and self._growing is None and self._graph_of_now() is None
+            unheld = self.mode is PassMode.FORWARD and self._open_graph is None and self._graph_of_now() is None
             if unheld or self._entry is not None:
                 self.end()  # The open forward's results were dropped, or an evaluation has failed.
         self.require_no_failure()
@@ -193,7 +193,7 @@ class AutogradPasses(Passes):
     def after_forward(self, unit: Unit, output: Any) -> None:
         super().after_forward(unit, output)
         if unit.index == 0 and self.mode is PassMode.FORWARD:
-            self._growing = None
+            self._open_graph = None
             if torch.is_grad_enabled():
                 self._end_forward(list(tensors_in(output)))
 
@@ -208,7 +208,7 @@ class AutogradPasses(Passes):
 
     def end(self) -> None:
         super().end()
-        self._growing = None
+        self._open_graph = None
 
     # Backward
 

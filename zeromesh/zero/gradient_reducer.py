@@ -65,7 +65,7 @@ class GradientReducer:
         self._recorder = mesh.recorder
         self._reduced = reduced
         self._settled = False
-        self._owed: Counter[int] = Counter()
+        self._incomplete: Counter[int] = Counter()
         """The number of each unit's buckets that lack a gradient in the running backward."""
         self.keep_zeros = False
         """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
@@ -88,7 +88,7 @@ class GradientReducer:
         first backward. `settled`: its order of buckets is that of an earlier backward."""
         self._reduce = reduce and not self._direct
         self._first, self._settled = first, settled
-        self._owed = Counter(bucket.unit for bucket in buckets)
+        self._incomplete = Counter(bucket.unit for bucket in buckets)
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
@@ -134,7 +134,7 @@ class GradientReducer:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
-                self._owed[bucket.unit] -= 1
+                self._incomplete[bucket.unit] -= 1
             if not self._reduce:
                 self._keep(arrivals)
                 arrivals.launched = True
@@ -179,11 +179,11 @@ class GradientReducer:
             self._hand_over(bucket)
         self._whole.clear()
         self._arrivals = {}
-        self._owed.clear()
+        self._incomplete.clear()
 
     def owes(self, unit: int) -> bool:
         """Return True if gradients of a unit are still missing in the running backward."""
-        return self._owed[unit] > 0
+        return self._incomplete[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
         """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""

@@ -73,7 +73,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
 
 
 def _describe(rows: StridedRows, interval: Interval) -> dict[str, Any]:
-    """Describe this rank's columns, and the rows that are whole on this rank, to the other ranks."""
+    """Describe this rank's columns, and the rows of which it holds all those columns, to the other ranks."""
     first, last = -(-interval.start // rows.taken), interval.end // rows.taken
     columns = [[each.start, each.end] for each in rows.columns]
     return {"taken": rows.taken, "first": first, "last": last, "columns": columns}

@@ -224,7 +224,7 @@ class _Recorder:
         self._order: list[int] = []
         self._guess = ""
         """The first module in a block that could not run without values, so that its result is guessed, and its error."""
-        self._when: dict[str, set[int]] = {}
+        self._begun: dict[str, set[int]] = {}
         """The numbers of blocks that had begun when each module outside the blocks ran."""
         self._running = ""
         self.alone: set[str] = set()
@@ -318,7 +318,7 @@ class _Recorder:
     def _of_outside(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             begun = len(self._order)
-            self._when.setdefault(name, set()).add(begun)
+            self._begun.setdefault(name, set()).add(begun)
             if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
                 raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
             before, self._running = self._running, name
@@ -348,7 +348,7 @@ class _Recorder:
             raise refusal(self._model, "what comes after the blocks is computed from parameters of the first stage")
         if len(set(self._places)) > 1:
             raise refusal(self._model, "its blocks take the hidden state in different places")
-        for name, when in self._when.items():
+        for name, when in self._begun.items():
             if not (when == {0} or when == {count}):
                 raise refusal(self._model, f"{name} runs between blocks, or both before and after them")
         return Anatomy(
@@ -358,9 +358,9 @@ class _Recorder:
             hidden_argument=self._places[0] if self._places else 0,
             outputs=tuple(map(self._form, self._outputs)),
             reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
-            before=tuple(name for name in self._outside if self._when.get(name) == {0}),
-            after=tuple(name for name in self._outside if self._when.get(name) != {0}),
-            idle=tuple(name for name in self._outside if name not in self._when and name.startswith(self._body)),
+            before=tuple(name for name in self._outside if self._begun.get(name) == {0}),
+            after=tuple(name for name in self._outside if self._begun.get(name) != {0}),
+            idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
         )
 
     def _form(self, output: Any) -> BlockOutput:
