@@ -1,10 +1,10 @@
 """The storage and movement of bytes: the device's memory, the host's, files; and the ledger of bytes by tier and purpose.
 
-    Tiers            hands out flat tensors that rest on a tier, or partly on one: `TieredTensor`
+    Tiers            allocates flat tensors that rest wholly or partly on a tier: `TieredTensor`
     Stream           goes through such tensors row by row: reads ahead, computes, writes behind
     Ledger           bytes by tier and purpose
 
-Useful by itself; knows no rank and no model.
+The package has no notion of ranks or models, and is usable by itself.
 """
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier

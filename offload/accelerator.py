@@ -1,8 +1,8 @@
-"""All that is of an accelerator: its streams and events, its memory, its generators, and the host memory that it reads by itself.
+"""All access to an accelerator: streams and events, memory, generators, and pinned host memory.
 
-Built on `torch.accelerator`, `torch.Stream` and `torch.Event`, so that what holds for CUDA holds for ROCm and XPU; nothing else in
-the package names a kind of device. "The device" is where a process computes; the CPU is a device without streams, whose work is
-done when a call returns.
+The module is built on `torch.accelerator`, `torch.Stream` and `torch.Event`, and so serves CUDA, ROCm and XPU; no other module
+names a kind of device. "The device" is the one on which a process computes; a CPU is a device without streams, whose work is done
+when a call returns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.profiler import ProfilerActivity, supported_activities
 from zeromesh.errors import ConfigError, summary
 
 _MOST_ALLOCATIONS = 100_000
-"""The latest ones that are remembered; a step of a large model has some ten thousand."""
+"""The number of latest allocations that are recorded; a step of a large model has some ten thousand."""
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return True if work on `device` runs in streams, beside the host, and in memory of its own."""
+    """Return True if work on `device` runs asynchronously in streams, with memory of its own."""
     return device.type not in ("cpu", "meta")
 
 
@@ -37,19 +37,19 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 
 
 def found() -> torch.device | None:
-    """The kind of accelerator that this process sees, without an index; None on a machine that has only CPUs."""
+    """Return the type of accelerator that this process sees, without an index; None on a machine that has only CPUs."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def built_for() -> str:
-    """Return the platform that torch was built for beside CPUs, such as `CUDA 13.0`; empty: none."""
+    """Return the platform that torch was built for beside CPUs, such as `CUDA 13.0`; empty without one."""
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     kind = torch.accelerator.current_accelerator()
     return next((f"{name} {version}" for name, version in versions.items() if version), kind.type if kind else "")
 
 
 def begin() -> list[torch.device]:
-    """Begin to use the accelerator that torch was built for; returns the devices that this process sees.
+    """Initialize the accelerator that torch was built for; returns the devices that this process sees.
 
     Raises:
         RuntimeError: with what the driver says, when it refuses.
@@ -62,29 +62,26 @@ def begin() -> list[torch.device]:
 
 
 def has_begun() -> bool:
-    """Return True if this process has begun to use its accelerator, whose libraries have read their environment variables then."""
+    """Return True if this process has initialized its accelerator, whose libraries have then read their environment variables."""
     return _begun() is not None
 
 
 def has_cublas() -> bool:
-    """Return True if matrices are multiplied by cuBLAS, on an accelerator that this process sees."""
+    """Return True if cuBLAS multiplies matrices on an accelerator that this process sees."""
     return torch.version.cuda is not None and found() is not None
 
 
 def round_float32_products(on: bool) -> None:
-    """Have the device multiply matrices of float32, and convolve, in TF32 (10 bits of fraction), or in float32 as it is.
-
-    By the older of torch's two interfaces: what one of them has set, torch and its compiler cannot always read by the other, but
-    what this has set they can.
-    """
+    """Enable or disable TF32 (10 bits of fraction) for products and convolutions of float32 matrices on the device. The older of
+    torch's two interfaces is used: torch and its compiler can always read its settings, but not always those of the newer one."""
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this process's local rank, made current, if there is one; else the CPU.
+    """Return the accelerator of this process's local rank, made current, if there is one; else the CPU.
 
-    A launcher that shows each process one device alone (as Slurm does with `--gpus-per-task=1`) is understood: that one is taken.
+    If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken.
 
     Raises:
         ConfigError: when the host has fewer accelerators than ranks.
@@ -104,13 +101,13 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def bind_near(device: torch.device, ranks: int, mode: str) -> None:
-    """Have all threads of this process run on CPUs near `device` alone, where `ranks` processes of this host do so.
+    """Bind all threads of this process to CPUs near `device`, on a host where `ranks` processes do so.
 
-    torch finds these CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. What a
-    thread writes first then lies in the memory of its own node.
+    torch finds the CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. Memory
+    that a thread writes first is then on its own NUMA node.
 
     Raises:
-        ConfigError: for a device that torch does this not for, and where something that it needs is missing.
+        ConfigError: for a device that torch cannot bind to, or if something it needs is missing.
     """
     bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
     if device.type != "cuda":
@@ -134,17 +131,15 @@ def bind_near(device: torch.device, ranks: int, mode: str) -> None:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream on which this thread launches what it computes on `device`."""
+    """Return the stream on which this thread launches work on `device`."""
     return torch.accelerator.current_stream(device)
 
 
 @contextmanager
 def launching_on(stream: torch.Stream) -> Iterator[None]:
-    """Have what this thread launches inside the block go to `stream`, whose device stays current in the thread.
-
-    `with stream:` is for streams of one thread: torch keeps in the stream itself what was current before, and of two threads each
-    would get the other's back.
-    """
+    """Launch this thread's work inside the block on `stream`, whose device stays current in the thread. `with stream:` suits
+    streams of one thread only: torch keeps the previous stream in the stream object, so that two threads would restore each
+    other's."""
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -155,7 +150,7 @@ def launching_on(stream: torch.Stream) -> Iterator[None]:
 
 @contextmanager
 def beside(launched: torch.Event) -> Iterator[None]:
-    """Have what this thread launches inside the block go to a stream of its own, which comes after `launched` and nothing else."""
+    """Launch this thread's work inside the block on a new stream, which waits for `launched` and nothing else."""
     stream = torch.Stream(launched.device)
     stream.wait_event(launched)
     with launching_on(stream):
@@ -163,21 +158,19 @@ def beside(launched: torch.Event) -> Iterator[None]:
 
 
 def use(device: torch.device) -> None:
-    """Make `device` current in this thread: a thread that never says so begins to use the first one, and takes memory there."""
+    """Make `device` current in this thread, which would otherwise initialize the first device and take memory there."""
     if is_accelerator(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """An event that a stream records. A thread that waits for it spins; one that may sleep calls what `end_of` gives."""
+    """Make an event that a stream records. A waiting thread spins; use `end_of` for a thread that may sleep."""
     return torch.Event(device, enable_timing=timed)
 
 
 def end_of(stream: torch.Stream) -> Callable[[], None]:
-    """Return a function that returns once all launched on `stream` so far is done. The caller sleeps, if the device can wake it.
-
-    A `torch.Event` cannot: it takes `blocking` and does nothing with it. The device's own events can, those of CUDA for one.
-    """
+    """Return a function that waits for all work launched on `stream` so far, asleep if the device can wake the thread. A
+    `torch.Event` ignores its `blocking` argument, but device-specific events, such as CUDA's, support it."""
     try:
         ending = _module(stream.device).Event(blocking=True)
     except TypeError:  # Its events have no such choice.
@@ -188,23 +181,21 @@ def end_of(stream: torch.Stream) -> Callable[[], None]:
 
 
 def record(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
-    """Return an event that happens once all that was launched on `stream` so far is done."""
+    """Record an event after all work launched on `stream` so far."""
     made = event(stream.device, timed=timed)
     made.record(stream)
     return made
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done all that was launched on it; on a CPU that is so."""
+    """Wait for all work launched on `device`; on a CPU there is none."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
-    """Seconds of a call after a first one: the least of rounds, each of as many calls as take `fill` seconds.
-
-    On a CPU they are those of this thread's processor time, since other processes may want the processor meanwhile.
-    """
+    """Measure a call after a warm-up call: the least seconds per call of `rounds`, each of as many calls as take `fill` seconds.
+    On a CPU this is the thread's processor time, since other processes may use the processor meanwhile."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
 
     def taken(count: int) -> float:
@@ -223,11 +214,11 @@ def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int 
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Read tensors of one element, for which the host waits once, however many they are; those on a CPU are there already."""
+    """Read tensors of one element, for which the host waits once in total; those on a CPU need no wait."""
     there = [scalar.detach().reshape(()) for scalar in scalars if on_accelerator(scalar)]
     if not there:
         return [float(scalar) for scalar in scalars]
-    # Not every device has float64, which whole numbers may need.
+    # Not every device has float64, which integers may need.
     narrow = all(scalar.is_floating_point() and scalar.itemsize <= 4 for scalar in there)
     found = iter(torch.stack([scalar.to(torch.float32 if narrow else torch.float64) for scalar in there]).tolist())
     return [next(found) if on_accelerator(scalar) else float(scalar) for scalar in scalars]
@@ -235,8 +226,8 @@ def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device: of all processes (`free`, `total`), and of this process's tensors (`allocated`, the most of them since the
-    peak was reset in `peak`, and with what the allocator keeps for later `reserved`)."""
+    """Bytes of a device: of all processes (`free`, `total`), and of this process's tensors: `allocated`, `peak` since its reset,
+    and `reserved`, which includes the allocator's cache."""
 
     free: int
     total: int
@@ -258,16 +249,14 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocator_settings() -> str:
-    """Return the settings that torch's allocator for this process's accelerator is to be told before it starts; empty: none.
-
-    Segments that grow: what activations of one length leave free then fits those of another, and is no hole between them.
-    """
+    """Return the settings for torch's allocator of this process's accelerator, to be set before it starts; empty for none. With
+    expandable segments, memory freed by activations of one length fits those of another without fragmentation."""
     kind = found()
     return "expandable_segments:True" if kind is not None and kind.type == "cuda" and torch.version.hip is None else ""
 
 
 def record_allocations(device: torch.device) -> bool:
-    """Have torch remember where each block of the device's memory is allocated and freed; whether it can for this device."""
+    """Have torch record allocations and frees of device memory; returns True if the device supports this."""
     record = getattr(_memory_module(device), "_record_memory_history", None)
     if record is not None:
         record(max_entries=_MOST_ALLOCATIONS)
@@ -275,10 +264,11 @@ def record_allocations(device: torch.device) -> bool:
 
 
 def write_allocations(device: torch.device, path: Path) -> bool:
-    """Write what torch knows of the device's blocks to a file that https://pytorch.org/memory_viz shows; whether it can.
+    """Write torch's record of device memory to a file for https://pytorch.org/memory_viz; returns True if the device supports
+    this.
 
     Raises:
-        OSError: where the file cannot be written.
+        OSError: if the file cannot be written.
     """
     write = getattr(_memory_module(device), "_dump_snapshot", None)
     if write is not None:
@@ -291,15 +281,13 @@ def _memory_module(device: torch.device) -> ModuleType | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device's model, such as `NVIDIA H100 80GB HBM3`."""
+    """Return the name of a device's model, such as `NVIDIA H100 80GB HBM3`."""
     return str(_module(device).get_device_name(device))
 
 
 def identity(device: torch.device) -> str:
-    """Return an identifier that no other device has, whichever of them a process is shown and by which number; empty if not known.
-
-    Not for AMD's: parts of one GPU, each of which is a device, may say the same.
-    """
+    """Return a unique identifier of a device, independent of its number in a process; empty if unknown. Empty for AMD devices:
+    parts of one GPU, each of which is a device, may report the same identifier."""
     if not is_accelerator(device) or torch.version.hip:
         return ""
     properties = getattr(_module(device), "get_device_properties", None)
@@ -307,7 +295,7 @@ def identity(device: torch.device) -> str:
 
 
 def architecture(device: torch.device) -> str:
-    """Return the architecture that kernels are compiled for, such as `sm_90` or `gfx942`; empty where a device has no such name."""
+    """Return the architecture that kernels are compiled for, such as `sm_90` or `gfx942`; empty if the device has none."""
     if device.type != "cuda":
         return ""
     if torch.version.hip:
@@ -316,7 +304,7 @@ def architecture(device: torch.device) -> str:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Return True if a device multiplies matrices of 8-bit floats: NVIDIA's do from compute capability 8.9 on, of AMD's some do."""
+    """Return True if a device multiplies 8-bit float matrices: NVIDIA's from compute capability 8.9 on, and some of AMD's."""
     kind = architecture(device)
     if kind.startswith("sm_"):
         return int(kind.removeprefix("sm_")) >= 89
@@ -324,7 +312,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def collectives_library() -> str:
-    """The library of collectives between devices and its version, such as `NCCL 2.27.3`; empty where torch names none."""
+    """Return the library of collectives between devices and its version, such as `NCCL 2.27.3`; empty if torch names none."""
     library = getattr(_module(found() or torch.device("cpu")), "nccl", None)
     if library is None:
         return ""
@@ -332,46 +320,44 @@ def collectives_library() -> str:
 
 
 def profiled(device: torch.device) -> list[ProfilerActivity]:
-    """Return the activities that torch's profiler records on `device`: operators on the CPU, and the device's kernels if it can."""
+    """Return the activities that torch's profiler records on `device`: CPU operators, and the device's kernels if supported."""
     known = supported_activities()  # type: ignore[no-untyped-call]
     return [each for each in known if each.name in ("CPU", device.type.upper())]
 
 
 def neighbours(device: torch.device) -> list[int]:
-    """Indices of the devices before this one whose memory it reaches directly (NVLink, or one PCIe switch)."""
+    """List the indices of devices before this one whose memory it accesses directly (NVLink, or one PCIe switch)."""
     reaches = getattr(_module(device), "can_device_access_peer", None)
     own = device.index or 0
     return [other for other in range(own) if reaches is not None and reaches(own, other)]
 
 
 def seed(number: int) -> None:
-    """Seed the generators of all devices that this process has begun to use."""
+    """Seed the generators of all devices that this process has initialized."""
     if module := _begun():
         module.manual_seed_all(number)
 
 
 def generator_state() -> torch.Tensor | None:
-    """The state of the current device's generator; None while the process uses no accelerator."""
+    """Return the state of the current device's generator; None without an initialized accelerator."""
     module = _begun()
     return None if module is None else module.get_rng_state()
 
 
 def set_generator_state(state: torch.Tensor | None) -> None:
-    """Put the current device's generator into a state that `generator_state` has returned."""
+    """Set the current device's generator to a state that `generator_state` has returned."""
     if state is not None and (module := _begun()):
         module.set_rng_state(state)
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Memory of the host, `[nbytes]` uint8, that the device copies from and to by itself. torch keeps it for the next who asks."""
+    """Allocate pinned host memory, `[nbytes]` uint8. torch caches it for later allocations."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> bool:
-    """Have the driver pin host memory, from which the device then copies by itself; whether it did.
-
-    The driver does not go by RLIMIT_MEMLOCK, so its own answer is the only one that counts.
-    """
+    """Have the driver pin host memory; returns True on success. The driver is not bound by RLIMIT_MEMLOCK, so its own answer is
+    the only one that counts."""
     runtime = getattr(_module(device), "cudart", None)
     if runtime is None:
         return False
@@ -382,12 +368,12 @@ def pin(address: int, nbytes: int, device: torch.device) -> bool:
 
 
 def unpin(address: int, device: torch.device) -> None:
-    """Have the driver unpin memory that `pin` has pinned."""
+    """Unpin memory that `pin` has pinned."""
     _module(device).cudart().cudaHostUnregister(address)
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take the error of a refused call from the driver, which would give it to whoever launches next."""
+    """Clear the error of a refused call, which the driver would otherwise report at the next launch."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError:
@@ -399,7 +385,7 @@ def _module(device: torch.device) -> ModuleType:
 
 
 def _begun() -> ModuleType | None:
-    """torch's module for the accelerator, once this process has begun to use it: to ask earlier would begin, and take memory."""
+    """Return torch's module for the accelerator if initialized, since a query would otherwise initialize it and take memory."""
     kind = found()
     if kind is None:
         return None

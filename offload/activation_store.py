@@ -1,10 +1,11 @@
-"""The inputs that recomputed blocks keep, on the host or on files: they leave in forward, and are back before backward wants them.
+"""Offload of the saved inputs of recomputed blocks to the host or to files: they leave in forward, and return before backward
+uses them.
 
     forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
     backward    ... block 2   block 1   block 0    block 1's input is read from when block 2's is asked for on
 
-`ActivationStore.keeping` goes around a call of `torch.utils.checkpoint.checkpoint`. What the call saves, its inputs, becomes saved
-tensors that autograd holds; when it drops one, for whatever reason, memory and room in the file are free again.
+`ActivationStore.keeping` surrounds a call of `torch.utils.checkpoint.checkpoint`. The inputs that the call saves become saved
+tensors held by autograd; when autograd drops one, for whatever reason, its memory and file space are free again.
 
     UnmovedTensor   the tensor itself, or a copy in the memory of the CPU that computes
     FileCopy        a copy in a slot of a file
@@ -38,17 +39,15 @@ from zeromesh.offload.tiers import TierChoice, Tiers
 
 _LABEL = Purpose.ACTIVATIONS.value
 _IN_FLIGHT = 2
-"""Tensors that are on their way out at most: one is written while the next one waits. Each has memory until it has arrived."""
+"""The most tensors on their way out at once: one is written while the next waits. Each has memory until written."""
 
 
 class Reservation:
-    """Memory, or room in a file, that ends with the last reference to it.
-
-    That may be in any thread and in the middle of anything, so what there is to do then is only queued for the store.
-    """
+    """Memory, or space in a file, that is freed with the last reference to this object. That may be in any thread at any moment,
+    so the work of freeing is only queued for the store."""
 
     memory: torch.Tensor
-    """The host's memory, where that is what is reserved."""
+    """The reserved host memory, if the reservation is one of memory."""
 
     def __init__(self, ended: SimpleQueue[Callable[[], None]], end: Callable[[], None]) -> None:
         self._ended = ended
@@ -65,31 +64,31 @@ class SavedTensor(ABC):
     call: BlockCall | None = None
 
     def fetch(self) -> None:  # noqa: B027 - most have nothing to bring
-        """Start to bring the tensor back, if that is needed. Raises `StorageError`."""
+        """Start to bring the tensor back, if needed. Raises `StorageError`."""
 
     @abstractmethod
     def get(self) -> torch.Tensor:
-        """The tensor, which may be asked for again later. Raises `StorageError` where it cannot be had."""
+        """Return the tensor, possibly several times. Raises `StorageError` if it cannot be read."""
 
 
 @dataclass(eq=False)
 class BlockCall:
-    """The inputs that one call of a block keeps. `before` is the call whose inputs backward will want after this one's."""
+    """The inputs saved by one call of a block. `before` is the call whose inputs backward needs after this one's."""
 
     away: bool
     before: weakref.ref[BlockCall] | None = None
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
-    """Weak references: a saved input keeps its call alive, and not the other way round."""
+    """Weak references, since a saved input keeps its call alive rather than the other way round."""
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Inputs and their versions, until the call is over."""
 
     def alive(self) -> list[SavedTensor]:
-        """Saved tensors that somebody holds, in the order in which backward will ask for them."""
+        """List the saved tensors that are still referenced, in the order in which backward needs them."""
         return [saved for ref in self.saved if (saved := ref()) is not None]
 
 
 class UnmovedTensor(SavedTensor):
-    """A tensor, or a copy of it, in the memory that backward computes in. `reservation` counts its bytes, if they are counted."""
+    """A tensor, or a copy of it, in the memory of the compute device. `reservation` counts its bytes, if they are counted."""
 
     def __init__(self, tensor: torch.Tensor, reservation: Reservation | None = None) -> None:
         self._tensor, self._version, self._reservation = tensor, tensor._version, reservation
@@ -100,10 +99,10 @@ class UnmovedTensor(SavedTensor):
 
 
 class FileCopy(SavedTensor):
-    """A copy in a file; while it is being written it is still in memory, and had from there."""
+    """A copy in a file, which is read from memory while it is still being written."""
 
     def __init__(self, on_host: Callable[[], Reservation], write: PendingWrite, device: torch.device) -> None:
-        """`on_host` makes room for the tensor in the host's memory."""
+        """`on_host` reserves host memory for the tensor."""
         self._on_host, self._write, self._device = on_host, write, device
         self._fetched: tuple[Reservation, Transfer] | None = None
 
@@ -127,7 +126,7 @@ class FileCopy(SavedTensor):
 
 
 class PinnedCopy(SavedTensor):
-    """A copy in pinned memory of the host."""
+    """A copy in pinned host memory."""
 
     def __init__(self, streams: CopyStreams, reservation: Reservation, device: torch.device) -> None:
         self._streams, self._reservation, self._device = streams, reservation, device
@@ -145,16 +144,15 @@ class PinnedCopy(SavedTensor):
     def _start(self) -> tuple[torch.Tensor, torch.Event]:
         tensor = torch.empty_like(self._reservation.memory, device=self._device)
         copied = self._streams.start(self._reservation.memory, tensor)
-        tensor.record_stream(self._streams.inward)  # It may be dropped before anybody has waited.
+        tensor.record_stream(self._streams.inward)  # The tensor may be dropped before any wait.
         return tensor, copied
 
 
 @dataclass(eq=False, slots=True)
 class PendingWrite:
-    """A write from memory to a slot, which begins when `copied` has happened. `sources` has the memory until it has ended.
-
-    The room in the file lasts as long as this, and as whatever reads from it. The writer keeps this until that is over.
-    """
+    """A write from memory to a file slot, which begins when `copied` has occurred. `sources` holds the memory until the write
+    ends. The file space is reserved as long as this object, and any read from it, lives. The writer keeps this object until the
+    write ends."""
 
     sources: list[Reservation]
     slot: FileSlot
@@ -163,18 +161,18 @@ class PendingWrite:
     _transfer: Transfer | None = None
 
     def advance(self) -> None:
-        """Begin, if that has not been done and the bytes are there. Raises `StorageError`."""
+        """Begin the write if it has not begun and the bytes have been copied. Raises `StorageError`."""
         copied = self.copied is None or self.copied.query()
         if copied and self._transfer is None:
             self._transfer = self.slot.write(0, tensor_bytes(self.sources[0].memory))
-            self._transfer.on_end(self.sources.clear)  # Of the list: a method of this object would keep itself alive.
+            self._transfer.on_end(self.sources.clear)  # A method of this object would keep itself alive.
 
     def over(self) -> bool:
-        """Tell whether `finish` would return at once."""
+        """Return True if `finish` would return at once."""
         return self._transfer is not None and self._transfer.done()
 
     def finish(self) -> None:
-        """Return when the bytes are in the file and their memory has been let go. Raises `StorageError`."""
+        """Wait until the bytes are in the file and their memory was released. Raises `StorageError`."""
         if self._transfer is None and self.copied is not None:
             self.copied.synchronize()
         self.advance()
@@ -183,15 +181,15 @@ class PendingWrite:
         self.sources.clear()
 
     def read(self, out: torch.Tensor) -> Transfer:
-        """Start to fill `out` from the file. Raises `StorageError` where the file has not got the bytes."""
+        """Start to fill `out` from the file. Raises `StorageError` if the write has failed."""
         self.finish()
         read = self.slot.read(0, out)
-        read.on_end([self.room].clear)  # Which holds the room until then.
+        read.on_end([self.room].clear)  # The list holds the space until the read ends.
         return read
 
 
 def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
-    """Raise `RuntimeError` where a tensor has another version than it had; `when` says in the message who has changed it."""
+    """Raise `RuntimeError` if a tensor's version counter has changed; `when` says in the message what may have changed it."""
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor {list(tensor.shape)} of {tensor.dtype} that recomputation needs was changed in place {when}; "
@@ -200,11 +198,9 @@ def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
 
 
 def _wait(transfer: Transfer) -> None:
-    """Wait for a transfer; its error is raised as a new one.
-
-    A transfer keeps its error, and a saved tensor its transfer. If the error knew the frames that it came through, it would keep
-    the graph that keeps the saved tensor, for good: Python's garbage collector does not see through autograd.
-    """
+    """Wait for a transfer, and raise its error as a new one. A transfer keeps its error, and a saved tensor its transfer. An
+    error with a traceback would keep frames alive, and so the graph that holds the saved tensor, for good: Python's garbage
+    collector does not see through autograd."""
     try:
         transfer.wait()
     except StorageError as error:
@@ -213,13 +209,13 @@ def _wait(transfer: Transfer) -> None:
 
 
 class FreeRanges:
-    """Free ranges [begin, end) of a file that only grows, in order; no two of them touch."""
+    """Free ranges [begin, end) of a growing file, in order; no two of them touch."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
 
     def take(self, length: int) -> int | None:
-        """The begin of `length` bytes that are free no longer, from the first range that is long enough; None without one."""
+        """Take `length` bytes from the first free range that is long enough, and return their begin; None without one."""
         for at, (begin, end) in enumerate(self._ranges):
             if end - begin >= length:
                 self._ranges[at : at + 1] = [(begin + length, end)] if end - begin > length else []
@@ -227,7 +223,7 @@ class FreeRanges:
         return None
 
     def give(self, begin: int, end: int) -> None:
-        """Make [begin, end), which is not free, free."""
+        """Free the range [begin, end), which was taken."""
         at = bisect_left(self._ranges, (begin, begin))
         before, after = self._ranges[max(0, at - 1) : at], self._ranges[at : at + 1]
         first = at - 1 if before and before[0][1] == begin else at
@@ -236,15 +232,15 @@ class FreeRanges:
         self._ranges[first:last] = [(joined[0][0], joined[-1][1])]
 
     def reaching(self, end: int) -> int:
-        """The length of the free range that ends at `end`; 0 where none does."""
+        """Return the length of the free range that ends at `end`; 0 without one."""
         return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
 
 
 class ActivationStore:
-    """Keeps the inputs of recomputed blocks on a tier: of the first blocks of a pass, as many as `choice.fraction` says.
+    """Keeps the inputs of recomputed blocks on a tier: of the first blocks of a pass, the fraction `choice.fraction`.
 
-    Those of the last ones, which backward needs first, stay on the device. On a CPU the host's memory is the device's: there
-    `host` keeps them as they would be without a store. It has nothing to close: its files are those of `tiers`.
+    Inputs of the last blocks, which backward needs first, stay on the device. On a CPU, host memory is the device's: there `host`
+    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`.
 
     Raises:
         StorageError: when there is no directory for files that can be used; from forward or backward, where the disk is full or
@@ -263,12 +259,12 @@ class ActivationStore:
             tiers.file()  # A directory that cannot be used is an error before anything is computed.
 
     def away_of(self, blocks: int) -> int:
-        """Return how many of a pass's `blocks` have inputs that leave: the first ones."""
+        """Return the number of a pass's `blocks` whose inputs leave the device: the first ones."""
         return max(1, round(blocks * self._choice.fraction)) if self._choice.away else 0
 
     @contextmanager
     def keeping(self, *, away: bool) -> Iterator[None]:
-        """Keep what autograd saves within the block here, `away` or on the device, as the inputs of one call.
+        """Save the tensors that autograd keeps inside the block here, `away` or on the device, as the inputs of one call.
 
         Raises:
             RuntimeError: where the block has changed its input in place, so that it could not be computed again.
@@ -283,17 +279,17 @@ class ActivationStore:
             call.inputs.clear()
 
     def moves(self, value: object) -> bool:
-        """Tell whether the store keeps copies of a value: of hidden states, and neither of parameters nor of masks."""
+        """Return True if the store copies a value: hidden states, but neither parameters nor masks."""
         if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.numel():
             return False  # Subclasses and sparse tensors are more than their bytes.
         return value.requires_grad and not value.is_leaf and value.device.type == self._tiers.device.type
 
     def unpack(self, saved: SavedTensor) -> torch.Tensor:
-        """The saved tensor, contiguous; what backward will want after it is on its way when this returns."""
+        """Return the saved tensor, contiguous; the tensors that backward needs next are then being fetched."""
         self._settle()
         saved.fetch()
         if saved.call is not None:
-            # The rest of its call's inputs, then those of the call before.
+            # Next are the remaining inputs of the same call, then those of the call before it.
             alive, before = saved.call.alive(), saved.call.before and saved.call.before()
             for later in (*alive[alive.index(saved) + 1 :], *(before.alive() if before else ())):
                 later.fetch()
@@ -320,12 +316,12 @@ class ActivationStore:
             return PinnedCopy(self._streams, reservation, tensor.device)
         reservation = self._count(Tier.HOST if away else Tier.DEVICE, tensor.nbytes)
         if self._streams is None:
-            # On pages of its own, outside of the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
+            # Kept on separate pages outside the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
             tensor = allocate_lasting(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
         return UnmovedTensor(tensor, reservation)
 
     def _write(self, tensor: torch.Tensor) -> SavedTensor:
-        """Copy a tensor and start to write the copy, when no more than the bound are on their way."""
+        """Copy a tensor and start to write the copy, once fewer than the bound are on their way."""
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._recount()
@@ -339,19 +335,19 @@ class ActivationStore:
         return FileCopy(on_host, write, tensor.device)
 
     def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Event | None:
-        """Copy a tensor to `out` in the host's memory: at once on a CPU, else beside what is computed, until the event."""
+        """Copy a tensor to `out` in host memory: at once on a CPU, else asynchronously until the returned event."""
         if self._streams is None:
             out.copy_(tensor)
             return None
         while len(self._copying) >= _IN_FLIGHT:
             self._end_copy()
         event = self._streams.start(tensor, out)
-        # Its memory belongs to the stream that computes, which could use it again: it is held until the copy has been made.
+        # The compute stream could reuse the tensor's memory, so the tensor is held until the copy has ended.
         self._copying.append((tensor, tensor._version, event))
         return event
 
     def _end_copy(self) -> None:
-        """Let go of the oldest tensor that is copied out. Raises `RuntimeError` where it was changed meanwhile."""
+        """Release the oldest tensor that is being copied out. Raises `RuntimeError` if it was changed meanwhile."""
         tensor, version, event = self._copying.popleft()
         accelerator.current_stream(self._tiers.device).wait_event(event)
         require_unchanged(tensor, version, "while it was copied to the host")
@@ -360,7 +356,7 @@ class ActivationStore:
         nbytes, pinned = shape.numel() * dtype.itemsize, self._tiers.pinned
         reservation = self._count(Tier.HOST, nbytes)
         if pinned.take(nbytes, self._tiers.device):
-            # torch keeps pinned blocks for the next one: pinning pages anew for each input would take longer than copying it.
+            # torch caches pinned blocks: pinning new pages for each input would take longer than the copy.
             reservation.memory = accelerator.pinned(nbytes).view(dtype).view(shape)
             reservation.ends.append(partial(pinned.give, nbytes))
         else:
@@ -372,7 +368,7 @@ class ActivationStore:
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
 
     def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
-        """A slot of the file, and the reservation after whose end it may be used again."""
+        """Return a slot of the file, and the reservation whose end frees the slot."""
         tier, length = self._tiers.file(), whole_blocks(nbytes)
         while (begin := self._free.take(length)) is None:
             missing = length - self._free.reaching(tier.nbytes)
@@ -383,7 +379,7 @@ class ActivationStore:
         return slot, Reservation(self._ended, partial(self._free.give, begin, begin + length))
 
     def _settle(self) -> None:
-        """Count what has ended, and look after what is on its way. Raises `StorageError` where a write went wrong."""
+        """Run queued frees, and advance writes in flight. Raises `StorageError` if a write has failed."""
         while self._copying and self._copying[0][2].query():
             self._end_copy()
         for write in self._writes:

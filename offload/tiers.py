@@ -1,10 +1,10 @@
-"""Flat tensors that rest on a tier, or partly on one and partly on the device, and the memory of one process that holds them.
+"""Flat tensors that rest on a tier, or are split between a tier and the device, and the memory of the process that holds them.
 
     | elements on a tier                          | elements on the device   |
     0                                             cut                     numel
 
-What is in memory can be looked at (`view`); what is not has to be read and written, which goes on beside other work. Every byte
-that `Tiers` hands out is in the ledger.
+Elements in memory can be viewed (`view`); others have to be read and written asynchronously. The ledger counts every byte that
+`Tiers` allocates.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 STAGING_BYTES = 64 << 20
 TierName = Literal["none", "host", "file"]
 GRAIN = 2048
-"""Elements. A part begins at a multiple of it: whole blocks of a file in any dtype, and whole vectors of a processor."""
+"""A multiple of elements at which parts begin: whole file blocks in any dtype, and whole processor vectors."""
 _CONVERTED = 1 << 20
-"""Elements that are converted to another dtype at a time."""
+"""The number of elements that are converted to another dtype at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierChoice:
-    """The place where something rests: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
+    """The placement of a tensor: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
 
     Raises:
-        ConfigError: for a tier that there is not, or a fraction that is none.
+        ConfigError: for an unknown tier, or a fraction outside its range.
     """
 
     tier: TierName = "none"
@@ -52,26 +52,26 @@ class TierChoice:
 
     @property
     def away(self) -> bool:
-        """True if any of it leaves the device."""
+        """True if a part leaves the device."""
         return self.tier != "none" and self.fraction > 0
 
     def leaves(self, device: torch.device) -> bool:
-        """Tell whether any of it leaves the memory of `device`. A CPU's own memory is the host's."""
+        """Return True if a part leaves the memory of `device`. A CPU's own memory is the host's."""
         return self.away and (self.tier == "file" or is_accelerator(device))
 
     def on(self, tier: Tier, numel: int) -> int:
-        """Return how many of `numel` elements rest on a tier."""
+        """Return the number of elements, of `numel`, that rest on a tier."""
         cut = self.cut(numel)
         if tier is Tier.DEVICE:
             return numel - cut
         return cut if tier.value == self.tier else 0
 
     def in_reach(self, numel: int, device: torch.device) -> bool:
-        """Tell whether `numel` elements lie in one piece of the memory of `device`."""
+        """Return True if `numel` elements lie in one piece in the memory of `device`."""
         return self.cut(numel) == 0 or (self.cut(numel) == numel and not self.leaves(device))
 
     def cut(self, numel: int) -> int:
-        """Return how many of `numel` elements rest on the tier: the first ones."""
+        """Return the number of leading elements, of `numel`, that rest on the tier."""
         if not self.away:
             return 0
         return numel if self.fraction >= 1 else min(numel, -(-int(numel * self.fraction) // GRAIN) * GRAIN)
@@ -95,7 +95,7 @@ class TieredPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
-    """Elements of a tensor, from `start` on, that lie in the file `path` from byte `begin` on, in the tensor's dtype."""
+    """Elements of a tensor from `start` on, stored in the tensor's dtype in the file `path` from byte `begin` on."""
 
     start: int
     length: int
@@ -104,7 +104,7 @@ class StoredRun:
 
 
 class TieredTensor:
-    """`[numel]` of `dtype`, in parts that follow each other."""
+    """A tensor `[numel]` of `dtype`, in consecutive parts."""
 
     def __init__(self, dtype: torch.dtype, parts: Sequence[TieredPart]) -> None:
         self.dtype = dtype
@@ -113,33 +113,32 @@ class TieredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> TieredTensor:
-        """Make one that views a flat tensor."""
+        """Make a tiered tensor that views a flat tensor."""
         length = tensor.numel()
         return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
 
     @property
     def nbytes(self) -> int:
-        """Bytes over all tiers."""
+        """Bytes on all tiers together."""
         return self.numel * self.dtype.itemsize
 
     def bytes_on(self, tier: Tier) -> int:
-        """Sum the bytes on one tier."""
         return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
 
     @property
     def memory(self) -> torch.Tensor:
-        """All elements, where they are in one piece of the memory of the CPU. Raises `ValueError` where they are not."""
+        """All elements as one tensor in CPU memory. Raises `ValueError` if they are not in one piece there."""
         found = self.whole(torch.device("cpu"))
         if found is None:
             raise ValueError("these elements are not in memory")
         return found
 
     def whole(self, device: torch.device) -> torch.Tensor | None:
-        """All elements where they are, if that is one piece of the device's own memory."""
+        """Return a view of all elements if they are one piece of the memory of `device`, else None."""
         return self.view(0, self.numel, device)
 
     def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
-        """Elements [start, end) where they are, if that is one piece of the device's own memory."""
+        """Return a view of elements [start, end) if they are one piece of the memory of `device`, else None."""
         if end - start < self.numel:
             return self.slice(start, end).whole(device)
         if not self.parts:
@@ -148,7 +147,7 @@ class TieredTensor:
         return memory if memory is not None and memory.device.type == device.type else None
 
     def slice(self, start: int, end: int) -> TieredTensor:
-        """Elements [start, end) as a tensor, which views these. Raises `ValueError` where they are others'."""
+        """Return elements [start, end) as a view. Raises `ValueError` if they are not this tensor's."""
         if not 0 <= start <= end <= self.numel:
             raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
         parts = []
@@ -162,7 +161,7 @@ class TieredTensor:
         return TieredTensor(self.dtype, parts)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D, from element `start` on, converted to its dtype.
+        """Start to fill `out`, 1-D, from element `start` on, converted to the dtype of `out`.
 
         Raises:
             StorageError: now or at the transfer's `wait`.
@@ -170,21 +169,18 @@ class TieredTensor:
         return self._move(start, out, write=False)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
-        """Start to replace the elements from `start` on by `data`, 1-D, which must stay as it is until that is done.
-
-        Raises as `read` does.
-        """
+        """Start to overwrite the elements from `start` on with `data`, 1-D, unchanged until the end. Raises as `read` does."""
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
-        # What is here already goes first: a copy from elsewhere begins after it, and whoever is ordered behind that has both.
+        # Parts in the same memory go first: a copy from elsewhere begins after them, so work ordered after it has both.
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.beside(data))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
         if len(moves) > 1 and not any(move.crosses for move in moves):
             return Transfer.together(moves)
         if len(moves) > 1:
-            # A file and another device's memory, which only checkpoints move together. None is in flight after an error.
+            # A file and another device's memory, which only checkpoints move together. After an error none is in flight.
             for move in moves:
                 move.end(counted=False)
             for move in moves:
@@ -193,13 +189,13 @@ class TieredTensor:
         return moves[0] if moves else DONE
 
     def settle(self) -> None:
-        """Return when all that was written is where it rests. Raises `StorageError` where it is not."""
+        """Wait until all writes have arrived. Raises `StorageError` if one has failed."""
         for part in self.parts:
             if part.slot is not None:
                 part.slot.settle()
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """All elements on `device`, `[numel]`: where they rest if they do so there, else read into new memory."""
+        """Return all elements on `device`, `[numel]`: a view if they rest there, else a new tensor."""
         found = self.whole(device)
         if found is None:
             found = torch.empty(self.numel, dtype=self.dtype, device=device)
@@ -207,10 +203,8 @@ class TieredTensor:
         return found
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D of `numel` elements in the host's memory, converted to its dtype. Raises `StorageError`.
-
-        From a device it is copied on the caller's own stream: a thread with one of its own waits for nothing but its copies.
-        """
+        """Fill `out`, 1-D of `numel` elements in host memory, converted to its dtype. Raises `StorageError`. A copy from a device
+        runs on the caller's current stream, so that a thread with its own stream waits for its copies alone."""
         self._require_all(out.numel())
         launched: torch.Stream | None = None
         for part in self.parts:
@@ -226,7 +220,7 @@ class TieredTensor:
             accelerator.end_of(launched)()
 
     def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
-        """Become a copy of `other`, of as many elements, converted. Raises `StorageError`."""
+        """Copy all elements from `other`, of the same number, converted. Raises `StorageError`."""
         if isinstance(other, torch.Tensor):
             self._require_all(other.numel())
             self.write(0, other).wait()
@@ -272,7 +266,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSettings:
-    """The place of the file tier and its settings. `label` becomes part of its files' names."""
+    """The directories and settings of the file tier. `label` becomes part of its files' names."""
 
     directories: tuple[Path, ...] = ()
     label: str = "states"
@@ -281,23 +275,20 @@ class FileSettings:
 
 @dataclass(kw_only=True, slots=True)
 class Tiers:
-    """The memory of one process. `device` is where it computes.
-
-    Its file tier is opened when something first rests there; `close` frees its files.
-    """
+    """The memory of one process, which computes on `device`. The file tier opens on its first use; `close` frees its files."""
 
     device: torch.device
     ledger: Ledger
     files: FileSettings = field(default_factory=FileSettings)
     pinned: PinnedBudget = field(default_factory=PinnedBudget)
     waits: WaitTime = field(default_factory=WaitTime)
-    """How long callers have waited for tiers."""
+    """The time that callers have waited for tiers."""
     _file: FileTier | None = None
 
     def allocate(
         self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
     ) -> TieredTensor:
-        """Allocate zeros, `[numel]`. `label` says in errors what they are.
+        """Allocate zeros, `[numel]`. `label` names them in errors.
 
         Raises:
             StorageError: where there is no room, or no directory to make it in.
@@ -330,7 +321,7 @@ class Tiers:
         return TieredTensor(dtype, parts)
 
     def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[StoredRun], purpose: Purpose) -> TieredTensor:
-        """Make a tensor, `[numel]`, of what lies in files already, and is only read; between runs, which are in order, are zeros.
+        """Make a read-only tensor, `[numel]`, of data in existing files; between the runs, which are in order, it is zero.
 
         Raises:
             StorageError: for a file that cannot be opened.
@@ -350,13 +341,13 @@ class Tiers:
         return self._counted(dtype, parts, purpose)
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Make a buffer `[nbytes]`, uint8, on `device` for bytes on their way from another tier; on the host on its own pages."""
+        """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has its own pages."""
         if is_accelerator(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self.pinned.pages(nbytes, self.device)
 
     def file(self) -> FileTier:
-        """The file tier. Raises `StorageError` where there is no directory for it."""
+        """Return the file tier, opened on first use. Raises `StorageError` without a directory for it."""
         if self._file is None:
             if not self.files.directories:
                 raise StorageError("something is to rest on files, and no directory for them is known")
@@ -372,10 +363,10 @@ class Tiers:
         return self._file
 
     def waited(self) -> dict[Tier, float]:
-        """Return the seconds that callers have waited since this was last called, for each tier that makes them wait."""
+        """Return the seconds that callers have waited for each tier since the last call."""
         return {Tier.FILE: self.waits.take()} if self._file is not None else {}
 
     def close(self) -> None:
-        """Free the files of the file tier; what rests there is lost."""
+        """Free the files of the file tier, and so its data."""
         if self._file is not None:
             self._file.close()

@@ -1,7 +1,8 @@
 """A stream of rows through a bounded number of buffers: row i+1 is read and row i-1 written while row i is computed.
 
-A row is the same interval of several tensors: master weights, moments and gradients of an update, say. What of it is in the memory
-where it is computed is used there; the rest passes through buffers of a pool, so that memory does not grow with the tensors.
+A row is the same interval of several tensors, such as the master weights, moments and gradients of an update. The parts of a row
+in the memory of the compute device are used in place; the rest passes through a pool's buffers, so that memory does not grow with
+the tensors.
 """
 
 import time
@@ -18,16 +19,16 @@ from zeromesh.offload.io.transfer import DONE, PAGE, Memory, StagingPool, Transf
 from zeromesh.offload.tiers import GRAIN, TieredTensor
 
 _DEPTH = 2
-"""Rows that are read ahead of the one that is computed."""
+"""The number of rows that are read ahead of the computed one."""
 _IN_FLIGHT = 2 * _DEPTH + 1
-"""Rows that have buffers: those, the one itself, and as many that are being written."""
+"""The number of rows that have buffers: those read ahead, the computed one, and as many that are being written."""
 _LEAST_BYTES = 1 << 16
 _GRAIN_BYTES = GRAIN * 8
-"""Whole pages, and whole grains of any dtype."""
+"""The granularity of buffers in bytes: whole pages, and whole grains of any dtype."""
 
 
 class Access(Enum):
-    """The access of a row to a tensor: the row reads it, changes it, or replaces it."""
+    """The access of a row to a tensor: the row reads it, updates it, or overwrites it."""
 
     READ = "read"
     UPDATE = "update"
@@ -36,7 +37,7 @@ class Access(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamOperand:
-    """A tensor that rows have elements of, and what they do with them."""
+    """A tensor of which each row has an interval, and the rows' access to it."""
 
     tensor: TieredTensor
     mode: Access
@@ -44,7 +45,7 @@ class StreamOperand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamRow:
-    """Elements [start, end) of each operand. Rows of one key are those of the same tensors."""
+    """Elements [start, end) of each operand. Rows of one key have the same operand tensors."""
 
     key: int
     start: int
@@ -53,13 +54,13 @@ class StreamRow:
 
     @property
     def identity(self) -> tuple[int, int, int, int]:
-        """Key, interval and number of operands, which tell a row from others."""
+        """Key, interval and number of operands, which identify a row."""
         return self.key, self.start, self.end, len(self.operands)
 
 
 @dataclass(kw_only=True, slots=True)
 class _RowInFlight:
-    """A row on its way in: a tensor for each operand, and by the operand's number the buffer that it views, and its read."""
+    """A row that is being read: a tensor for each operand, and by operand number the buffer it views, and its read."""
 
     row: StreamRow
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -68,22 +69,19 @@ class _RowInFlight:
 
 
 def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Bytes of each of a stream's buffers, for the arguments of `UpdateStream`."""
+    """Return the bytes of each of a stream's buffers, for the arguments of `UpdateStream`."""
     share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
     return max(_LEAST_BYTES, min(share, -(-longest // _GRAIN_BYTES) * _GRAIN_BYTES))
 
 
 def stream_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Bytes that all buffers of a stream take."""
+    """Return the bytes of all buffers of a stream."""
     return width * _IN_FLIGHT * buffer_bytes(width, longest, nbytes)
 
 
 class UpdateStream:
-    """Computes on `device`; `width` is the most tensors of a row that are not in its memory, and the longest tensor has `longest`
-    bytes.
-
-    `nbytes` is what all buffers take together at most; they are no longer than they have to be, and no shorter than is useful.
-    """
+    """Computes on `device`. A row has at most `width` tensors outside its memory, and the longest tensor has `longest` bytes.
+    `nbytes` bounds the bytes of all buffers, which are no longer than needed, and no shorter than is useful."""
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class UpdateStream:
         waits: WaitTime,
         memory: Memory = pages,
     ) -> None:
-        """`memory` makes buffers on `device`, and `waits` counts what is waited for them."""
+        """`memory` allocates buffers on `device`, and `waits` counts the time spent waiting for them."""
         self.device = device
         self._waits = waits
         self._width = width
@@ -107,7 +105,7 @@ class UpdateStream:
         self._crossing: list[Transfer] = []
 
     def rows(self, key: int, length: int, operands: Sequence[StreamOperand]) -> Iterator[StreamRow]:
-        """Cut [0, length) into rows as long as buffers allow, each of which has a tensor's elements on one tier."""
+        """Cut [0, length) into rows as long as the buffers, with each operand's elements of a row on one tier."""
         away = [each.tensor for each in operands if each.tensor.whole(self.device) is None] if self._width else []
         widest = max([tensor.dtype.itemsize for tensor in away], default=0)
         step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
@@ -122,15 +120,15 @@ class UpdateStream:
         compute: Callable[[StreamRow, list[torch.Tensor]], None],
         ahead: Iterable[StreamRow] = (),
     ) -> None:
-        """`compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
+        """Call `compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
 
-        `ahead` are the rows that come after them, as far as that is known: the first ones are read already, so whoever changes them
-        by other means before their turn calls `forget`. Writes may go on after this returns: whoever reads a file waits for them,
-        what is launched on a device comes after them, and `settle` is for who reads the host's memory. After an error nothing is
-        read ahead, and all buffers come back.
+        `ahead` are the rows of the next calls, as far as known. Their first ones are read already, so call `forget` before
+        changing them by other means. Writes may go on after this returns: readers of a file wait for them, later work of a device
+        is ordered after them, and `settle` waits on behalf of readers of host memory. After an error nothing is read ahead, and
+        all buffers are free.
 
         Raises:
-            StorageError: when something cannot be read; for what cannot be written, whoever reads it next gets the error.
+            StorageError: when something cannot be read. A failed write is raised for the next reader.
         """
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
@@ -143,13 +141,13 @@ class UpdateStream:
                 flight = self._flights[0]
                 for read in flight.reads.values():
                     read.wait()
-                # While buffers are free; those of writes in flight are not waited for.
+                # Uses free buffers only; those of writes in flight are not waited for.
                 while coming and len(self._flights) <= _DEPTH and _missing(self._views(coming[0])) <= self._pool.free:
                     self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
                 self._flights.popleft()
-            # What the device does next comes after what is on its way there; `settle` waits for what is on its way to the host.
+            # Later device work comes after the transfers to the device; `settle` waits for those to the host.
             for write in self._crossing:
                 if write.on_device:
                     write.wait()
@@ -159,13 +157,13 @@ class UpdateStream:
             raise
 
     def settle(self) -> None:
-        """Return when what `run` has computed is where it rests. Raises `StorageError` where it is not."""
+        """Wait until all results of `run` have been written. Raises `StorageError` if a write has failed."""
         crossing, self._crossing = self._crossing, []
         for write in crossing:
             write.wait()
 
     def forget(self) -> None:
-        """Give back the buffers of rows that were read ahead and will not be computed."""
+        """Give back the buffers of rows that were read ahead but will not be computed."""
         while self._flights:
             flight = self._flights.popleft()
             for number, buffer in flight.buffers.items():
@@ -176,7 +174,7 @@ class UpdateStream:
 
     def _start(self, row: StreamRow) -> None:
         flight, views = _RowInFlight(row=row), self._views(row)
-        if (missing := _missing(views)) > self._width:  # It would wait for buffers that there are not.
+        if (missing := _missing(views)) > self._width:  # The row would wait for buffers that do not exist.
             raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
         self._flights.append(flight)
         for number, (operand, tensor) in enumerate(zip(row.operands, views, strict=True)):
@@ -191,7 +189,7 @@ class UpdateStream:
             flight.tensors.append(tensor)
 
     def _write(self, flight: _RowInFlight) -> None:
-        """Start to write what was computed; each buffer comes back when it has arrived."""
+        """Start to write the results; each buffer is freed when its write has ended."""
         for number in list(flight.buffers):
             operand, tensor = flight.row.operands[number], flight.tensors[number]
             write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)

@@ -25,32 +25,32 @@ from zeromesh.files import disk_call, open_regular, refusals
 _Bytes = npt.NDArray[np.uint8]
 
 BLOCK = 4096
-"""Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""
+"""The block size in bytes. Offsets, lengths and addresses that are multiples of it bypass the page cache."""
 _NEAR = 1 << 14
-"""Bytes, which are copied in about the time that a call takes."""
+"""The bytes that are copied in about the time of a system call."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
-"""How many pieces of memory one call may move."""
-_SCRAP = 1 << 18
-"""Bytes that are read ahead by one call, few enough to stay in the processor's cache."""
+_READ_AHEAD_BYTES = 1 << 18
+"""Bytes that one call reads ahead, few enough to stay in the processor's cache."""
 IN_MEMORY = ("tmpfs", "ramfs")
-"""Kinds of file systems that are memory and no disk."""
+"""Types of file systems in memory."""
 
 
 def whole_blocks(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of `BLOCK`."""
+    """Round `nbytes` up to a multiple of `BLOCK`."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
 def lies_alike(data: torch.Tensor, offset: int) -> bool:
-    """Return True if blocks begin at the same bytes of `data`, uint8, on the CPU, and of a file that has it at `offset`."""
+    """Return True if block boundaries of `data`, uint8 on the CPU, coincide with those of a file that has it at `offset`."""
     return data.device.type == "cpu" and (data.data_ptr() - offset) % BLOCK == 0
 
 
 class PositionalFile(AbstractContextManager["PositionalFile"]):
-    """A file that is read or written at offsets. Its methods may be called from several threads.
+    """A file that is read or written at offsets, from several threads if needed.
 
     Raises:
-        StorageError: wherever the system refuses, with the file, the bytes and the reason; where a file ends too early.
+        StorageError: from any method, with the file, the bytes and the reason, when the system refuses or the file ends too
+            early.
     """
 
     def __init__(
@@ -63,10 +63,9 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         direct: bool = True,
         constant: bool = False,
     ) -> None:
-        """Open for reading, or for writing: the file is made where there is none, with `size` bytes, which are reserved unless it
-        is to be `sparse`. A link is not followed. Without `direct` all bytes go through the page cache. What is read of a
-        `constant` file is an error once anybody has written to it.
-        """
+        """Open for reading or writing. A file opened for writing is created if absent, with `size` bytes, which are reserved
+        unless it is `sparse`. Links are not followed. Without `direct` all bytes go through the page cache. Reading a `constant`
+        file raises once anybody has written to it."""
         self.path = os.fspath(path)
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         self._direct = -1
@@ -89,7 +88,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         if before is None or (found := _identity(self._buffered)) == before:
             return
         self._identity = found
-        # A file that gives its name to another one changes the time of its status alone, and so does one whose time is set back.
+        # Giving a file another name, or setting its modification time back, changes its status time alone.
         if found[:-1] != before[:-1] or (os.path.exists(self.path) and os.stat(self.path).st_ino == found[0]):
             raise StorageError(
                 f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs; "
@@ -98,16 +97,16 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
     @property
     def direct(self) -> bool:
-        """True if whole blocks go past the page cache."""
+        """True if whole blocks bypass the page cache."""
         return self._direct >= 0
 
     def size(self) -> int:
-        """Return its bytes. Raises `StorageError`."""
+        """Return the file's size in bytes. Raises `StorageError`."""
         with refusals(self.path, "looked at"):
             return os.fstat(self._buffered).st_size
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Have the disk hold `nbytes` bytes from `offset` on, which read as zeros where nothing was written."""
+        """Reserve disk space for `nbytes` bytes from `offset` on, which read as zeros until written."""
         with disk_call("fallocate", self.path), refusals(self.path, f"given {nbytes:,} bytes more"):
             os.posix_fallocate(self._buffered, offset, nbytes)
 
@@ -120,12 +119,12 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self._move("read", "read", os.preadv, data, offset)
 
     def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
-        """Move all bytes of `data` by `move`; `done_to` says in errors what cannot be done to the file."""
+        """Move all bytes of `data` by `move`; `done_to` names the failed operation in errors."""
         view = data.numpy()
         begin, end = offset, offset + len(view)
         with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
             if self.direct and lies_alike(data, offset):
-                # What comes before the first whole block.
+                # The part before the first whole block.
                 begin = min(whole_blocks(offset), end)
                 self._buffered_part(done_to, move, [view[: begin - offset]], offset, begin)
                 begin += self._direct_part(move, view[begin - offset :], begin)
@@ -135,7 +134,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
     def _buffered_part(
         self, done_to: str, move: Callable[..., int], pieces: list[_Bytes], begin: int, end: int
     ) -> None:
-        """Move bytes [`begin`, `end`) of the file, which are those of `pieces` one after another, through the page cache."""
+        """Move bytes [`begin`, `end`) of the file, which are the concatenated `pieces`, through the page cache."""
         at = begin
         while at < end:
             count = move(self._buffered, pieces, at)
@@ -151,16 +150,17 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
     def read_rows(
         self, data: torch.Tensor, offset: int, *, rows: int, columns: Sequence[tuple[int, int]], stride: int
     ) -> int:
-        """Fill the start of `data`, 1-D uint8 on CPU, with columns of `rows` rows, one row after another; returns how many bytes.
+        """Fill the start of `data`, 1-D uint8 on CPU, with columns of `rows` rows, one row after another; returns the number of
+        bytes.
 
-        Rows begin every `stride` bytes from `offset` on, and `columns` have the place in a row and the length of each, in order.
-        They go through the page cache. What lies between columns that are near each other is read too and thrown away, as that
-        takes less time than a call for each of them.
+        Rows begin every `stride` bytes from `offset` on, and `columns` has the place in a row and the length of each, in order.
+        Reads go through the page cache. Bytes between columns that are near each other are read and discarded, which takes less
+        time than a system call for each column.
         """
         starts, lengths = zip(*columns, strict=True)
         following = (*starts[1:], starts[0] + stride)
         gaps = [after - start - length for start, length, after in zip(starts, lengths, following, strict=True)]
-        # Views of arrays are not looked through for garbage, as other views of memory are, of which there would be many.
+        # Garbage collection does not traverse views of arrays, unlike memoryviews, of which there would be many.
         block = data[: rows * sum(lengths)].numpy().reshape(rows, -1)
         parts = [block[:, begin:end] for begin, end in pairwise(accumulate(lengths, initial=0))]
         step = 2 * len(columns)
@@ -185,27 +185,25 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             self._require_constant()
 
     def in_memory(self, offset: int) -> bool:
-        """Return True if the page cache has the byte at `offset`, as far as the system can tell."""
+        """Return True if the page cache has the byte at `offset`, as far as the system tells."""
         try:
             return os.preadv(self._buffered, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except OSError:
             return False
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Read bytes into the page cache that will be read soon.
-
-        The system reads more at once, into larger pages, for who reads than for who asks it to read (`POSIX_FADV_WILLNEED`).
-        """
-        scrap = memoryview(bytearray(_SCRAP))
-        for at in range(offset, offset + length, _SCRAP):
+        """Read bytes into the page cache that will be read soon. Reading makes the system use larger reads and pages than advice
+        does (`POSIX_FADV_WILLNEED`)."""
+        scrap = memoryview(bytearray(_READ_AHEAD_BYTES))
+        for at in range(offset, offset + length, _READ_AHEAD_BYTES):
             os.preadv(self._buffered, [scrap[: offset + length - at]], at)
 
     def forget(self, offset: int, length: int) -> None:
-        """Let the page cache go of bytes that are on the disk and will not be read soon."""
+        """Drop bytes from the page cache that are on the disk and will not be read soon."""
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
     def _direct_part(self, move: Callable[..., int], view: _Bytes, offset: int) -> int:
-        """Move the whole blocks of `view`, which begins with one, past the page cache; returns how many bytes that were."""
+        """Move the whole blocks of `view`, which begins at a block boundary, past the page cache; returns the bytes moved."""
         whole = len(view) - len(view) % BLOCK
         done = 0
         while done < whole:
@@ -221,7 +219,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         return done
 
     def sync(self) -> None:
-        """Return when what was written is on the disk."""
+        """Wait until written data is on the disk."""
         with disk_call("fsync", self.path), refusals(self.path, "brought to the disk"):
             os.fsync(self._buffered)
 
@@ -237,13 +235,13 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
 
 def _identity(descriptor: int) -> tuple[int, ...]:
-    """Return numbers of an open file of which one changes when it is written to."""
+    """Return numbers from an open file's status, of which one changes when the file is written to."""
     found = os.fstat(descriptor)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _open_direct(path: str, flags: int) -> int:
-    """A second descriptor, for whole blocks; -1 where the file system has no O_DIRECT."""
+    """Open a second descriptor for whole blocks; -1 if the file system has no O_DIRECT."""
     try:
         return open_regular(path, flags & ~os.O_CREAT | os.O_DIRECT)
     except OSError:
@@ -251,7 +249,7 @@ def _open_direct(path: str, flags: int) -> int:
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Return when the names in a directory are on the disk. Raises `StorageError`."""
+    """Wait until the names in a directory are on the disk. Raises `StorageError`."""
     with disk_call("fsync", path), refusals(path, "brought to the disk"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -261,19 +259,18 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def nearest_directory(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there."""
+    """Return the directory, or its nearest existing ancestor."""
     return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that may still be written into a directory that is there."""
+    """Return the bytes that may still be written into an existing directory."""
     return shutil.disk_usage(directory).free
 
 
 def mount_of(directory: Path) -> tuple[str, str]:
-    """The device that a directory lies on, or will, and the kind of its file system, such as `/dev/nvme0n1` and `ext4`; empty
-    where the system does not tell.
-    """
+    """Return the device that holds a directory, which need not exist yet, and the file system's type, such as `/dev/nvme0n1` and
+    `ext4`; empty if the system does not tell."""
     path, best, found = os.path.realpath(nearest_directory(directory)), "", ("", "")
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -281,7 +278,7 @@ def mount_of(directory: Path) -> tuple[str, str]:
         return found
     for line in lines:
         device, point, name, *_ = line.split(" ")
-        # Of several at one place the last one mounted is seen.
+        # Of several mounts at one place, the last one hides the others.
         if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
             best, found = point, (device, name)
     return found

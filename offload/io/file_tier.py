@@ -4,9 +4,9 @@
     FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
     StoredSlot  a file that is there already, and is only read
 
-A swap file loses its name as soon as it is open: nobody else can touch it, and the system frees it when the process ends, however
-it does. Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is
-verified when it is read, so that a byte that has changed on the disk is an error and no wrong number.
+A swap file is unlinked as soon as it is open: no other process can open it, and the system frees it when the process ends,
+however it does. Offsets need not be whole blocks: unaligned parts go through a small buffer of the thread. With checksums every
+piece is verified when it is read, so that a changed byte on the disk is an error rather than a wrong number.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, copy_stream
 PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
 STRIPE = 1 << 20
-"""Bytes that lie together in one directory before the next one's turn comes."""
+"""Consecutive bytes in one directory before the next directory's turn."""
 THREADS = 8
 THREAD_BYTES = THREADS * PIECE
 """Bytes of the threads' own buffers."""
 _STRAIGHT = 4 << 20
-"""Bytes that one thread moves at a time where they need no buffer and have no checksum."""
+"""Bytes that one thread moves at a time if they need no buffer and have no checksum."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies from the first tensor to the second."""
 _CPU = torch.device("cpu")
 _UNWRITTEN = 0
-"""In the place of a checksum: zeros, as the file was made."""
+"""The checksum entry of a grain that was never written and reads as zeros."""
 
 
 def _open_swap_file(directory: Path, label: str) -> PositionalFile:
-    """An empty file of this process alone; `label` is part of the name that errors show."""
+    """Create an empty file of this process alone; `label` is part of the file name that errors show."""
     path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,10 +64,10 @@ def _open_swap_file(directory: Path, label: str) -> PositionalFile:
 
 
 class FileTier:
-    """Swap files in one or several directories, stripe by stripe each in turn, and the threads that read and write them.
+    """Swap files in one or several directories, striped over them in turn, and the threads that read and write them.
 
     Raises:
-        StorageError: where a directory cannot be used.
+        StorageError: for a directory that cannot be used.
     """
 
     def __init__(
@@ -82,9 +81,8 @@ class FileTier:
         memory: Memory = pages,
         device: torch.device = _CPU,
     ) -> None:
-        """`label` becomes part of the files' names, `memory` makes the threads' own buffers, `waits` counts what callers wait, and
-        `device` is where this process computes.
-        """
+        """`label` becomes part of the files' names, `memory` allocates the threads' buffers, `waits` counts the callers' waiting
+        time, and `device` is the compute device of this process."""
         if not directories:
             raise ValueError("swap files need a directory, none is given")
         self.waits = waits or WaitTime()
@@ -105,11 +103,11 @@ class FileTier:
 
     @property
     def paths(self) -> list[str]:
-        """The names that the swap files were made with."""
+        """The paths under which the swap files were created."""
         return [file.path for file in self._files]
 
     def allocate(self, nbytes: int, label: str) -> FileSlot:
-        """Reserve a range, which reads as zeros. Raises `StorageError` where a disk is full."""
+        """Reserve a range, which reads as zeros. Raises `StorageError` when a disk is full."""
         begin, count = self.nbytes, len(self._files)
         end = begin + whole_blocks(nbytes)
         stripes = -(-end // STRIPE)
@@ -123,7 +121,7 @@ class FileTier:
         return FileSlot(self, begin, nbytes, label)
 
     def stored(self, path: Path) -> StoredSlot:
-        """All bytes of a file that is there already. Raises `StorageError` where it cannot be opened."""
+        """Open an existing file as a slot. Raises `StorageError` if it cannot be opened."""
         if path not in self._stored:
             with _named():
                 file = self._opened.enter_context(PositionalFile(path, constant=True))
@@ -131,38 +129,38 @@ class FileTier:
         return self._stored[path]
 
     def close(self) -> None:
-        """Wait for what threads are at, give up what they have not begun, and free the files; closing twice is allowed."""
+        """Finish running work, cancel queued work, and free the files; closing twice is allowed."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._close_files()
 
     def submit(self, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
-        """Have a thread do `work(at, data)`. Where there is none, after `close` say, the future is cancelled."""
+        """Have a thread run `work(at, data)`. Without threads, for example after `close`, the future is cancelled."""
         try:
             return self._threads.submit(work, at, data)
-        except RuntimeError:  # The caller may have buffers in flight: it learns of it where it waits for them.
+        except RuntimeError:  # The caller may have buffers in flight, and gets the error when waiting for them.
             refused: Future[None] = Future()
             refused.cancel()
             return refused
 
     def buffer(self) -> torch.Tensor:
-        """The buffer of the calling thread, one of this tier's: `[PIECE]` bytes, on pages of their own."""
+        """Return the buffer of the calling thread of this tier: `[PIECE]` bytes, on separate pages."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self._buffers.pop()
         buffer: torch.Tensor = self._local.buffer
         return buffer
 
     def read(self, data: torch.Tensor, offset: int) -> None:
-        """Fill `data`, 1-D uint8, from the files, now. Raises `StorageError`."""
+        """Fill `data`, 1-D uint8, from the files synchronously. Raises `StorageError`."""
         for file, at, part in self._parts(data, offset):
             file.read(part, at)
 
     def write(self, data: torch.Tensor, offset: int) -> None:
-        """Write `data`, 1-D uint8, to the files, now. Raises `StorageError`."""
+        """Write `data`, 1-D uint8, to the files synchronously. Raises `StorageError`."""
         for file, at, part in self._parts(data, offset):
             file.write(part, at)
 
     def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
-        """Yield the places of the bytes of `data`, which begin at `offset`: the file, the offset in it, and the part of `data`."""
+        """Yield the places of the bytes of `data`, which begin at `offset`: file, offset in the file, and part of `data`."""
         if len(self._files) == 1:
             yield self._files[0], offset, data
             return
@@ -176,10 +174,8 @@ class FileTier:
 
 
 class FileSlot:
-    """`nbytes` bytes of a file tier. Reads wait for the writes before them; bytes that are being read must not be written.
-
-    Threads may share a slot: a checkpoint is written beside training.
-    """
+    """`nbytes` bytes of a file tier. Reads wait for earlier writes; bytes that are being read must not be written. Threads may
+    share a slot: a checkpoint is written beside training."""
 
     def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str) -> None:
         self.tier = tier
@@ -195,7 +191,7 @@ class FileSlot:
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D uint8, from byte `begin` on. What is not on the CPU goes through the threads' buffers.
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers.
 
         Raises:
             StorageError: at `wait`, naming the tier, what the bytes are, and why they cannot be had.
@@ -204,19 +200,19 @@ class FileSlot:
             return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Start to write `data`, 1-D uint8, which must stay as it is until the transfer is over. Raises as `read` does."""
+        """Start to write `data`, 1-D uint8, which must not change until the transfer has ended. Raises as `read` does."""
         with self._order:
             transfer = self._move(self._write_piece, begin, data)
             self._writing.append((begin, begin + data.numel(), transfer))
         return transfer
 
     def settle(self) -> None:
-        """Return when all that was written is in the file. Raises `StorageError` where it is not."""
+        """Wait until all writes are in the file. Raises `StorageError` if one has failed."""
         with self._order:
             self._settle(0, self.nbytes)
 
     def _settle(self, begin: int, end: int) -> None:
-        """Wait for writes that share a grain with [begin, end). One that has failed stays: what it left cannot be read."""
+        """Wait for writes that share a grain with [begin, end). A failed write stays, since its bytes cannot be read."""
         begin, end = begin - begin % self._grain, end + -end % self._grain
         near = [transfer for first, last, transfer in self._writing if first < end and last > begin]
         for transfer in near:
@@ -231,7 +227,7 @@ class FileSlot:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
         try:
             self._settle(begin, end)
-        except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
+        except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.failing(error)
         copy = _copier(data)
         straight = self._straight(begin, data)
@@ -240,31 +236,31 @@ class FileSlot:
         return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
 
     def _straight(self, begin: int, data: torch.Tensor) -> int:
-        """How many bytes, from the first on, need neither a thread's buffer nor a checksum."""
+        """Return the number of leading bytes that need neither a thread's buffer nor a checksum."""
         whole = not self._checksums and begin % BLOCK == 0 and lies_alike(data, begin)
-        # Of several stripes, which lie on several disks, each is moved by a thread of its own.
+        # With several stripes, which lie on several disks, each one is moved by a separate thread.
         return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Begin and memory of the whole grains around a piece: `data` itself if it needs no detour, else the thread's buffer."""
+        """Return begin and memory of the whole grains around a piece: `data` if it is aligned, else the thread's buffer."""
         begin, end = at - at % self._grain, at + data.numel()
         end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
         whole = (begin, end) == (at, at + data.numel())
         return begin, data if whole and lies_alike(data, at) else self.tier.buffer()[: end - begin]
 
-    def _alone(self, at: int) -> AbstractContextManager[object]:
-        """A piece and its checksum change together: others read or write other bytes of it before or after."""
+    def _locked(self, at: int) -> AbstractContextManager[object]:
+        """Lock a piece, since its data and its checksum change together."""
         return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
 
     def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
-        with self._alone(at):
+        with self._locked(at):
             begin, memory = self._around(at, out)
             self._fetch(begin, memory)
         if memory is not out:
             copy(memory[at - begin : at - begin + out.numel()], out)
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
-        with self._alone(at):
+        with self._locked(at):
             begin, memory = self._around(at, data)
             if memory is not data:
                 last = at + data.numel()
@@ -295,7 +291,7 @@ class FileSlot:
 
 
 class StoredSlot(FileSlot):
-    """A whole file that somebody has written before, read by the threads of a tier. To write it raises `ValueError`."""
+    """An existing file, read by the threads of a tier. Writing to it raises `ValueError`."""
 
     def __init__(self, tier: FileTier, file: PositionalFile) -> None:
         super().__init__(tier, 0, file.size(), file.path)
@@ -307,7 +303,7 @@ class StoredSlot(FileSlot):
         raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
 
     def _straight(self, begin: int, data: torch.Tensor) -> int:
-        # What is beside whole blocks may come through the page cache: nobody writes.
+        # Unaligned ends may come through the page cache, as nobody writes.
         return data.numel() if lies_alike(data, begin) else 0
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -319,7 +315,7 @@ class StoredSlot(FileSlot):
 
 
 def _copier(data: torch.Tensor) -> _Copy:
-    """Return the copy between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
+    """Return the copy between a thread's buffer and bytes of `data`: on a device, after all work launched there so far."""
     if on_accelerator(data):
         streams = copy_streams_of(data.device)
         return partial(streams.copy_after, streams.now())
@@ -328,7 +324,7 @@ def _copier(data: torch.Tensor) -> _Copy:
 
 @contextlib.contextmanager
 def _named(label: str = "") -> Iterator[None]:
-    """Say in errors that they are the file tier's, and of which bytes."""
+    """Inside the block, name the file tier and the bytes in errors."""
     try:
         yield
     except StorageError as error:
@@ -336,7 +332,7 @@ def _named(label: str = "") -> Iterator[None]:
 
 
 def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """`data` cut where a multiple of `step` lies in the slot: no two pieces share a grain."""
+    """Cut `data` at multiples of `step` in the slot, so that no two pieces share a grain."""
     done = 0
     while done < data.numel():
         length = min(step - (begin + done) % step, data.numel() - done)

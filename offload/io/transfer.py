@@ -1,12 +1,12 @@
-"""Bytes on their way between tiers, the time that somebody has waited for them, and the buffers that they pass through.
+"""Transfers between tiers, the time that callers have waited for them, and the staging buffers that they pass through.
 
-Between a device and its host copies go beside what is computed, by a stream each way, and the host never waits:
+Copies between a device and its host run beside computing, on a stream for each direction, and the host never waits:
 
     in     host -> device     whoever uses the bytes on the device comes after the copy by an event
     out    device -> host     whoever uses the bytes on the host waits for the copy
 
-A copy begins when what was launched before it on the current stream is done. Both ways go on at once; only copies of the same
-bytes of the host keep their order, so that bytes that have left are what comes back.
+A copy begins when all work launched before it on the current stream is done. Both directions run at once; only copies of the same
+host bytes keep their order, so that bytes written out are read back.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from zeromesh.offload.accelerator import on_accelerator
 
 
 class WaitTime:
-    """Seconds that callers have waited for a tier: `total` of them, `seconds` since they were last taken."""
+    """The seconds that callers have waited for a tier: `total` since the start, `seconds` since the last `take`."""
 
     def __init__(self) -> None:
         self.seconds = self.total = 0.0
 
     def take(self) -> float:
-        """Return the seconds since this was last called."""
+        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -50,45 +50,45 @@ class WaitTime:
 
 
 class Transfer:
-    """Pieces that threads read or write. One without pieces is over from the beginning."""
+    """Reads or writes by threads, in pieces. A transfer without pieces has ended from the beginning."""
 
     on_device = False
-    """True if `wait` keeps what is launched on a device behind the bytes, and not the caller."""
+    """True if `wait` orders later device work after the bytes instead of blocking the caller."""
     crosses = False
-    """True if bytes go between the memory of a device and the host's."""
+    """True if bytes move between the memory of a device and the host's."""
 
     def __init__(self, pieces: Sequence[Future[None]] = (), waits: WaitTime | None = None, what: str = "bytes") -> None:
-        """`what` says in errors what is moved."""
+        """`what` names the moved bytes in errors."""
         self._pieces = tuple(pieces)
         self._waits = waits
         self._what = what
 
     @classmethod
     def failing(cls, error: StorageError) -> Transfer:
-        """Make a transfer that has failed before it began."""
+        """Make a transfer that failed before it began."""
         piece: Future[None] = Future()
         piece.set_exception(error)
         return cls([piece])
 
     @classmethod
     def together(cls, transfers: Sequence[Transfer]) -> Transfer:
-        """Make one transfer of several, none of which crosses."""
+        """Join several transfers into one; none of them crosses."""
         pieces = [piece for transfer in transfers for piece in transfer._pieces]
         return cls(pieces, transfers[0]._waits, transfers[0]._what)
 
     def done(self) -> bool:
-        """Tell whether `wait` would return, or raise, at once."""
+        """Return True if `wait` would return, or raise, at once."""
         return all(piece.done() for piece in self._pieces)
 
     def failed(self) -> bool:
-        """Tell whether a piece that has ended went wrong."""
+        """Return True if a piece has failed."""
         return any(piece.done() and (piece.cancelled() or piece.exception() is not None) for piece in self._pieces)
 
     def wait(self) -> None:
-        """Return when all bytes are where they were to go.
+        """Wait until all bytes have arrived.
 
         Raises:
-            StorageError: what went wrong with the first piece that failed; then all have ended.
+            StorageError: the error of the first piece that failed, after all pieces have ended.
         """
         self.end()
         for piece in self._pieces:
@@ -97,21 +97,18 @@ class Transfer:
             piece.result()
 
     def ordering(self) -> AbstractContextManager[object]:
-        """Have what is launched on a device inside the block come after these bytes, beside which what was launched before goes on.
-
-        Raises as `wait` does.
-        """
+        """Order device work launched inside the block after these bytes; earlier work goes on meanwhile. Raises as `wait`
+        does."""
         self.wait()
         return nullcontext()
 
     def order(self) -> None:
-        """As `wait`; of bytes that leave a device only have what is launched there from now on come after them. Their memory on the
-        device may then be used again, and the host goes on.
-        """
+        """Wait as `wait` does, but for a transfer out of a device only order later device work after it. Their device memory may
+        then be reused, and the host goes on."""
         self.wait()
 
     def end(self, *, counted: bool = True) -> None:
-        """Return when all pieces have ended, well or not. `counted`: somebody stands still for it who should compute."""
+        """Wait until all pieces have ended or failed. `counted`: the waiting time counts, since computing stands still."""
         began = time.perf_counter()
         late = [piece for piece in self._pieces if not piece.done()]
         for piece in late:
@@ -121,7 +118,7 @@ class Transfer:
             self._waits.add(began)
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Call once when all pieces have ended, well or not; from another thread, or now if that is past."""
+        """Call `call` once when all pieces have ended or failed: from another thread, or now if they have."""
         if not self._pieces:
             call()
             return
@@ -140,7 +137,7 @@ DONE = Transfer()
 
 
 class CopyLane:
-    """The copies of one way between a device and this process's memory: their stream, and which bytes of the host are in flight."""
+    """One direction of copies between a device and host memory: the stream, and the host bytes of copies in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
@@ -152,7 +149,7 @@ class CopyLane:
         self._lock = threading.Lock()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, other: CopyLane) -> torch.Event:
-        """Launch a copy, after those of the `other` lane that touch the same bytes of the host."""
+        """Launch a copy, after those of the `other` lane that touch the same host bytes."""
         host = source if on_accelerator(target) else target
         begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
         for event in other.touching(begin, end):
@@ -163,7 +160,7 @@ class CopyLane:
         return event
 
     def touching(self, begin: int, end: int) -> list[torch.Event]:
-        """Return events that occur when the copies in flight of bytes between two addresses of the host are done."""
+        """Return the events of copies in flight that touch host addresses from `begin` to `end`."""
         with self._lock:
             while self._in_flight and self._in_flight[0][2].query():
                 self._in_flight.popleft()
@@ -183,17 +180,14 @@ class CopyStreams:
         return self._inward.stream
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-        """Start to copy between device and host, converted to the target's dtype; returns what happens when it is done.
-
-        The caller keeps both tensors until then. The host's memory should be pinned: from other memory the host itself copies,
-        and waits.
-        """
+        """Start a copy between device and host, converted to the target's dtype; returns an event of its end. The caller keeps
+        both tensors until then. Host memory should be pinned: copies from other memory block the host."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
         return lane.copy(source, target, other)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Start to copy as `start` does; both tensors are kept until that is done, or nobody on the device can notice (`order`)."""
+        """Start to copy as `start` does; keeps both tensors until the copy ends or later device work is ordered after it."""
         event = self.start(source, target)
         lane = self._inward if on_accelerator(target) else self._outward
         wait, kept = accelerator.end_of(lane.stream), [source, target]
@@ -203,11 +197,11 @@ class CopyStreams:
         return _TransferToHost(self._device, event, ended, kept)
 
     def now(self) -> torch.Event:
-        """An event for what has been launched on the current stream."""
+        """Record an event on the current stream."""
         return accelerator.record(accelerator.current_stream(self._device))
 
     def copy_after(self, event: torch.Event, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy after an event and return when that is done: for threads whose business is to wait, with memory of their own."""
+        """Copy after an event and wait for the end of the copy, for a thread that may block and has its own memory."""
         stream = (self._inward if on_accelerator(target) else self._outward).stream
         stream.wait_event(event)
         _copy(stream, source, target)
@@ -215,7 +209,7 @@ class CopyStreams:
 
 
 class _TransferToDevice(Transfer):
-    """Bytes on their way into a device: what is launched there comes after them, and the host goes on."""
+    """Bytes on their way into a device: `wait` orders later device work after them, and the host goes on."""
 
     on_device = crosses = True
 
@@ -234,7 +228,7 @@ class _TransferToDevice(Transfer):
 
 
 class _TransferToHost(Transfer):
-    """Bytes on their way out of a device. `kept` are their source and target, held until they have arrived."""
+    """Bytes on their way out of a device. `kept` are their source and target, held until the copy ends."""
 
     crosses = True
 
@@ -248,13 +242,13 @@ class _TransferToHost(Transfer):
 
 
 copy_streams_of = cache(CopyStreams)
-"""The streams between this process's memory and a device."""
+"""The streams between this process's memory and a device, one object per device."""
 
 
 def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
     with accelerator.launching_on(stream):
         if source.dtype != target.dtype:
-            # The device converts: the host would have to, before the copy, and wait for that.
+            # The device converts, since a conversion on the host would come before the copy and block.
             source = source.to(stream.device, non_blocking=True)
         target.copy_(source, non_blocking=True)
         return accelerator.record(stream)
@@ -262,23 +256,22 @@ def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> t
 
 PAGE = mmap.PAGESIZE
 Memory = Callable[[int], torch.Tensor]
-"""Makes a buffer of so many bytes."""
+"""Allocates a buffer of the given number of bytes."""
 
 
 _KEPT: WeakSet[mmap.mmap] = WeakSet()
 
 
 def kept(found: mmap.mmap) -> mmap.mmap:
-    """Note private pages of states, which `without_states` keeps from children."""
+    """Register private pages of states, which `without_states` hides from child processes."""
     _KEPT.add(found)
     return found
 
 
 @contextmanager
 def without_states() -> Iterator[None]:
-    """Processes that are forked inside the block do not have the pages of states. A child would hold a copy of each that its parent
-    then writes, and of pinned ones at once, since what a device writes has to stay where it is.
-    """
+    """Inside the block, forked child processes do not inherit the pages of states. Otherwise a child keeps a copy of each page
+    that the parent writes, and copies pinned pages at once, since a device writes to fixed pages."""
     held = [each for each in _KEPT if not each.closed]
     for each in held:
         each.madvise(mmap.MADV_DONTFORK)
@@ -290,30 +283,25 @@ def without_states() -> Iterator[None]:
 
 
 def pages(nbytes: int) -> torch.Tensor:
-    """Pages of their own, `[nbytes]` uint8, as `O_DIRECT` needs them: huge ones where there are any.
-
-    A disk moves a piece of a huge page at once, and single pages, which lie anywhere in memory, one by one: that takes up to twice
-    the time.
-    """
+    """Allocate separate pages, `[nbytes]` uint8, as `O_DIRECT` requires, of huge pages if available. A disk moves a piece of a
+    huge page at once, but scattered single pages one by one, which takes up to twice the time."""
     found = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     want_huge_pages(found)
     return torch.frombuffer(found, dtype=torch.uint8)
 
 
 def want_huge_pages(found: mmap.mmap, *part: int) -> None:
-    """Have huge pages in a mapping, or in `part` of it, start and bytes, where they fit and the system has any."""
-    with contextlib.suppress(OSError):  # A kernel that was built without them.
+    """Ask for huge pages in a mapping, or in `part` of it, start and bytes, where they fit and the system has any."""
+    with contextlib.suppress(OSError):  # The kernel may be built without huge pages.
         found.madvise(mmap.MADV_HUGEPAGE, *part)
 
 
 class StagingPool:
-    """`count` buffers of `nbytes` bytes, handed out one by one: whatever passes through, memory stays bounded.
-
-    Buffers are 1-D uint8 tensors that `memory` makes. Threads may share a pool.
-    """
+    """A pool of `count` buffers of `nbytes` bytes, handed out one by one, which bounds the memory of transfers. Buffers are 1-D
+    uint8 tensors allocated by `memory`. Threads may share a pool."""
 
     def __init__(self, count: int, nbytes: int, memory: Memory = pages) -> None:
-        """Raises `ValueError` for a count below 0, or buffers that are not whole pages."""
+        """Raise `ValueError` for a count below 0, or buffers that are not whole pages."""
         if count < 0 or nbytes < PAGE or nbytes % PAGE:
             raise ValueError(f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE} bytes")
         self.nbytes = nbytes
@@ -324,13 +312,13 @@ class StagingPool:
 
     @property
     def free(self) -> int:
-        """Buffers that `take` would give at once."""
+        """The number of buffers that `take` would return at once."""
         return self._free.qsize()
 
     def take(self) -> torch.Tensor:
-        """Return a free buffer, `[nbytes]`, waiting for one."""
+        """Return a free buffer, `[nbytes]`, waiting for one if necessary."""
         return self._free.get()
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer back."""
+        """Return a buffer to the pool."""
         self._free.put(buffer)

@@ -1,4 +1,4 @@
-"""Memory for what lives as long as a run: of the device, and of the host beside it, pinned where a device copies from it.
+"""Memory that lasts as long as a run: of the device, and of the host, pinned if a device copies from it.
 
 Processes of one host share memory from `memfd_create` (`SharedSegment`). An anonymous file descriptor has no name to leak and does
 not live in `/dev/shm`, whose 64 MiB in a default container would end a run with SIGBUS. A peer opens it through
@@ -29,26 +29,24 @@ from zeromesh.offload.memory.ledger import available_bytes
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux, for which Python has no name yet."""
+"""Linux's MADV_POPULATE_WRITE, for which Python has no constant yet."""
 _MOVE_TO = 7
-"""MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP of Linux."""
+"""Linux's MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = ctypes.c_ssize_t
 _LEAST_BYTES = 1 << 16
-"""Below this a mapping of its own is not worth its page table; such blocks are too small to matter on the heap."""
+"""The least bytes of a separate mapping; smaller blocks are not worth a page table, and too small to matter on the heap."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor on the CPU, as uint8 `[bytes]`: a view of those that lie there one after the other."""
+    """View a contiguous CPU tensor as its bytes, uint8 `[bytes]`."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros for states, which stay while activations come and go.
-
-    On CPU they are pages of their own, outside the C library's heap: between activations they would cut it into pieces that
-    fit nothing later (see docs/decisions/0006-allocator.md). Huge pages are taken where there are any.
-    """
+    """Allocate zeros for states, which stay while activations come and go. On CPU they have separate pages outside the C
+    library's heap, which they would fragment between activations (see docs/decisions/0006-allocator.md), of huge pages if
+    available."""
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -56,18 +54,16 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
 
 
 class SparePages:
-    """Huge pages of buffers that have let go of them, for those that take memory next: they move from one address to the other.
-
-    The system fills every page with zeros before it gives it out again, which takes as long as a fast disk needs to read it. Pages
-    that are left when a buffer has taken its own go back to the system with the next ones that come.
-    """
+    """Huge pages that buffers have released, moved to the address of the next buffer that takes memory. The system zeroes every
+    page before it hands it out again, which takes as long as a fast disk needs to read it. Pages that a buffer does not need are
+    returned to the system when the next ones are released."""
 
     def __init__(self) -> None:
         self._ranges: list[torch.Tensor] = []
         self._left = 0
 
     def put(self, memory: torch.Tensor) -> None:
-        """Have the pages of `memory`, 1-D uint8, whole huge ones, whose contents nobody needs any more."""
+        """Add the pages of `memory`, 1-D uint8 of whole huge pages, whose contents are not needed any more."""
         self._drop(self._left)
         if memory.nbytes and _moves_pages():
             self._ranges.append(memory)
@@ -75,14 +71,14 @@ class SparePages:
             _give_back(memory)
 
     def move_to(self, target: torch.Tensor) -> None:
-        """Give `target`, 1-D uint8, of whole huge pages, those that are here, as far as they reach.
+        """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice.
 
         Raises:
-            StorageError: where the system refuses; the memory of `target` is not to be used then.
+            StorageError: if the system refuses; the memory of `target` must not be used then.
         """
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
         inside = [begin <= each.data_ptr() < end for each in self._ranges]
-        if any(inside):  # Its own pages are still where they were.
+        if any(inside):  # The target still has pages of its own.
             self._ranges = [each for each, own in zip(self._ranges, inside, strict=True) if not own]
             begin = end
         while self._ranges and begin < end:
@@ -95,7 +91,7 @@ class SparePages:
         self._left = len(self._ranges)
 
     def give_back(self) -> None:
-        """Give all of them back to the system."""
+        """Return all spare pages to the system."""
         self._drop(len(self._ranges))
 
     def _drop(self, count: int) -> None:
@@ -106,12 +102,12 @@ class SparePages:
 
 
 def _give_back(memory: torch.Tensor) -> None:
-    """Give what `memory`, 1-D uint8, has from the start of a page on back to the system. It is zero when it is used again."""
+    """Return the whole pages of `memory`, 1-D uint8, to the system. They read as zeros afterwards."""
     _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED)
 
 
 def _move_pages(source: int, target: int, nbytes: int) -> None:
-    """Move pages from one address to another; both are mapped before and afterwards, and at `source` there are none then."""
+    """Move pages from one mapped address to another; both stay mapped, and `source` has no pages afterwards."""
     size = ctypes.c_size_t(nbytes)
     if _libc.mremap(ctypes.c_void_p(source), size, size, _MOVE_TO, ctypes.c_void_p(target)) != target:
         reason = os.strerror(ctypes.get_errno())
@@ -129,16 +125,14 @@ def _moves_pages() -> bool:
 
 
 class ReleasableBuffer:
-    """Memory that comes and goes at one address: `full`, `[count]`, whose views stay valid also while it has no memory.
-
-    On CPU it is pages of its own, for the reason that states are, and `full` begins `lead` bytes after the start of a page.
-    Elsewhere its storage is resized.
-    """
+    """A buffer at a fixed address whose memory can be released: views of `full`, `[count]`, stay valid without memory. On CPU it
+    has separate pages, as states do, and `full` begins `lead` bytes after the start of a page. Elsewhere its storage is
+    resized."""
 
     def __init__(
         self, count: int, dtype: torch.dtype, device: torch.device, *, spare: SparePages, lead: int = 0
     ) -> None:
-        """Pages go to `spare` and come from there. There is no memory at first."""
+        """Pages are released to and taken from `spare`. There is no memory at first."""
         self._nbytes = count * dtype.itemsize
         self._spare = spare
         self._pages: torch.Tensor | None = None
@@ -158,7 +152,7 @@ class ReleasableBuffer:
         self.full = torch.frombuffer(found, dtype=dtype, count=count, offset=start + lead)
 
     def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Views of elements [start, end) of `full`, which may have no memory."""
+        """Return views of elements [start, end) of `full`, which may have no memory."""
         if self._pages is None:
             self.take()  # A view of memory that is not there cannot be made, only kept.
         views = [self.full[start:end] for start, end in places]
@@ -167,14 +161,14 @@ class ReleasableBuffer:
         return views
 
     def take(self) -> None:
-        """Take memory, whose contents are undefined. Raises `StorageError`."""
+        """Allocate the memory, with undefined contents. Raises `StorageError`."""
         if self._pages is not None:
             self._spare.move_to(self._pages[: self._huge])
         elif self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self._nbytes)
 
     def give_back(self) -> None:
-        """Give up the memory: huge pages to who needs some next, the rest to the system."""
+        """Release the memory: huge pages to `spare`, the rest to the system."""
         if self._pages is not None:
             self._spare.put(self._pages[: self._huge])
             _give_back(self._pages[self._huge :])
@@ -182,26 +176,24 @@ class ReleasableBuffer:
             self.full.untyped_storage().resize_(0)
 
 
-_LEFT_FREE = 8
-"""Pinned memory cannot be paged out: this part of what is free is left to others."""
+_FREE_DIVISOR = 8
+"""The divisor of free memory that gives the part left unpinned, since pinned memory cannot be paged out."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PinnedBudget:
-    """Memory of the host that a device copies from and to by itself, as far as the driver pins it: what is not pinned is ordinary
-    memory, from which copies are slower and make the host wait.
-
-    `limit`: bytes that may be pinned; None: as much as `pinnable_bytes` says at the time. RLIMIT_MEMLOCK does not bind drivers.
-    """
+    """Pinned host memory, as far as the driver pins it; other memory stays pageable, so that copies are slower and block the
+    host. `limit`: bytes that may be pinned; None: as many as `pinnable_bytes` returns at the time. RLIMIT_MEMLOCK does not bind
+    drivers."""
 
     limit: int | None = None
     used: int = 0
     pageable: int = 0
-    """Bytes of states that were to be pinned and are not."""
+    """Bytes of states that should be pinned and are not."""
     _most: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
+        """Allocate zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
         nbytes = numel * dtype.itemsize
         if not nbytes or not is_accelerator(device):
             return allocate_lasting(numel, dtype, torch.device("cpu"))
@@ -211,7 +203,7 @@ class PinnedBudget:
         return found.view(dtype)
 
     def pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Pages of their own, `[nbytes]` uint8, zero, pinned for `device` if it is an accelerator and as far as that can be had."""
+        """Allocate separate zeroed pages, `[nbytes]` uint8, pinned for `device` if it is an accelerator and allows it."""
         if self.take(nbytes, device):
             if (found := _pinned_pages(nbytes, device)) is not None:
                 return found
@@ -220,11 +212,11 @@ class PinnedBudget:
         return pages(nbytes)
 
     def take(self, nbytes: int, device: torch.device) -> bool:
-        """Return True if `nbytes` more may be pinned, and count them from now on. For a CPU there is nothing to pin."""
+        """Return True if `nbytes` more may be pinned, and count them. On a CPU there is nothing to pin."""
         if not is_accelerator(device):
             return False
         wanted = self.used + nbytes
-        if wanted > self._most:  # Up to the most of before, the room was there and is kept by torch.
+        if wanted > self._most:  # Up to the earlier peak, torch keeps the memory cached.
             if nbytes > (pinnable_bytes() if self.limit is None else self.limit - self.used):
                 return False
             self._most = wanted
@@ -232,15 +224,13 @@ class PinnedBudget:
         return True
 
     def give(self, nbytes: int) -> None:
-        """So many are not pinned any more."""
+        """Count `nbytes` as not pinned any more."""
         self.used -= nbytes
 
 
 def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Pages that the driver has pinned, `[nbytes]` uint8; None where it does not.
-
-    torch's own pinned memory is rounded up to a power of two, which for states is too much.
-    """
+    """Allocate pages pinned by the driver, `[nbytes]` uint8; None if it refuses. torch's own pinned memory is rounded up to a
+    power of two, which is too much for states."""
     found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     kept(found)
     want_huge_pages(found)
@@ -251,7 +241,6 @@ class _PinnedPages(mmap.mmap):
     _pinned: tuple[int, torch.device] | None = None
 
     def pin(self, device: torch.device) -> bool:
-        """Have the driver of `device` pin them; whether it did."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         if not accelerator.pin(address, len(self), device):
             return False
@@ -264,18 +253,18 @@ class _PinnedPages(mmap.mmap):
 
 
 def pinnable_bytes() -> int:
-    """Bytes that this process may pin now: all but a part of what machine and control group have free."""
+    """Return the bytes that this process may pin now: the free memory of machine and control group, less a reserve."""
     free = available_bytes()
-    return free - free // _LEFT_FREE
+    return free - free // _FREE_DIVISOR
 
 
 def _whole_pages(nbytes: int) -> int:
-    """At least one page: an empty range cannot be mapped."""
+    """Round up to whole pages, at least one, since an empty range cannot be mapped."""
     return max(PAGE, -(-nbytes // PAGE) * PAGE)
 
 
 def require_memory(label: str, nbytes: int) -> None:
-    """Refuse a reservation that the system could only answer with its out-of-memory killer.
+    """Refuse an allocation that the system could only answer with its out-of-memory killer.
 
     Raises:
         StorageError: when fewer than `nbytes` bytes are available.
@@ -312,7 +301,8 @@ class SharedSegment:
 
     @classmethod
     def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> SharedSegment:
-        """Make a segment. `reserve` takes its memory at once, so that a lack of it is an error here and no signal later."""
+        """Create a segment. `reserve` allocates its memory at once, so that a lack of it is an error now rather than a signal
+        later."""
         nbytes = _whole_pages(nbytes)
         if reserve:
             require_memory(label, nbytes)
@@ -328,7 +318,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> SharedSegment:
-        """Map the segment that process `pid` of this host made."""
+        """Map the segment that process `pid` of this host has created."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes, label)
@@ -339,24 +329,22 @@ class SharedSegment:
             ) from error
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of `numel` elements at byte `offset`, on the shared pages."""
+        """View `numel` elements at byte `offset` of the shared pages as a flat tensor."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def words(self) -> memoryview:
-        """The segment as signed 64-bit words. A store of one aligned word is atomic on the machines this is used on."""
+        """View the segment as signed 64-bit words. Storing one aligned word is atomic on supported machines."""
         return memoryview(self._map).cast("q")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take and map memory for a range without it. Raises `StorageError` where there is none.
-
-        Ranks may do so in one segment at once: `posix_fallocate` has them wait for each other, and leaves the mapping to writes.
-        """
+        """Allocate memory for an unbacked range. Raises `StorageError` if there is none. Ranks may do so in one segment at once:
+        `posix_fallocate` serializes them, and leaves the mapping to writes."""
         start = offset // PAGE * PAGE
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, start))
         try:
-            # Other threads run meanwhile, which `mmap.madvise` would stop.
+            # Called through libc, since other threads keep running, which `mmap.madvise` would stop.
             if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(offset + nbytes - start), _POPULATE_WRITE):
                 number = ctypes.get_errno()
                 if number != errno.EINVAL:
@@ -373,6 +361,6 @@ class SharedSegment:
             self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes with the last tensor that looks at it."""
+        """Close the descriptor. The mapping ends with the last tensor that views it."""
         self._close()
         self.descriptor = -1

@@ -1,4 +1,4 @@
-"""How glibc's allocator deals with what activations free, so that they find room again. With another C library nothing is done.
+"""Settings of glibc's allocator that let freed activations be reused. Nothing is done with another C library.
 
 A process calls `reuse_freed_memory` before it allocates and `settle_heap` before its first step, however it was started.
 docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured.
@@ -14,34 +14,32 @@ _M_MXFAST = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 1 << 26
-"""Bytes. Above glibc's own highest threshold, so that activations stay below it."""
+"""Bytes above glibc's own highest mmap threshold, so that activations stay below it."""
 _NEVER = -1
-_MENDED = (2, 38)
-"""The glibc that finds aligned blocks again, so that none is split off large ones for small objects to settle in."""
+_FIXED_VERSION = (2, 38)
+"""The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
 
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
-"""glibc's number of sizes that a thread's cache holds, and the largest of them; how many blocks of each is the word behind."""
+"""Adjacent words of glibc's parameters: size classes of a thread's cache, and the largest size; blocks of each size follow."""
 _MOST_CACHED = (1 << 16) - 1
 _caches: list[ctypes.c_size_t] = []
-"""The number of sizes, once it was found: it then reads 0, and would not be found again."""
+"""The location of the number of size classes, once found: it then reads 0, and would not be found again."""
 _PARAMETERS_BYTES = 160
-"""The two thresholds lie at most so many bytes before those, in one structure."""
+"""The most bytes by which the two thresholds precede the cache sizes in one structure."""
 
 _EXACT_BYTES = 1024
-"""glibc keeps free blocks below this by their exact size."""
+"""The size in bytes below which glibc keeps free blocks by exact size."""
 _RESERVED_BYTES = 16 << 10
-"""Reserved of every size, and at least `_FEWEST` blocks, at most `_MOST`."""
+"""Bytes reserved of every size, within `_FEWEST` to `_MOST` blocks."""
 _FEWEST, _MOST = 8, 512
 _LARGEST_SMALL = 64 << 10
 _GUARD_BYTES = 24
 
 
 def reuse_freed_memory() -> bool:
-    """Fix glibc's thresholds so that freed activations are used again, and only large blocks come from the system one by one.
-
-    Each such block costs a page fault per 4 KiB every time, and glibc's own threshold moves with what was freed before. Returns
-    False where the C library is another.
-    """
+    """Fix glibc's thresholds so that freed activations are reused, and only large blocks are mapped one by one. Each such block
+    costs a page fault per 4 KiB every time, and glibc's own threshold moves with earlier frees. Returns False with another C
+    library."""
     libc = _glibc()
     if libc is None:
         return False
@@ -49,13 +47,13 @@ def reuse_freed_memory() -> bool:
 
 
 def settle_heap() -> bool:
-    """Give the system back what glibc holds free, holes included: after start-up, whose blocks have other sizes than a step's.
+    """Return free memory of glibc to the system, holes included, after start-up, whose blocks have other sizes than a step's.
 
-    Then small blocks that were just freed are no longer the first to be used again: they are what glibc before 2.38 has split off
-    an aligned block, and an object in one of them keeps two large blocks apart for its life. Small objects come from blocks that
-    are reserved here, before glibc cuts them out of a hole that is large enough for a tensor; those take about 2 MiB.
+    Afterwards recently freed small blocks are not the first to be reused: glibc before 2.38 has split them off aligned blocks,
+    and an object in one of them keeps two large blocks apart for its life. Small objects get blocks that are reserved here, about
+    2 MiB, instead of parts of a hole that is large enough for a tensor.
 
-    Returns False where that is not needed, or where glibc's parameters are not where they are expected: then nothing was changed.
+    Returns False, with nothing changed, if this is not needed or glibc's parameters are not at the expected place.
     """
     libc = _glibc()
     if libc is None:
@@ -63,7 +61,7 @@ def settle_heap() -> bool:
     libc.malloc_trim(0)
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
     version = tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2])
-    if version >= _MENDED or not reuse_freed_memory():
+    if version >= _FIXED_VERSION or not reuse_freed_memory():
         return False
     _caches.extend([] if _caches else _cached_sizes())
     if len(_caches) != 1:
@@ -76,13 +74,14 @@ def settle_heap() -> bool:
 
 
 def _cached_sizes() -> list[ctypes.c_size_t]:
-    """How many sizes of freed blocks glibc keeps for a thread: its `tcache_bins`, which no call can set in a process that runs.
+    """Find glibc's `tcache_bins`, the number of size classes that it caches per thread, which no call can set in a running
+    process.
 
     With 0 of them a thread's cache is neither read nor written again. (With 0 blocks of each, `tcache_count`, the blocks that the
     cache of another thread still holds count as damage when it frees a block whose memory looks like one of them: glibc aborts.)
 
-    It is found in the library's data by itself and what lies around it: the largest size, and the thresholds that
-    `reuse_freed_memory` has set. More than one, or none: not known.
+    The value is located in the library's data by its own value and its neighbours: the largest size, and the thresholds that
+    `reuse_freed_memory` has set. With no match, or several, the result says that it is unknown.
     """
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
     found = []
@@ -100,7 +99,7 @@ def _cached_sizes() -> list[ctypes.c_size_t]:
 
 
 def _reserve(libc: ctypes.CDLL) -> None:
-    """Free many small blocks that cannot merge, because a block in use lies behind each."""
+    """Free many small blocks that cannot merge, because a block in use follows each."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]

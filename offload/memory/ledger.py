@@ -1,4 +1,4 @@
-"""The memory of this process: what is counted by tier and purpose where it is allocated (`Ledger`), and what the system tells."""
+"""The memory of this process: bytes counted at allocation by tier and purpose (`Ledger`), and figures of the operating system."""
 
 import contextlib
 import platform
@@ -14,9 +14,9 @@ from zeromesh.errors import StorageError
 
 
 class Tier(Enum):
-    """Kind of memory."""
+    """The kinds of memory."""
 
-    # Members are single objects; `Enum`'s own hash is a Python function, and the ledger is used often.
+    # Members are singletons; `Enum`'s own hash is a slow Python function, and the ledger is used often.
     __hash__ = object.__hash__
 
     DEVICE = "device"
@@ -25,7 +25,7 @@ class Tier(Enum):
 
 
 class Purpose(Enum):
-    """The purposes that bytes serve."""
+    """The purposes of allocated bytes."""
 
     __hash__ = object.__hash__
 
@@ -43,7 +43,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """From the moment `at` on, in seconds of `time.perf_counter`, there are `nbytes` of a purpose on a tier."""
+    """A change of the ledger: from `at` on, in seconds of `time.perf_counter`, a purpose has `nbytes` on a tier."""
 
     at: float
     tier: Tier
@@ -53,14 +53,12 @@ class Change:
 
 _CGROUP = Path("/sys/fs/cgroup")
 MEMORY = (Tier.DEVICE, Tier.HOST)
-"""The tiers that are memory, and no disk."""
+"""The tiers that are memory rather than disk."""
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and the highest sum in memory so far.
-
-    `limits` are bytes that a tier may not exceed: on a machine whose device and host are one memory, a stand-in for a device.
-    """
+    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed, which
+    let host memory stand in for a device's."""
 
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
@@ -101,7 +99,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def recording(self, most: int) -> Iterator[list[Change]]:
-        """Changes inside the block, at most about `most` of them, after what there is when it begins."""
+        """Record changes inside the block, at most about `most`, preceded by the state at its begin."""
         began = time.perf_counter()
         changes = [
             Change(at=began, tier=tier, purpose=purpose, nbytes=nbytes)
@@ -115,15 +113,15 @@ class Ledger:
             self._changes = None
 
     def total(self, *tiers: Tier) -> int:
-        """Bytes now, of some tiers; of all memory where none is named."""
+        """Return the present bytes of some tiers; of all memory without any."""
         return sum(self.by_purpose(*tiers).values())
 
     def peak(self) -> int:
-        """The highest total in memory so far, in bytes."""
+        """Return the highest total in memory so far, in bytes."""
         return self._peak
 
     def by_purpose(self, *tiers: Tier) -> Mapping[Purpose, int]:
-        """Bytes now by purpose, of some tiers, or of all memory; purposes without bytes are left out."""
+        """Return the present bytes by purpose, of some tiers or of all memory; purposes without bytes are left out."""
         sums: dict[Purpose, int] = defaultdict(int)
         for (where, purpose), nbytes in self._bytes.items():
             if nbytes and where in (tiers or MEMORY):
@@ -131,7 +129,7 @@ class Ledger:
         return dict(sums)
 
     def take_highest(self) -> dict[Tier, dict[Purpose, int]]:
-        """The most bytes that each purpose has had on each tier since this was last asked; purposes without bytes are left out."""
+        """Return the peak bytes of each purpose on each tier since the last call; purposes without bytes are left out."""
         found: dict[Tier, dict[Purpose, int]] = {}
         for (tier, purpose), most in self._highest.items():
             if most:
@@ -141,26 +139,26 @@ class Ledger:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in memory; pages that processes share count in full."""
+    """Return the resident bytes of this process; shared pages count in full."""
     return _kib("/proc/self/smaps_rollup", "Rss")
 
 
 def mapped_file_bytes() -> int:
-    """Bytes of files, such as libraries, that this process has in memory together with all that map them."""
+    """Return the bytes of mapped files, such as libraries, in this process's memory, which other processes may share."""
     return _kib("/proc/self/status", "RssFile")
 
 
 def peak_bytes() -> int:
-    """The most bytes of this process that were ever in memory; pages that processes share count in full."""
+    """Return the peak of this process's resident bytes; shared pages count in full."""
     return _kib("/proc/self/status", "VmHWM")
 
 
 def available_bytes() -> int:
-    """Bytes that could still be taken: the system's, or the control group's where that is less. 0 when not known."""
+    """Return the bytes that can still be allocated: the system's, or the control group's if fewer; 0 if unknown."""
     available = _kib("/proc/meminfo", "MemAvailable")
     limit, used = _read_integer(_CGROUP / "memory.max"), _read_integer(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        # Files that the group holds in memory it would give up.
+        # The control group would evict its cached files.
         cached = _numbers(_CGROUP / "memory.stat")
         used -= cached.get("inactive_file", 0) + cached.get("active_file", 0)
         available = min(available, max(0, limit - used))
@@ -168,17 +166,17 @@ def available_bytes() -> int:
 
 
 def swap_bytes() -> int:
-    """Bytes of free swap space."""
+    """Return the bytes of free swap space."""
     return _kib("/proc/meminfo", "SwapFree")
 
 
 def machine_bytes() -> int:
-    """Bytes of memory of the machine."""
+    """Return the bytes of the machine's memory."""
     return _kib("/proc/meminfo", "MemTotal")
 
 
 def group_settings(name: str) -> list[str]:
-    """Return the text of file `name`, such as `memory.max`, in each control group (version 2) of this process, outermost first."""
+    """Read file `name`, such as `memory.max`, in each control group (version 2) of this process, outermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -193,7 +191,7 @@ def group_settings(name: str) -> list[str]:
 
 
 def cpu_name() -> str:
-    """The model of this machine's processor; its architecture where the system does not name the model."""
+    """Return the model of this machine's processor, or its architecture if the system does not name the model."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith("model name"):
@@ -202,7 +200,7 @@ def cpu_name() -> str:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number of each line that begins with a name and one; none where the file cannot be read."""
+    """Parse the lines that begin with a name and an integer; empty if the file cannot be read."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError:

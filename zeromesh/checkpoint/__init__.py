@@ -1,13 +1,14 @@
 """Checkpoints: Hugging Face model directories that every rank writes its own bytes of, and that any layout loads.
 
-saver, loader    what all ranks do together: save while training goes on, and load
-store            a directory of checkpoints: each appears all at once, and old ones are removed
-shared_storage   which ranks see one directory; hosts without a shared disk have parts of checkpoints (parts: reading, merging)
+saver, loader    collective operations: saving while training goes on, and loading
+store            a directory of checkpoints: atomic creation, and removal of old ones
+shared_storage   groups of ranks that see one directory
+parts            checkpoints in parts, by hosts without a shared disk: reading and merging
 verify           finds all damage of a checkpoint on disk
-io/              from a rank's memory to bytes of files and back
-    file_slices      what a rank holds of a tensor, and where elements lie in a file
-    row_exchange     what tensor ranks hold of columns of a tensor becomes rows
-    write_plan       which bytes each rank writes
-    writer, reader   move the bytes, with a checksum for each piece
+io/              transfers between a rank's memory and files
+    file_slices      a rank's parts of tensors, and the file places of their elements
+    row_exchange     exchange of columns for rows between tensor ranks
+    write_plan       assignment of bytes to ranks
+    writer, reader   transfers of the bytes, with a checksum for each piece
 format/          the safetensors files and `manifest.json`
 """

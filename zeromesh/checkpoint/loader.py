@@ -1,4 +1,4 @@
-"""Loading a checkpoint by all ranks together: one choice, verified by every rank, for any layout."""
+"""Collective loading of a checkpoint: all ranks choose alike, each verifies what it reads, and any layout is possible."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
-"""The kind to read for one that equals the parameters and is not stored: master weights of their dtype, untrained averages."""
+"""The kind to read in place of an absent kind: master weights equal to the model's, and averages of never-trained parameters."""
 _NAMED = 5
 
 
@@ -24,20 +24,20 @@ class Loader:
     """Opens and reads checkpoints; all ranks call its methods alike, and get the same answers and errors."""
 
     def __init__(self, mesh: Mesh, source: Path | None = None) -> None:
-        """`source` is where frozen weights that a checkpoint does not hold are, if they are not where they were."""
+        """`source` is the directory of frozen weights that a checkpoint refers to, if they have moved."""
         self._mesh = mesh
         self._source = source
 
     def candidates(self, store: CheckpointStore) -> list[int]:
-        """Steps of the checkpoints that some rank sees, newest first: a host that has joined may see none."""
+        """List the steps of the checkpoints that any rank sees, newest first: a newly joined host may see none."""
         rows = self._mesh.world.all_or_raise(f"looking into {store.root}", store.steps, CheckpointError)
         return sorted(set().union(*rows), reverse=True)
 
     def open(self, directory: Path) -> OpenedCheckpoint:
-        """The checkpoint in a directory that all ranks see, or of which each host's directory has a part.
+        """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part.
 
         Raises:
-            CheckpointError: when it is not whole, or ranks see different ones.
+            CheckpointError: when the checkpoint is incomplete, or ranks see different checkpoints.
         """
         world, rank = self._mesh.world, self._mesh.rank
         reader: CheckpointReader | None = None
@@ -61,7 +61,7 @@ class Loader:
             return reader
         leads = reader is not None and holders[identities[rank]][0] == rank
         texts = world.gather_bytes(reader.manifest.to_json() if reader and leads else b"", "manifests of the parts")
-        # Leaders are in rank order here and in `holders`, so each manifest meets the ranks that see it.
+        # Leaders are in rank order here and in `holders`, so each manifest is paired with the ranks that see it.
         parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
         first_ranks = [ranks[0] for ranks in holders.values()]
         if not in_parts or len({part.part[0] for part in parts}) < len(parts):
@@ -74,7 +74,7 @@ class Loader:
         return PartsReader(directory, reader, [part for part, _ in ordered], [ranks for _, ranks in ordered], world)
 
     def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
-        """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
+        """Read a JSON object of the checkpoint. Raises `CheckpointError` on all ranks if one rank cannot read it."""
         found: list[dict[str, Any]] = []
         what = f"reading {opened.directory / path}"
         self._mesh.world.all_or_raise(what, lambda: found.append(opened.document(path)), CheckpointError)
@@ -100,7 +100,7 @@ class Loader:
 
 
 def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
-    """Raise `LayoutError` that names the parameters that are missing in the checkpoint, of another shape, or too many."""
+    """Raise `LayoutError` that names the missing parameters, those of another shape, and those that are too many."""
     problems: list[str] = []
     for spec in tensors:
         stored = _stored(reader, spec.kind, spec.name)
@@ -119,7 +119,7 @@ def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
 
 
 def places_of(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
-    """Yield the places that elements of shards come from: one for columns of rows, and else one for each contiguous run."""
+    """Yield the file places of shards' elements: one per selection of columns, else one per contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:

@@ -1,13 +1,14 @@
-"""One checkpoint from the parts that hosts without a shared disk have written: read by all ranks together, or merged.
+"""One checkpoint from the parts written by hosts without a shared disk: read by all ranks together, or merged.
 
-Each part is a directory with the same files at their full sizes, of which its manifest lists the pieces that are in it:
+Each part is a directory with the same files at their full sizes, and its manifest lists the pieces that the part contains:
 
     part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
     part 1 of 2    pieces            [4 MiB, 8 MiB)
     merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
 
-`PartsReader` gets what a rank needs of other parts over the network: all ranks exchange which pieces they miss. Of the ranks that
-see the part with a piece, one reads and verifies it, and sends it to all, in rounds of one piece from each rank.
+`PartsReader` receives the missing pieces of other parts over the network: all ranks exchange lists of their missing pieces. Of
+the ranks that see the part with a piece, one reads and verifies the piece and sends it to all ranks, in rounds of one piece from
+each rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,10 +30,10 @@ from zeromesh.mesh.process_set import ProcessSet
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
-    """The parts of one checkpoint, in order.
+    """Open the parts of one checkpoint, in order.
 
     Raises:
-        CheckpointError: when they are not of one checkpoint, one is absent, or their pieces are not each byte once.
+        CheckpointError: when the parts are of several checkpoints, one is missing, or pieces do not cover each byte once.
     """
     readers = [CheckpointReader(directory, parts=True) for directory in directories]
     found: dict[int, CheckpointReader] = {}
@@ -52,7 +53,7 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
 
 
 def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
-    """Raise `CheckpointError` unless these, each with a name for messages, are all parts of one checkpoint."""
+    """Raise `CheckpointError` unless these parts, each with a name for messages, are all parts of one checkpoint."""
     name, first = parts[0]
     for other, manifest in parts[1:]:
         shared = first.files.keys() & manifest.files.keys()
@@ -82,7 +83,7 @@ def _facts(part: Manifest, shared: Iterable[str]) -> dict[str, Any]:
 
 
 def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
-    """The manifest of the whole. Raises `CheckpointError` where pieces overlap or leave a gap."""
+    """Merge the manifests of all parts. Raises `CheckpointError` if pieces overlap or leave a gap."""
     one = parts[0]
     files = {}
     for path in {path: None for part in parts for path in part.files}:
@@ -106,7 +107,7 @@ def _check_tiles(path: str, pieces: Sequence[ChecksumPiece], nbytes: int) -> Non
 
 
 def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
-    """Write the whole checkpoint to `out`, verifying every piece on its way; `on_progress` gets the bytes of each.
+    """Write the whole checkpoint to `out`, verifying every piece; `on_progress` receives the bytes of each piece.
 
     Raises:
         CheckpointError: when a piece is not what was written, or pieces are not each byte once.
@@ -126,8 +127,8 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
 class PartsReader(OpenedCheckpoint):
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
 
-    `reader` is of the part that this rank sees in `directory`, None where it sees none; `parts` are the manifests of all, in order,
-    and `holders` the ranks that see each.
+    `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
+    parts, in order, and `holders` the ranks that see each part.
 
     Raises:
         CheckpointError: at construction, when the parts do not make a whole.
@@ -152,12 +153,12 @@ class PartsReader(OpenedCheckpoint):
             for record in part.files.values()
             for piece in record.pieces
         }
-        # The ranks that see a part take turns in reading its pieces for others.
+        # The ranks that see a part take turns reading its pieces for the other ranks.
         self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
         self._here = set(reader.pieces()) if reader is not None else set()
 
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
-        """As `OpenedCheckpoint.stream`; those of this host come first. All ranks raise the error of one."""
+        """Stream as `OpenedCheckpoint.stream`, this host's pieces first. An error of one rank is raised on all."""
         wanted = set(pieces)
 
         def read_here() -> list[int]:
@@ -178,13 +179,12 @@ class PartsReader(OpenedCheckpoint):
                     continue
                 try:
                     use(piece, torch.frombuffer(bytearray(data), dtype=torch.uint8))
-                except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
+                except ZeromeshError as error:  # The other ranks go on to the next round, so this rank must too.
                     problem = error
         if problem is not None:
             raise problem
 
     def _bytes_of(self, served: Sequence[ChecksumPiece | None]) -> bytes:
-        """The bytes of this rank's piece of a round; only ranks that see a part have one."""
         piece, found = served[self._rank], [b""]
         if piece is not None and self._reader is not None:
             self._reader.stream([piece], lambda _, data: found.append(data.numpy().tobytes()))

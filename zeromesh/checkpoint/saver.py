@@ -1,12 +1,12 @@
-"""`Saver`: one checkpoint at a time, written by all ranks while training goes on, and committed between two steps.
+"""`Saver` writes one checkpoint at a time by all ranks while training continues, and commits it between two steps.
 
     begin    all ranks plan the files, exchange the bytes of disk blocks that they share, and begin to write
     release  before an update: waits until the elements that the update changes have been copied
     poll     between steps: goes to the save's next stage once all ranks are done with the present one (`_stages`)
     finish   goes through all stages, waiting
 
-Where each host has a directory of its own, each gets a part: the same files, with what the host's ranks have written in them.
-Background threads never take part in collectives: ranks agree between steps, in their main thread.
+If each host has its own directory, each gets a part: the same files, with the bytes written by the host's ranks. Background
+threads never take part in collectives: ranks agree between steps, in their main thread.
 """
 
 import secrets
@@ -39,10 +39,10 @@ from zeromesh.telemetry.event_ring import Activity
 class SaveContent:
     """The content of a checkpoint.
 
-    `tensors` is the same on all ranks. `shards` is what this rank writes; those of all ranks make up every tensor exactly once.
-    `order` has each owner's position in the next update. `documents` writes the small files into a directory. `keep` is called on
-    rank 0 once the checkpoint is there, and returns the steps of the checkpoints that stay beside it; where others cannot be
-    removed, the save has succeeded all the same.
+    `tensors` is the same on all ranks. `shards` is the part that this rank writes; the shards of all ranks cover every tensor
+    exactly once. `order` has each owner's position in the next update. `documents` writes the small files into a directory.
+    `keep` is called on rank 0 after the commit, and returns the steps of the checkpoints to keep; if others cannot be removed,
+    the save has succeeded all the same.
     """
 
     tensors: Sequence[TensorSpec]
@@ -53,13 +53,13 @@ class SaveContent:
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     frozen: Manifest = field(default_factory=lambda: Manifest(step=0, files={}))
-    """The weights that the checkpoint does not hold, which are in no `tensors` and `shards`, and the files of their source."""
+    """The frozen weights that the checkpoint only refers to, not in `tensors` and `shards`, and the files of their source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """How a save ended, the same on all ranks: `failure` is empty where the checkpoint is there, `warning` where old ones could
-    be removed too."""
+    """The result of a save, the same on all ranks: `failure` is empty if the checkpoint was committed, `warning` if old ones
+    could be removed."""
 
     step: int
     nbytes: int
@@ -71,30 +71,27 @@ _Stages = Generator[None, None, Saved]
 
 
 class Saver:
-    """Saves to a store. All ranks make one and call every method alike. The first rank that sees a directory makes and commits
-    what is in it."""
+    """Saves to a store. All ranks make one and call every method alike. The first rank that sees a directory creates and commits
+    its content."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh) -> None:
         self.store = store
         self._mesh = mesh
         self.in_flight: int | None = None
-        """The step whose checkpoint is being written."""
+        """The step whose checkpoint is being written, or None."""
         self._writer: ShardWriter | None = None
-        self._coming: _Stages | None = None
-        """The stages of the save in flight that are still to come."""
+        self._remaining: _Stages | None = None
+        """The remaining stages of the save in flight."""
         self._task: Future[Any] = Future()
-        """The task of this rank for the present stage."""
 
     @cached_property
     def sharing(self) -> SharedStorage:
-        """Which ranks see one directory, which is made now. Raises `StorageError` where some rank cannot write there."""
+        """The groups of ranks that see one directory, created here. Raises `StorageError` if some rank cannot write there."""
         return find_sharing(self.store.root, self._mesh)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
-        """Raise `StorageError` on all ranks where a checkpoint of these tensors would not fit on some disk.
-
-        Of several disks, each gets about as much as it has ranks.
-        """
+        """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
+        gets bytes in proportion to its ranks."""
         nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
@@ -103,7 +100,7 @@ class Saver:
         """Begin to write a checkpoint; none may be in flight.
 
         Raises:
-            CheckpointError: on all ranks, with what some rank could not do; nothing of the checkpoint is left then.
+            CheckpointError: on all ranks, with the errors of the failing ones; the files of the checkpoint are removed then.
         """
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
@@ -124,7 +121,7 @@ class Saver:
         writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
         stages = self._stages(step, files, writer, content, self._layout(content))
         next(stages)
-        self.in_flight, self._writer, self._coming = step, writer, stages
+        self.in_flight, self._writer, self._remaining = step, writer, stages
 
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
         with disk_call("creation", self.store.temporary(step)):
@@ -135,7 +132,8 @@ class Saver:
                     write_whole(directory / path, text, sync=False)
 
     def _exchange(self, own: Sequence[tuple[str, int, bytes]]) -> list[tuple[str, int, bytes]]:
-        """Send all ranks the bytes (file, first byte, data) that this rank has of others' blocks; returns what others sent."""
+        """Send this rank's bytes (file, first byte, data) of other ranks' blocks; returns the bytes received for its own
+        blocks."""
         world, what = self._mesh.world, "exchange of shared blocks"
         heads = world.gather_json([[path, begin, len(data)] for path, begin, data in own], what)
         received = []
@@ -146,7 +144,7 @@ class Saver:
         return received
 
     def _layout(self, content: SaveContent) -> Mapping[str, Any]:
-        """The layout to note. In parts it names the save, since parts of two saves of one step are not one checkpoint."""
+        """Return the layout to record. In parts it has an identifier of the save, so that parts of two saves do not match."""
         if len(self.sharing.places) == 1:
             return content.layout
         return {**content.layout, "save": self._mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]}
@@ -159,7 +157,7 @@ class Saver:
         content: SaveContent,
         layout: Mapping[str, Any],
     ) -> _Stages:
-        """All stages of a save. Each `yield` ends when every rank has done its work of the stage, and all ranks go on together."""
+        """Yield at the end of each stage of a save, which all ranks leave together once every rank's work is done."""
         store, sharing, directory = self.store, self.sharing, self.store.temporary(step)
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
         committing = False
@@ -172,7 +170,7 @@ class Saver:
 
             rows = self._together(written, "checksums of the checkpoint")
             committing = True
-            away = content.frozen  # Of parts, the first one has the pieces of its files.
+            away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
@@ -195,7 +193,6 @@ class Saver:
         return (yield from self._retire(saved, content.keep))
 
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
-        """Remove the checkpoints that rank 0 does not `keep`, in one stage."""
         try:
             rows = self._together(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])
             retire = self._start(
@@ -208,7 +205,7 @@ class Saver:
             return replace(saved, warning=str(error))
 
     def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
-        """Do work in the background, if it is to be done `here`; the returned call waits for its result, or raises its error."""
+        """Start work in a background thread, if `here`; the returned call waits for its result, or raises its error."""
 
         def run() -> Any:
             with disk_call(name, path):
@@ -218,39 +215,39 @@ class Saver:
         return self._task.result
 
     def release(self, owner: int) -> float:
-        """Return when bucket `owner` may be updated; the seconds that were waited."""
+        """Wait until bucket `owner` may be updated; returns the seconds waited."""
         return self._writer.release(owner, self._post_progress) if self._writer else 0.0
 
     def _post_progress(self) -> None:
         self._mesh.post(Activity.SAVE)
 
     def poll(self) -> Saved | None:
-        """Between two steps: go on with the save in flight if all ranks can; returns how it ended, once it has."""
-        if self._coming is None:
+        """Advance the save in flight between two steps if all ranks can; returns its result once it has ended."""
+        if self._remaining is None:
             return None
         busy = int(not self._task.done())
         busy_anywhere = self._mesh.world.max_(torch.tensor([busy]), "progress of the checkpoint")
         return None if int(busy_anywhere[0]) else self._advance()
 
     def finish(self) -> Saved | None:
-        """Wait until the save in flight has ended, if there is one; returns how it ended."""
+        """Wait until the save in flight has ended, if any; returns its result."""
         saved: Saved | None = None
-        while self._coming is not None:
+        while self._remaining is not None:
             saved = self._advance()
         return saved
 
     def _advance(self) -> Saved | None:
-        """Go to the next stage, with all ranks; returns how the save ended, if it has."""
-        saved = _next(self._coming) if self._coming is not None else None
+        """Go to the next stage together with all ranks; returns the save's result if that was the last one."""
+        saved = _next(self._remaining) if self._remaining is not None else None
         if saved is not None:
             self._forget()
         return saved
 
     def _forget(self) -> None:
-        self.in_flight = self._writer = self._coming = None
+        self.in_flight = self._writer = self._remaining = None
 
     def give_up(self) -> None:
-        """Forget the save in flight without a collective call; returns when no thread works on it any more."""
+        """Abandon the save in flight without a collective call; returns when no thread works on it any more."""
         step = self.in_flight
         if step is None:
             return
@@ -261,7 +258,7 @@ class Saver:
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
-        """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `SaveContent`, no longer names."""
+        """Add a small file to a committed checkpoint, then remove the checkpoints that `keep`, as in `SaveContent`, omits."""
         path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
             self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
@@ -273,24 +270,24 @@ class Saver:
         return found
 
     def remove_old(self, seconds: float) -> str:
-        """Wait at most `seconds` until old checkpoints are removed; returns what ranks could not remove, the same on all."""
+        """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks as a text, alike on
+        all."""
         deadline = time.monotonic() + seconds
         while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
             self._post_progress()
         return self._not_removed()
 
     def _not_removed(self) -> str:
-        """Return the problem that the first rank with one had in removing old checkpoints; empty where no rank has one."""
+        """Return the first rank's problem in removing old checkpoints; empty if no rank has one."""
         problems = [(rank, text) for rank, text in enumerate(self._together(self.store.trash.problems)) if text]
         return "".join(f"rank {rank}: {text}" if self._mesh.world_size > 1 else text for rank, text in problems[:1])
 
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
-        """Raise `CheckpointError` on all ranks for whatever fails on one."""
+        """Run `work` on all ranks and gather its results; raises `CheckpointError` on all ranks if it fails on one."""
         return self._mesh.world.all_or_raise(what, work, CheckpointError)
 
 
 def _next(stages: _Stages) -> Saved | None:
-    """Begin the next stage; returns how it all ended, if there is none."""
     try:
         next(stages)
     except StopIteration as end:

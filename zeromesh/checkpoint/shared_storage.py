@@ -1,8 +1,8 @@
-"""Finds out which ranks see the same directory.
+"""Determines which ranks see the same directory.
 
-All ranks see one directory on a shared file system; where each host has its own, only the ranks of a host do. Every rank puts a
-file into the directory, which shows that it can, and looks for those of the ranks before it. The first whose file it sees leads the
-directory: it makes checkpoints in it and commits them. On one host, rank 0 leads.
+All ranks see one directory on a shared file system; if each host has its own, only the ranks of a host do. Every rank creates a
+file in the directory, which proves write access, and looks for the files of lower ranks. The lowest rank whose file it sees leads
+the directory: the leader creates and commits checkpoints in it. On one host, rank 0 leads.
 
     ranks 0 1 | 2 3 on two hosts, own disks      places [0, 1], [2, 3], led by 0 and 2
 """
@@ -20,7 +20,7 @@ from zeromesh.mesh.process_mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStorage:
-    """`places` has the ranks that see one directory, each place in rank order, led by its first rank."""
+    """`places` lists the ranks that see one directory, each place in rank order, led by its first rank."""
 
     places: tuple[tuple[int, ...], ...]
     rank: int
@@ -32,17 +32,17 @@ class SharedStorage:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that see the same directory as this one."""
+        """The ranks that see the same directory as this rank."""
         return self.places[self.place]
 
     @property
     def leads(self) -> bool:
-        """True if this rank makes and commits the content of its directory."""
+        """True if this rank creates and commits the content of its directory."""
         return self.ranks[0] == self.rank
 
 
 def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
-    """How the ranks of a mesh share a directory, which is made where it is not there; all ranks call it.
+    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it.
 
     Raises:
         StorageError: on all ranks, where some rank cannot write there.

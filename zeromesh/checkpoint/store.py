@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are there, making one all at once or not at all, and removing old ones in a thread.
+"""A directory of checkpoints: lists them, creates each atomically, and removes old ones in a thread.
 
 checkpoints/step-00000100/        a checkpoint
             step-00000200.tmp/    being written, or left behind by a kill: never read, removed at the next start
@@ -35,53 +35,53 @@ _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")
 _TRASH = re.compile(r"\.trash-.+")
 MARK = re.compile(r"\.seen-[0-9a-f]+-\d+")
-"""Files that ranks make there for a moment to find out which of them see the directory."""
+"""Temporary files by which ranks find out which of them see the directory."""
 _SPARE_BYTES = 16 << 20
-"""Bytes kept free for the manifest, other small files, and what directories take."""
+"""Bytes kept free for the manifest, other small files, and directory entries."""
 _ROOM_SECONDS = 10.0
-"""How long a checkpoint that has no room waits for old ones to be removed."""
+"""The seconds for which a save without disk space waits for the removal of old checkpoints."""
 _MOST_TRASH = 4
-"""Checkpoints that may wait to be removed. A disk that is slower than that holds up retention, and in the end the next save."""
+"""The most checkpoints that may wait for removal. A slower disk delays retention, and in the end the next save."""
 
 
 class CheckpointStore:
-    """Checkpoints in `root`. Only the process that holds the run's lock may change it."""
+    """Checkpoints in `root`. Only the process that holds the run's lock may change them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.trash = Remover()
-        """Removes what has been set aside, in threads."""
+        """Removes renamed directories in threads."""
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are there, newest first, whole or not."""
+        """List the steps of the checkpoints in the directory, newest first, intact or not."""
         if not self.root.is_dir():
             return []
         found = [self.step_of(path) for path in self.root.iterdir() if path.is_dir()]
         return sorted((step for step in found if step is not None), reverse=True)
 
     def path(self, step: int) -> Path:
-        """The directory of a checkpoint."""
+        """Return the directory of a checkpoint."""
         return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """The directory in which a checkpoint is written."""
+        """Return the directory in which a checkpoint is written."""
         return self.root / f"step-{step:08d}.tmp"
 
     @staticmethod
     def step_of(path: Path) -> int | None:
-        """The step in a path's name, if it is the name of a checkpoint."""
+        """Parse the step from the name of a checkpoint's path; None for other names."""
         match = _STEP.fullmatch(path.name)
         return int(match[1]) if match else None
 
     def leftovers(self) -> list[str]:
-        """Names of directories and files that are being written or removed, or were when a run was killed."""
+        """List directories and files that are being written or removed, or were when a run was killed."""
         if not self.root.is_dir():
             return []
         names = [path.name for path in self.root.iterdir()]
         return sorted(name for name in names if any(kind.fullmatch(name) for kind in (_TMP, _TRASH, MARK)))
 
     def clean(self) -> list[str]:
-        """Remove what dead runs left behind; returns the names."""
+        """Remove the leftovers of dead runs; returns their names."""
         left = self.leftovers()
         for name in left:
             if MARK.fullmatch(name):
@@ -91,17 +91,18 @@ class CheckpointStore:
         return left
 
     def create(self, step: int, files: Sequence[FileLayout], part_nbytes: int | None = None) -> Path:
-        """The temporary directory of a checkpoint, with its files at their full sizes.
+        """Create the temporary directory of a checkpoint, with its files at their full sizes.
 
-        `part_nbytes` is how many bytes will be written here, of a part; the rest of its files takes no room. None means all bytes.
+        `part_nbytes` is the number of bytes that will be written here if the checkpoint is a part, whose files are sparse. None
+        means all bytes.
 
         Raises:
-            StorageError: where there is no room, or it cannot be written.
+            StorageError: without enough space, or if the directory cannot be written.
         """
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         with refusals(directory, "written"):
-            self._discard(self._set_aside(step, directory))  # What is in it may be of other sizes.
+            self._discard(self._set_aside(step, directory))  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         self.require_room(needed)
@@ -110,7 +111,7 @@ class CheckpointStore:
         return directory
 
     def require_room(self, nbytes: int) -> None:
-        """Raise `StorageError` where a checkpoint of so many bytes would not fit."""
+        """Raise `StorageError` if a checkpoint of `nbytes` bytes would not fit."""
         with refusals(self.root, "read"):
             if shutil.disk_usage(self.root).free < nbytes + _SPARE_BYTES:
                 self.trash.wait(seconds=_ROOM_SECONDS)
@@ -118,7 +119,7 @@ class CheckpointStore:
             _require_free(self.root, nbytes, f"{str(self.root)!r}: a checkpoint", cure)
 
     def commit(self, step: int, manifest: Manifest) -> None:
-        """Make the temporary directory the checkpoint: the manifest last, everything on the disk, then the name.
+        """Turn the temporary directory into the checkpoint: write the manifest last, sync everything, then rename.
 
         `manifest` has the records of the tensor files; those of all other files in the directory are added.
 
@@ -138,7 +139,7 @@ class CheckpointStore:
             self._discard(replaced)
 
     def amend(self, step: int, name: str, data: bytes) -> None:
-        """Put the small file `name` into a checkpoint that is there: first the file, then a manifest with it, all at once.
+        """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it.
 
         A kill leaves the checkpoint as it was, or at worst without `name`.
 
@@ -159,17 +160,17 @@ class CheckpointStore:
     @staticmethod
     def _put_manifest(directory: Path, manifest: Manifest) -> None:
         text = manifest.to_json()
-        manifests.parse(directory / manifests.NAME, text)  # What no reader would take is no checkpoint.
+        manifests.parse(directory / manifests.NAME, text)  # Fails for a manifest that readers would reject.
         write_whole(directory / manifests.NAME, text)
         sync_directory(directory)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed. What cannot even be renamed is left to the next start."""
+        """Remove the files of a failed save. What cannot even be renamed is left to the next start."""
         with suppress(OSError):
             self._discard(self._set_aside(step, self.temporary(step)))
 
     def retire(self, keep: Iterable[int]) -> list[int]:
-        """Take away all checkpoints but these steps, whose files `trash` then removes; returns the steps that are gone."""
+        """Remove all checkpoints but those of these steps, in the thread of `trash`; returns the removed steps."""
         kept = set(keep)
         self.trash.wait(left=_MOST_TRASH)
         gone = [step for step in self.steps() if step not in kept]
@@ -178,7 +179,7 @@ class CheckpointStore:
         return gone
 
     def remove(self, step: int) -> None:
-        """Take away a checkpoint, if it is there. It is renamed first, so that no half of it is ever read."""
+        """Remove a checkpoint if it exists. It is renamed first, so that no half of it is ever read."""
         self._discard(self._set_aside(step, self.path(step)))
 
     def _set_aside(self, step: int, path: Path) -> Path | None:
@@ -202,7 +203,7 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
 
 
 def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRecord]:
-    """Bring the files that are not known to the disk, anew: some libraries make files that only their owner may read."""
+    """Sync the files that are not known to disk as new copies, since some libraries make files that only their owner may read."""
     found = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         name = path.relative_to(directory).as_posix()
@@ -215,16 +216,16 @@ def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRe
 
 @contextmanager
 def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
-    """A directory to be filled inside the block with about `nbytes` bytes; it is `out` when the block has ended well.
+    """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error.
 
-    Otherwise it is removed. What is written into it through `PositionalFile` has to be synced inside the block.
+    After an error it is removed. Files written through `PositionalFile` have to be synced inside the block.
 
     Raises:
         ConfigError: where there is something at `out` already.
         StorageError: where there is no room, or it cannot be written.
     """
     out = Path(os.path.realpath(out))
-    # Short, since `out` may have the longest name; its own, since another process may be writing the same directory.
+    # Short, since `out` may have the longest allowed name, and random, since another process may write the same directory.
     temporary = out.with_name(f".zeromesh-{secrets.token_hex(8)}.tmp")
     occupied = f"{out} exists and is not an empty directory; give another one, or remove it first"
     try:
@@ -246,30 +247,29 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
 
 
 class Remover:
-    """Removes directories, each in a thread. What cannot be removed is tried again with the next one, and reported once.
-
-    Threads do not keep a process from ending: the next start of the run removes what is left.
-    """
+    """Removes directories, each in a thread. A failed removal is retried with the next one, and reported once. Threads do not
+    keep a process from ending: the next start of the run removes what is left."""
 
     def __init__(self) -> None:
         self._tasks: dict[Path, Future[Any]] = {}
-        """By directory its removal, which returns why it is still there. It is replaced as a whole: other threads may look."""
+        """The removal task of each directory, which returns the failure's reason; replaced as a whole, as other threads read the
+        dict."""
         self._reported: set[Path] = set()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory and all that is in it, later."""
+        """Remove a directory with its contents, in a thread."""
         tasks = {each: task for each, task in self._tasks.items() if not task.done()}
         for each in (*self._refused(), path):
             tasks[each] = in_thread("remove", partial(_remove, each), daemon=True)
         self._tasks = tasks
 
     def wait(self, *, left: int = 0, seconds: float | None = None) -> bool:
-        """Wait until the oldest but `left` removals have ended, for at most `seconds`; returns whether that came true."""
+        """Wait at most `seconds` until all but the newest `left` removals have ended; returns True if they have."""
         tasks = [task for task in self._tasks.values() if not task.done()]
         return not futures.wait(tasks[: max(0, len(tasks) - left)], seconds).not_done
 
     def problems(self) -> str:
-        """A report of directories that could not be removed and were not reported before; empty where there are none."""
+        """Report directories that could not be removed and were not reported before; empty without any."""
         new = {path: why for path, why in self._refused().items() if path not in self._reported}
         self._reported.update(new)
         first = next(iter(new.values()), "")
@@ -280,7 +280,7 @@ class Remover:
 
 
 def _remove(path: Path) -> str:
-    """Remove a directory; returns why it is still there, if it is. Of what cannot be removed as a whole, as much goes as can."""
+    """Remove a directory, as far as possible; returns the reason if it still exists."""
     shutil.rmtree(path, ignore_errors=True)
     try:
         if path.exists():

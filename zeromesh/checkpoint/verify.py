@@ -1,4 +1,4 @@
-"""All that is wrong with a checkpoint on disk: every byte is read, and every damaged file is named."""
+"""Finds all damage of a checkpoint on disk: every byte is read, and every damaged file is named."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from zeromesh.errors import ZeromeshError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A file that is not what was written, why (the first reasons), and the tensors that have a byte in what is lost of it."""
+    """A damaged file: its first reasons, and the tensors that have a byte in its damaged pieces."""
 
     path: str
     reasons: tuple[str, ...]
@@ -19,10 +19,8 @@ class Damage:
 
 
 def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) -> Iterator[Damage]:
-    """Verify every piece of every file; `on_progress` gets the bytes of each piece that is done.
-
-    The reader is one that was made unchecked. Raises nothing for what is wrong in the files.
-    """
+    """Verify every piece of every file, with a reader made unchecked; `on_progress` receives the bytes of each verified piece.
+    Damage in the files is yielded, never raised."""
     problems = dict(reader.problems())
     for path, record in reader.manifest.files.items():
         bad: list[ChecksumPiece] = []
@@ -44,7 +42,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
         if path in problems:
             reasons = [problems.pop(path), *reasons]
         elif not reasons and not reader.manifest.is_elsewhere(path) and path.endswith(".safetensors"):
-            # The header of a source has names of its own, and parts have no whole files.
+            # The header of a source has its own names, and parts have no whole files.
             reasons = _disagreement(reader, path) if reader.manifest.part[1] == 1 else []
         if reasons:
             yield Damage(path=path, reasons=tuple(reasons), tensors=tuple(reader.tensors_in(bad)) if bad else ())
@@ -52,7 +50,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
 
 
 def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
-    """Return the errors of a file that is as it was written, but whose header, which other programs read, is not its manifest's."""
+    """Return the differences between a sound file's header, which other programs read, and the manifest."""
     path, tensors = reader.directory / name, [each for each in reader.manifest.tensors if each.path == name]
     try:
         found = {name: (each.spec.dtype, each.spec.shape, each.begin) for name, each in read_header(path).items()}
@@ -60,6 +58,6 @@ def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
         return [str(error)]
     wanted = {tensor.spec.name: (tensor.spec.dtype, tensor.spec.shape, tensor.begin) for tensor in tensors}
     if not wanted:
-        return []  # A document, such as adapters for other programs: the manifest says nothing of its tensors.
+        return []  # A document, such as adapters for other programs, whose tensors the manifest does not list.
     names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     return [f"{path}: its header and the manifest do not agree about {', '.join(names[:3])}"] if names else []

@@ -1,17 +1,15 @@
-"""Optimizers of any class: what a trial shows of one, and how it is run over the ranks of the shard group, by the class itself.
+"""Optimizers of any class: a trial that classifies a class's update, and its execution over the shard group by the class itself.
 
 element by element    each rank updates the pieces of parameters in its shards; states lie as moments do
-whole tensors         each parameter has one owner, on which its states lie whole: for an update its gradient and its weights go
-                      there, and the new weights come back. Owners are chosen so that all ranks have about as many elements,
-                      at every stage
+whole tensors         each parameter has one owner, which holds its whole states: for an update the owner receives the parameter's
+                      gradient and weights, and returns the new weights. Owners are balanced by elements, at every stage
 
-A trial runs the class on small tensors in float64. Its update is element by element where a tensor that is cut into pieces, each
-of them flat, becomes what it becomes whole, states included: any shard can then be updated on its own. Muon and Adafactor, say,
-need whole tensors.
+A trial runs the class on small tensors in float64. The class is element-wise if updating a tensor in flat pieces gives the same
+values and states as updating it whole: any shard can then be updated on its own. Muon and Adafactor need whole tensors.
 
-States may be tensor subclasses, such as the 8-bit codes and the scales of blocks in which torchao keeps those of larger tensors.
-What is kept is the plain tensors inside. Which these are depends on a parameter's size: a step on the meta device, on its own
-shape, says that. Blocks are those of whole tensors, so these are updated whole too.
+States may be tensor subclasses, such as torchao's 8-bit codes with a scale per block for larger tensors. Their plain inner
+tensors are stored. Their layout depends on a parameter's size, so it is found by a step on the meta device with the parameter's
+shape. Blocks are those of whole tensors, so these parameters are updated whole too.
 """
 
 from collections import OrderedDict, defaultdict
@@ -37,24 +35,24 @@ from zeromesh.units.unit import Bucket
 _WHAT = "exchange of tensors with their owners"
 _RESERVED = {"model", "master", "ema"}
 _SIZES = (7, 11, 5, 3, 2)
-"""Dimensions of the tensors of a trial, all different: a dimension of a state is thereby known as one of its parameter's."""
+"""Dimensions of the trial's tensors, all different, so that a state's dimension is recognized as the parameter's."""
 _STEPS = 24
 _LARGE = 1 << 13
-"""Elements of a tensor whose states optimizers of 8 bits keep in blocks; those of smaller tensors they keep as others do."""
+"""Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
 _LARGE_STEPS = 3
 _LEAST_RATE = 0.01
-"""A schedule may begin at a rate of 0, at which no update shows anything."""
+"""The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
 _OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def make_optimizers(
     buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, group: ProcessSet, loads: list[int]
 ) -> list[BucketOptimizer]:
-    """The optimizers of buckets that have none yet. `loads` has the elements that each rank of the shard group `group` owns, and
-    gets those that are added, alike on all ranks.
+    """Make optimizers for the buckets that have none yet. `loads` has the elements that each rank of the shard group `group`
+    owns; those of the new optimizers are added, alike on all ranks.
 
     Raises:
-        ConfigError: for parameters that are not whole on a rank, where the class needs them so.
+        ConfigError: for parameters that are not whole on a rank, if the class needs whole ones.
     """
     own_class = options.optimizer.own_class
     if own_class is None:
@@ -77,10 +75,8 @@ def make_optimizers(
 
 
 class PieceOptimizer(BucketOptimizer):
-    """The optimizer of one bucket's shard by a class that works element by element.
-
-    What the class keeps beside tensors, such as a count of its steps, is `[slots]`, float64, on the CPU of each rank.
-    """
+    """The optimizer of one bucket's shard for a class whose update is element by element. What the class keeps beside tensors,
+    such as a count of its steps, is `[slots]`, float64, on the CPU of each rank."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
@@ -98,7 +94,7 @@ class PieceOptimizer(BucketOptimizer):
         numbers = {slot.spec.fqn: number for number, slot in enumerate(self._bucket.layout.slots)}
         pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
         groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._updated()
-        # Each has counts of its own, so that no two are updated at once.
+        # Parameters have step counts of their own, so that no two are updated in one call.
         self._segments = [(at.start, at.end, groups[n], n) for at, n in pieces if updated[n] and groups[n] != NO_GROUP]
 
     def begin(self) -> None:
@@ -119,7 +115,7 @@ class PieceOptimizer(BucketOptimizer):
     ) -> None:
         plan, state = self._plans[slot], dict[str, Any]()
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
-        if self.steps[slot] > 1:  # Before its first update the class makes them.
+        if self.steps[slot] > 1:  # In the first update the class creates the states.
             state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
             state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
         (state,) = self._driver.step(group, [master], [grad], [state])
@@ -139,7 +135,7 @@ class PieceOptimizer(BucketOptimizer):
 
 
 class WholeOptimizer(PieceOptimizer):
-    """The optimizer of the parameters of one bucket by a class that needs whole tensors. All ranks of the shard group call it."""
+    """The optimizer of one bucket's parameters for a class that needs whole tensors. All ranks of the shard group call it."""
 
     def __init__(
         self,
@@ -150,11 +146,11 @@ class WholeOptimizer(PieceOptimizer):
         group: ProcessSet,
         owners: Mapping[int, int],
     ) -> None:
-        """`owners` has the position in `group` of the owner of each parameter, by the parameter's number."""
+        """`owners` maps the number of each parameter to the position in `group` of its owner."""
         super().__init__(bucket, options, tiers, own_class)
         self._group, self._owners, self._ledger = group, owners, tiers.ledger
         self._examples: dict[int, dict[str, torch.Tensor]] = {}
-        """The state tensors that are kept of each parameter, by its number and their names, on the meta device."""
+        """The state tensors of each parameter, by its number and their names, on the meta device."""
         self._states: dict[tuple[int, str], TieredTensor] = {}
         for number in owners:
             spec = bucket.layout.slots[number].spec
@@ -167,7 +163,7 @@ class WholeOptimizer(PieceOptimizer):
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
     def _plan_of(self, spec: ParameterSpec, tried: StatePlan, dtype: torch.dtype) -> StatePlan:
-        """Return the states that the class keeps of a parameter. Raises `ConfigError` where finding them needs its elements."""
+        """Return the states that the class keeps for a parameter. Raises `ConfigError` if they depend on its elements."""
         shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
         if not tried.by_size:
             sizes = dict(zip(_SIZES, shape, strict=False))
@@ -201,7 +197,7 @@ class WholeOptimizer(PieceOptimizer):
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
     def update(self, master: torch.Tensor, grad: torch.Tensor, groups: Sequence[Hyperparameters]) -> None:
-        """Update `master`, the weights that this rank has of the bucket, in place with their gradients `grad`, `[length]` both."""
+        """Update `master`, this rank's weights of the bucket, in place with the gradients `grad`, `[length]` both."""
         layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
@@ -222,7 +218,7 @@ class WholeOptimizer(PieceOptimizer):
             self._update_part(number, groups[spec.group], value.view(shape), gradient.view(shape), states)
             for name, each in states.items():
                 self._states[number, name].write(0, each.view(-1)).wait()
-        # In the order of owners, so that ranks that want all of it gather it at once.
+        # The order of owners lets ranks that need all of it gather it in one collective.
         back = tuple(
             tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
             for (interval,) in held
@@ -235,12 +231,12 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _like(example: Any, number: float) -> Any:
-    """A number as a class keeps it, which keeps `example`."""
+    """Convert a number to the type of `example`: a tensor or a Python number."""
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
 
 
 def _parts(name: str, state: Any) -> dict[str, Any]:
-    """The plain tensors inside of a state, by the names under which they are kept; floats of one byte as their bits."""
+    """Split a state into plain tensors by the names under which they are stored; 8-bit floats are viewed as uint8."""
     if hasattr(state, "__tensor_flatten__"):
         inner = [(f"{name}.{each}", getattr(state, each)) for each in state.__tensor_flatten__()[0]]
         return {part: value for each in inner for part, value in _parts(*each).items()}
@@ -249,7 +245,7 @@ def _parts(name: str, state: Any) -> dict[str, Any]:
 
 
 def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
-    """A state like `example` that is made of `parts`, as `_parts` names them."""
+    """Rebuild a state like `example` from `parts`, which are named as `_parts` names them."""
     if not hasattr(example, "__tensor_flatten__"):
         return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
     names, context = example.__tensor_flatten__()
@@ -259,7 +255,7 @@ def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor
 
 
 class OptimizerDriver:
-    """Runs the step of an optimizer's class on tensors that are given each time, with states that are given too."""
+    """Runs the step of an optimizer class on the values, gradients and states given in each call."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.twin = type(optimizer).__new__(type(optimizer))
@@ -273,7 +269,7 @@ class OptimizerDriver:
         gradients: Sequence[torch.Tensor],
         states: Sequence[Mapping[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Update `values` in place with `gradients` of their shapes and dtype; returns the states afterwards."""
+        """Update `values` in place with `gradients` of the same shapes and dtype; returns the states after the update."""
         parameters = [nn.Parameter(value) for value in values]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -281,27 +277,25 @@ class OptimizerDriver:
         self.twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
         self.twin.step()
         for parameter, value in zip(parameters, values, strict=True):
-            if parameter.data_ptr() != value.data_ptr():  # The class has given it other memory.
+            if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
                 value.copy_(parameter.detach())
         found = [self.twin.state[parameter] for parameter in parameters]
         return [{name: value for name, value in state.items() if value is not None} for state in found]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, for a step on any device by the kernels that are there for all.
-
-    Those that are tensors stay tensors, for a class may insist on that, and are copies, so that a change by it is found.
-    """
+    """Return a group's hyperparameters for a step on any device, without options that choose device-specific kernels. Tensors
+    stay tensors, since a class may require them, but are copied, so that a change by the class is detected."""
     found = {name: value for name, value in group.items() if name != "params"}
     found |= {name: value.to("cpu", copy=True) for name, value in found.items() if _is_scalar(value)}
     return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
 
 
 def try_class(optimizer: Optimizer) -> OptimizerClass:
-    """Find out how an optimizer is to be run over parts of its parameters.
+    """Find out if an optimizer updates element by element or whole tensors.
 
     Raises:
-        ConfigError: for one that cannot be run so, with the reason.
+        ConfigError: for an optimizer that cannot be run in either way, with the reason.
     """
     plans, whole = dict[tuple[int, int], StatePlan](), False
     for number, group in enumerate(optimizer.param_groups):
@@ -330,7 +324,7 @@ def _not_kept(optimizer: str, name: str, state: Any) -> str:
 
 
 class _Trial:
-    """The trial of a group's hyperparameters on two tensors, the first of `shape`: `plan`, and whether it is `element_wise`."""
+    """The trial of a group's hyperparameters on two tensors, the first of `shape`: `plan` and `element_wise`."""
 
     def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], steps: int) -> None:
         self._optimizer = optimizer
@@ -362,7 +356,7 @@ class _Trial:
 
     @property
     def element_wise(self) -> bool:
-        """True if an update of flat pieces of the first tensor gives the same as an update of the whole tensor."""
+        """True if an update of flat pieces of the first tensor equals the update of the whole tensor."""
         if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
             return False
         try:
@@ -372,7 +366,7 @@ class _Trial:
             return False
 
     def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Values and states after all steps, of tensors by their numbers; with `cut`, of flat pieces of them."""
+        """Return values and states after all steps, of the tensors of these numbers; with `cut`, of flat pieces of them."""
 
         def parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             chosen = [tensors[number].clone() for number in numbers]
@@ -395,7 +389,6 @@ class _Trial:
         return values, states
 
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
-        """Return True if two runs gave equal values and states, up to rounding, however they are cut."""
         flat, scalars = [], []
         for values, states in runs:
             kept = [_parts(name, state[name]).values() for name in self.plan.tensors for state in states]
@@ -407,8 +400,8 @@ class _Trial:
 
 
 def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
-    """Return the states that a class keeps, as found after a step on a parameter of `dtype`. Raises `ConfigError` for states that
-    no checkpoint could have."""
+    """Return the states that a class keeps after a step on a parameter of `dtype`. Raises `ConfigError` for states that no
+    checkpoint can store."""
     plan = StatePlan(tensors={}, scalars={})
     for name, value in state.items():
         if not str(name).isidentifier() or name in _RESERVED:
@@ -425,12 +418,11 @@ def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> State
 
 
 def _storable(parts: Iterable[torch.Tensor]) -> bool:
-    """Return True if a checkpoint can have these tensors."""
     return all(each.dtype in DTYPE_NAMES and each.dim() for each in parts)
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:
-    """Return marks of an optimizer's attributes by name, which differ once an attribute has changed, also in place."""
+    """Return a fingerprint of each of an optimizer's attributes, which changes when the attribute does, also in place."""
     return {name: _mark(value) for name, value in vars(optimizer).items() if name not in _OWN}
 
 

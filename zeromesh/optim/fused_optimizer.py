@@ -1,7 +1,7 @@
-"""torch's own fused optimizers on the flat shards of buckets.
+"""torch's fused optimizers on the flat shards of buckets.
 
-Each bucket has an optimizer of its own, so that buckets can be updated one by one: inside backward, or in parts that are streamed
-when their states rest on another tier. Element-wise rules give the same bits however a buffer is cut.
+Each bucket has a separate optimizer, so that buckets can be updated one by one: inside backward, or in parts that are streamed
+when their states are offloaded. Element-wise updates give the same bits however a buffer is cut.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
 Hyperparameters = Mapping[str, Any]
-"""The settings of one group of parameters, under torch's names: `lr`, `weight_decay`, and what the optimizer has besides."""
+"""The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
 
 class GroupRules:
-    """Which optimizer group a parameter belongs to: the user's own, or else 0, which is decayed, and 1, which is not."""
+    """Assigns parameters to optimizer groups: the user's groups, or else 0, with weight decay, and 1, without."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
@@ -35,25 +35,25 @@ class GroupRules:
         self._members = {name: number for number, names in enumerate(settings.members) for name in names}
 
     def group_of(self, fqn: str) -> int:
-        """The number of the group of a parameter, by its name; `NO_GROUP` for one that the user's optimizer does not have."""
+        """Return the number of a parameter's group, by its name; `NO_GROUP` for a parameter unknown to the user's optimizer."""
         if self._members:
             return self._members.get(fqn, NO_GROUP)
         return int(fqn in self._names or any(fnmatchcase(fqn, pattern) for pattern in self._globs))
 
     def unmatched(self, fqns: Sequence[str]) -> list[str]:
-        """Patterns that match none of the parameters `fqns`."""
+        """List the patterns that match none of the parameters `fqns`."""
         names = frozenset(fqns)
         return [each for each in self._patterns if each not in names and not any(fnmatchcase(n, each) for n in fqns)]
 
 
 class OptimizerRow(NamedTuple):
-    """An optimizer whose update is element by element: torch's class, and torch's names of its settings and moments."""
+    """An element-wise optimizer: torch's class, and torch's names of its settings and moments."""
 
     kind: type[Optimizer]
     settings: tuple[str, ...]
-    """Those beside `lr` and `weight_decay`."""
+    """The settings beside `lr` and `weight_decay`."""
     moments: tuple[str, ...]
-    """SGD has one with momentum."""
+    """The names of the moments; SGD has one with momentum."""
 
 
 OPTIMIZERS = {
@@ -66,14 +66,14 @@ OPTIMIZERS = {
 
 
 def torch_optimizer(settings: Any, parameters: Iterable[Any]) -> Optimizer:
-    """Make torch's optimizer of `parameters` or groups of them, with the name and the values of `settings`, but for its decay."""
+    """Make torch's optimizer of `parameters` or groups of them, of the name and the values of `settings` without weight decay."""
     row = OPTIMIZERS[settings.name]
     values: Any = {name: getattr(settings, name) for name in ("lr", *row.settings)}
     return row.kind(parameters, **values)
 
 
 def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
-    """torch's names of the moments, each with one element per parameter element."""
+    """Return torch's names of the moments, each with one element per parameter element."""
     if settings.own_class is not None:
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
         return tuple(dict.fromkeys(name for plan in plans for name in plan.tensors))
@@ -88,14 +88,12 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
 
 
 KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
-"""A state of a parameter that is not divided as the parameter is: name, dtype, shape, and the elements where a rank has them."""
+"""A state that is not divided as its parameter is: name, dtype, shape, and the elements where a rank has them."""
 
 
 class BucketOptimizer:
-    """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step.
-
-    An update is element by element, so any interval may be updated at a time, on whatever device its tensors are then.
-    """
+    """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step. An
+    update is element by element, so any interval may be updated at a time, on any device that holds its tensors."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         master, at = bucket.master, options.offload.optimizer
@@ -106,20 +104,20 @@ class BucketOptimizer:
             for name in moment_names(self._settings)
         }
         self.steps = [0] * len(bucket.layout.slots)
-        """How many updates each parameter has had. As in torch, one that is frozen for a while goes on from its own count."""
+        """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.follow()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states."""
+        """Bytes of the optimizer states."""
         return sum(moment.nbytes for moment in self.moments.values())
 
     def kept(self, number: int) -> Iterable[KeptState]:
-        """Return the states that are kept of a parameter, by its number, beside the moments."""
+        """Return the states of a parameter, by its number, that are no moments."""
         return ()
 
     def follow(self) -> None:
-        """Take in which parameters are trained now, and how many updates each has had."""
+        """Read which parameters are trained now, and how many updates each has had."""
         bucket, kinds = self._bucket, list(zip(self._updated(), self.steps, strict=True))
         self._segments = [
             (segment.where.start, segment.where.end, segment.group, segment.slot)
@@ -129,11 +127,10 @@ class BucketOptimizer:
         self._missing = bucket.missing
 
     def _updated(self) -> list[bool]:
-        """Which parameters an update changes."""
         return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
 
     def begin(self) -> None:
-        """Begin another update: count it for the parameters that it changes."""
+        """Begin another update, which counts for the parameters that it changes."""
         self.steps = [count + updated for count, updated in zip(self.steps, self._updated(), strict=True)]
         if self._bucket.missing != self._missing:
             self.follow()
@@ -163,7 +160,7 @@ class BucketOptimizer:
         grad: torch.Tensor,
         states: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update elements that are alike, the first of them of the parameter of number `slot`, and their `states`, in place."""
+        """Update in place elements of one group and step count, the first of which belongs to parameter number `slot`."""
         fused_update(self._settings.name, group, master, grad, [*states.values()], self.steps[slot] - 1)
 
 
@@ -175,13 +172,11 @@ def fused_update(
     moments: Sequence[torch.Tensor],
     updates: int,
 ) -> None:
-    """Update `master` and `moments`, all `[elements]` like `grad`, in place, by the functional form of torch's fused kernels.
-
-    `updates` is how many updates were made before.
-    """
+    """Update `master` and `moments`, all `[elements]` like `grad`, in place, by torch's functional fused kernels. `updates` is
+    the number of earlier updates."""
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
     fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a kernel for it.
-    # Made where it is read: a copy would make the host wait for the device.
+    # Created on the device that reads it: a copy would make the host wait for the device.
     steps = [torch.full((), float(updates), device=master.device if fused else torch.device("cpu"))]
     with torch.no_grad():
         if name == "sgd":

@@ -1,10 +1,9 @@
-"""Gradient shards between the reduction of a bucket and its update: where they lie, who else sums them, their norm and scale.
+"""Gradient shards between the reduction of a bucket and its update: their tier, sums over replicas, norm and scale.
 
     allocate -> the reducer sums into bucket.grad -> offload      for each microbatch
     norm                                                          at the end of the step, for the norm of all
 
-A shard that rests on another tier has memory only while its bucket is being summed: at most `LEAVING` of them are on their way out
-at a time.
+An offloaded shard has memory only while its bucket is being summed: at most `LEAVING` shards are on their way out at a time.
 """
 
 import hashlib
@@ -28,24 +27,22 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class LossScaler:
-    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018.
-
-    Without settings the scale is 1 and stays so.
-    """
+    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018. Without settings
+    the scale is 1 and stays so."""
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
         self.scale = settings.initial_scale if settings else 1.0
         self.good_steps = 0
-        """Steps without an overflow since the scale has changed."""
+        """The number of steps without an overflow since the scale changed."""
 
     def load(self, scale: float, good_steps: int) -> None:
-        """Go on from the scale of an earlier run. Without settings the scale stays 1."""
+        """Continue from the scale of an earlier run. Without settings the scale stays 1."""
         if self._settings is not None:
             self.scale, self.good_steps = scale, good_steps
 
     def update(self, *, overflow: bool) -> None:
-        """Adapt the scale to what a step has shown. All ranks call it with the same `overflow`."""
+        """Adapt the scale to a step with or without overflow. All ranks call it with the same `overflow`."""
         if (settings := self._settings) is None:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
@@ -56,11 +53,11 @@ class LossScaler:
 
 
 LEAVING = 2
-"""Gradient shards that may be on their way to another tier at once."""
+"""The number of gradient shards that may be on their way to another tier at once."""
 
 
 class GradientShards:
-    """The gradient shards of one rank: memory for them, and their way to another tier and back."""
+    """One rank's gradient shards: their memory, and their transfers to another tier and back."""
 
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.sums
@@ -71,11 +68,11 @@ class GradientShards:
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
         self._ordered: list[Transfer] = []
-        """Transfers to the host that what the device does next comes after already."""
+        """Transfers to the host that the device's later work is already ordered after."""
         self._norms: dict[int, torch.Tensor] = {}
 
     def require_room(self, buckets: Iterable[Bucket]) -> None:
-        """Raise `StorageError` before training where a step's shards would not fit beside all other states."""
+        """Raise `StorageError` before training if a step's shards would not fit beside all other states."""
         if self._stay or self._pass_through:
             return
         nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
@@ -88,15 +85,13 @@ class GradientShards:
         self._ordered.clear()
 
     def begin(self, *, first: bool) -> None:
-        """Begin a backward; `first` of its step."""
+        """Begin a backward; `first` is True for the first one of its step."""
         self._first = first
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Prepare for a bucket's gradients: begin to read the sum of earlier microbatches, if it rests on another tier.
-
-        A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
-        recomputation allocates, and leave holes.
-        """
+        """Prepare for a bucket's gradients: start to read the sum of earlier microbatches if it is offloaded. A shard without
+        lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the recomputation
+        allocates, and leave holes."""
         rest = bucket.grad_rest
         if bucket.grad is not None:
             return
@@ -107,10 +102,10 @@ class GradientShards:
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
-        """Give `bucket.grad` memory before a sum is made, with the sum of earlier microbatches in it.
+        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches.
 
         Raises:
-            StorageError: when that sum cannot be read.
+            StorageError: when the earlier sum cannot be read.
         """
         self.prefetch(bucket)
         found = self._arriving.pop(id(bucket), None)
@@ -132,10 +127,11 @@ class GradientShards:
         return grad
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
+        """Write a sum to the tier of the gradients, if they are offloaded. With `last`, the step's last sum, its norm is computed
+        first.
 
         Raises:
-            StorageError: when an earlier one could not be written.
+            StorageError: when an earlier offload has failed.
         """
         if bucket.grad_rest is None:
             return
@@ -147,12 +143,12 @@ class GradientShards:
         bucket.grad = None
 
     def order(self) -> None:
-        """Have what comes next come after all that was offloaded. Raises `StorageError` where that failed."""
+        """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
         while self._leaving:
             self._order_oldest()
 
     def wait(self) -> None:
-        """Wait until all that was offloaded is where it rests, for who reads the host's memory there."""
+        """Wait until all offloads are complete, so that the host may read the data."""
         self.order()
         ordered, self._ordered = self._ordered, []
         for transfer in ordered:
@@ -166,7 +162,7 @@ class GradientShards:
             self._ordered.append(transfer)
 
     def drop(self, bucket: Bucket) -> None:
-        """Release the memory of a bucket's gradients, which are used up, unless it is kept for the next step."""
+        """Release the memory of a bucket's used gradients, unless it is kept for the next step."""
         grad = bucket.grad
         if grad is None or (self._stay and bucket.grad_rest is None):
             return
@@ -174,38 +170,39 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def norm(self, bucket: Bucket) -> torch.Tensor:
-        """The norm of a shard, a scalar on the device; nan or inf where it holds such, 0 where it is used up."""
+        """The norm of a shard, a scalar on the device; nan or inf if an element is, 0 if the gradient was already used."""
         found = self._norms.get(id(bucket))
         if found is None and bucket.grad is not None:
             found = torch.linalg.vector_norm(bucket.grad)
         return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if found is None else found
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
-        """Forget the gradients of a step that has ended before its time."""
+        """Drop the gradients of a step that has ended early."""
         arriving, self._arriving = self._arriving, {}
         for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
-            transfer.end()  # What could not be read is not wanted any more.
+            transfer.end()  # Read errors do not matter any more.
         for bucket in buckets:
             self.drop(bucket)
         self.order()
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:
-    """A bucket's gradient shard, in memory. Raises `PhaseError` when it has none now."""
+    """A bucket's gradient shard, in memory. Raises `PhaseError` if it has none now."""
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
 
 
 class ReplicaGroups:
-    """Ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them counts these.
+    """Groups of ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them
+    counts these in norms.
 
     replicas            have all parameters, and other samples
     tensor ranks        have what tensor parallelism does not divide, or divides among fewer ranks than there are
     pipeline stages     have tied parameters, such as an embedding that is the head too
 
-    All ranks of the world make one, whatever buckets they have.
+    All ranks of the world construct it together, with different buckets if need be.
     """
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
@@ -219,7 +216,7 @@ class ReplicaGroups:
             for row in rows:
                 sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
-            # A mesh keeps such sets for the next engine.
+            # The mesh caches these sets for the next engine.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
             axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
             colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
@@ -233,11 +230,11 @@ class ReplicaGroups:
         return all(self._coordinate[axis] == first for axis, first in bucket.spec.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
-        """The ranks that share a bucket's elements, this one among them."""
+        """The ranks that share a bucket's elements, this rank included."""
         return self._sets[bucket.spec.shared_by]
 
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Begin to sum a gradient shard in place over the ranks that share it. The returned call waits for the sum; None: no other
-        rank shares it."""
+        """Start to sum a gradient shard in place over the ranks that share it. Returns a call that waits for the sum; None if no
+        other rank shares it."""
         found = self.sharers(bucket)
         return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None

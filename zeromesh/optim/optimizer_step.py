@@ -1,4 +1,4 @@
-"""From gradient shards to the next values of the parameters: norm, clipping and the optimizer, after backward or inside it.
+"""From gradient shards to updated parameters: norm, clipping and the optimizer, after backward or inside it.
 
 A step calls, in this order:
 
@@ -8,13 +8,13 @@ A step calls, in this order:
                       and then offloaded, kept for `finish`, or updated at once (`optimizer_in_backward`)
     end_backward      to wait for the sums over replicas
     read              for this rank's part of the global norm: the one time in a step that the host waits for a device
-    finish            for clipping, and the update of what is not updated yet
+    finish            for clipping, and the update of the remaining buckets
 
-[Note: Updates inside backward]
-A bucket is updated when it is reduced and this rank does not read its parameters any more. The update then waits until the other
-ranks have read them too. This cannot be circular: all ranks leave units in one order, and a rank waits only for units that it has
-left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it. One that
-lacks a gradient on this rank is updated when the step ends, and ranks have told whether another had one.
+[Note: Updates inside backward] A bucket is updated once it is reduced and this rank does not read its parameters any more. The
+update then waits until the other ranks have read the parameters too. This cannot be circular: all ranks leave units in one order,
+and a rank waits only for units that it has left itself. A bucket of a unit that is not left yet, such as the root, is passed
+over, so that the others need not wait for it. A bucket that lacks a gradient on this rank is updated at the end of the step, when
+ranks have exchanged which of them had one.
 """
 
 import math
@@ -52,32 +52,31 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 _HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
-_EXCHANGED = 1 << 20
-"""Elements that are exchanged at a time."""
+_EXCHANGE_ELEMENTS = 1 << 20
 
 
 class WeightAverage:
-    """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, which rest where the moments do.
+    """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, on the tier of the moments.
 
-    They are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, after every `every`-th update: the
-    first one that counts copies the weights, later ones are `average + (1 - decay) (weights - average)`. Parameters that never
-    were trained have no average, and an averaged model has the buffers of the model.
+    The averages equal `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` after every `every`-th update: the
+    first such update copies the weights, later ones compute `average + (1 - decay) (weights - average)`. Never-trained parameters
+    have no average, and an averaged model has the model's buffers.
     """
 
     def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
         self.count = 0
-        """How many updates of the weights are in it. Before the first, averaged weights are the weights."""
+        """The number of updates in the averages. Before the first one, the averages equal the weights."""
         self._settings = settings
         self._tiers = tiers
         self._at = at
         self._tensors: dict[int, TieredTensor] = {}
 
     def of(self, bucket: Bucket) -> TieredTensor | None:
-        """The average of a bucket's shard; None where nothing of it was ever trained."""
+        """Return the average of a bucket's shard; None if nothing of the bucket was ever trained."""
         return self._tensors.get(id(bucket))
 
     def begin(self, bucket: Bucket) -> None:
-        """A bucket's weights, which have not changed so far, are their own average."""
+        """Initialize a bucket's average with its weights, which have not been updated yet."""
         master, what = bucket.master, f"averages of {bucket.name}"
         average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
         average.copy_from(master)
@@ -88,19 +87,19 @@ class WeightAverage:
         return update >= self._settings.start and update % self._settings.every == 0
 
     def blend(self, average: torch.Tensor, weights: torch.Tensor) -> None:
-        """Take new weights into an average, in place; both are a part of a shard."""
+        """Blend new weights into an average in place; both are the same part of a shard."""
         if self.count:
             average.lerp_(weights, 1 - self._settings.decay)
         else:
             average.copy_(weights)
 
     def exchange(self, bucket: Bucket) -> None:
-        """Let a bucket's master weights and their averages change places, part by part. Raises `StorageError`."""
+        """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
         master, average, device = bucket.master, self._tensors[id(bucket)], self._tiers.device
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
-        for start in range(0, master.numel, _EXCHANGED):
-            end = min(start + _EXCHANGED, master.numel)
+        for start in range(0, master.numel, _EXCHANGE_ELEMENTS):
+            end = min(start + _EXCHANGE_ELEMENTS, master.numel)
             first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
             master.write(start, second).wait()
             average.write(start, first).wait()
@@ -108,29 +107,25 @@ class WeightAverage:
 
 _CPU = torch.device("cpu")
 _TRIED_ELEMENTS = 1 << 25
-"""Half a gibibyte of states and gradients: a processor's cache holds those of an eighth of it, and a trial of these flatters it."""
+"""Elements of half a gibibyte of states and gradients; an eighth of it fits a processor's cache, which flatters the trial."""
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateDevice:
-    """The place where updates are computed when their states are not in the device's memory: the CPU, or the device.
-
-    The CPU saves the transfer to the device and back, and the device computes faster: both are tried.
-    """
+    """The device on which updates are computed when their states are not in accelerator memory: the CPU, or the accelerator. The
+    CPU saves the transfer to the device and back, and the device computes faster: both are tried."""
 
     device: torch.device
     note: str | None = None
-    """A line that says where updates are computed and why; None where there was nothing to choose."""
+    """A line that says where updates are computed and why; None if there was no choice."""
 
 
 def place_updates(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> UpdateDevice:
-    """Choose where to compute updates, alike on all ranks, which all call this.
-
-    `in_reach`: all states are in the device's memory. `try_on(device)` gives the seconds of a billion elements there.
-    """
+    """Choose the device of the updates, alike on all ranks, which all call this. `in_reach`: all states are in the device's
+    memory. `try_on(device)` gives the seconds of a billion elements there."""
     device = mesh.device
     if not is_accelerator(device) or in_reach or wanted == "device":
         return UpdateDevice(device=device)
@@ -147,10 +142,8 @@ def place_updates(
 
 
 def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
-    """Seconds for a billion elements of an update computed on `device`, states and gradients being in the host's memory.
-
-    As many are tried as say something, and no more than `most`.
-    """
+    """Return the seconds for a billion elements of an update computed on `device`, with states and gradients in host memory. At
+    most `most` elements are tried."""
     elements = min(most, _TRIED_ELEMENTS)
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
     names = ("master", "gradient", *moment_names(settings))
@@ -189,10 +182,8 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """The outcome of a step. `grad_norm` is before clipping. When it is not finite, `skipped` is True and `cause` says where.
-
-    `waited` has the seconds in which this rank stood still in the step for bytes of each tier.
-    """
+    """The outcome of a step. `grad_norm` is the norm before clipping. If it is not finite, `skipped` is True and `cause` names
+    units and ranks. `waited` has the seconds in which this rank stood still in the step for bytes of each tier."""
 
     grad_norm: float
     skipped: bool
@@ -202,7 +193,7 @@ class StepOutcome:
 
 
 class OptimizerStep:
-    """Owns the optimizer states of this rank's shards, and updates them."""
+    """Owns the optimizer states of this rank's shards, and updates the shards."""
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
         self.scaler = LossScaler(options.precision.loss_scale)
@@ -216,40 +207,38 @@ class OptimizerStep:
         self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
-        """Elements of which each rank of the shard group has all states, where these are of whole tensors."""
+        """The number of elements of whole tensors that each rank of the shard group owns."""
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
-        """The averages of the weights, where options ask for them."""
+        """The moving averages of the weights, if options ask for them."""
         self._make_optimizers()
         self.shards.require_room(self._buckets)
         self._sums: dict[int, Callable[[], None]] = {}
-        """Calls that wait for the sum of a bucket over its replicas."""
+        """The call that waits for the sum over replicas, by the number of the bucket."""
         self._ready: deque[Bucket] = deque()
-        """Buckets whose gradients are to be updated with, or offloaded, inside this backward."""
+        """Buckets that are ready to be updated, or to be offloaded, inside this backward."""
         self._tied: list[Bucket] = []
-        """Buckets that stages of a pipeline share, and that are summed when all backwards of the step are over."""
+        """Buckets that pipeline stages share, which are summed after all backwards of the step."""
         self._retired: set[int] = set()
-        """Units that this rank does not read again before the next update."""
         self._last = True
         self._order: Sequence[Bucket] = ()
         self._in_backward = False
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
-        """The hyperparameters that each group of parameters is updated with."""
+        """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
-        """The buckets that backward has reduced for an update, and the norms of their gradients."""
+        """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
-        """The norms of the step's gradients, once they are read."""
         self.sharing = ReplicaGroups(mesh, self._all)
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
-        """True if this rank counts the elements that it updates, among all ranks that update the same ones."""
+        """True if this rank counts the elements that it updates, among all ranks that update the same elements."""
         self.updates = 0
-        """How many updates were made: steps that were not skipped."""
+        """The number of updates: steps that were not skipped."""
         self.last_order: list[Bucket] = []
-        """Buckets in the order in which the latest step has updated them."""
+        """The buckets in the order of the latest step's updates."""
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
-        """Runs before a bucket's states change; whoever reads them beside training ends that in it."""
+        """Called before a bucket's states change; a concurrent reader, such as a save, finishes reading in it."""
         wanted, own_class = options.offload.update, options.optimizer.own_class
-        # What a class of the user's costs is not known, and inside backward the device would wait for the CPU's update.
+        # A user's class has an unknown cost, and inside backward the device would wait for an update on the CPU.
         untried = own_class is not None or options.optimizer_in_backward
         self.place = place_updates(
             "device" if wanted == "auto" and untried else wanted,
@@ -260,7 +249,6 @@ class OptimizerStep:
         self._stream = self._make_stream(self.place.device)
 
     def _make_optimizers(self) -> None:
-        """Make optimizers, and averages, for the buckets that are trained and have none yet."""
         self._buckets = [bucket for bucket in self._all if any(bucket.training)]
         new = [bucket for bucket in self._all if bucket.trainable and id(bucket) not in self._optimizers]
         made = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
@@ -270,7 +258,7 @@ class OptimizerStep:
                 self.averages.begin(bucket)
 
     def follow(self) -> None:
-        """Take in, between two steps, that other parameters are trained than before."""
+        """Adapt, between two steps, to a changed set of trained parameters."""
         known = len(self._optimizers)
         self._make_optimizers()
         for optimizer in self._optimizers.values():
@@ -282,11 +270,11 @@ class OptimizerStep:
             self._stream = self._make_stream(device)
 
     def _missing(self, device: torch.device) -> int:
-        """How many tensors of a bucket's update are not in the memory of `device`, at most."""
+        """Count the tensors of a bucket's update that are not in the memory of `device`, at most."""
 
         def count(bucket: Bucket) -> int:
             uses = self._uses(bucket, averaging=True)
-            # Gradients that have no memory yet will have it where this rank computes.
+            # Gradients that are not allocated yet will be allocated on this rank's compute device.
             coming = bucket.grad is None and bucket.grad_rest is None and device.type != self._tiers.device.type
             return sum(use.tensor.whole(device) is None for use in uses) + coming
 
@@ -305,7 +293,7 @@ class OptimizerStep:
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
-        """Go on after `updates` updates; parameters in `steps` have had other numbers of updates, by name."""
+        """Continue after `updates` updates; `steps` has, by name, the counts of parameters that had another number of updates."""
         self.updates = updates
         for bucket in self._all:
             optimizer = self.optimizer_of(bucket)
@@ -315,7 +303,7 @@ class OptimizerStep:
                 optimizer.follow()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
-        """Begin a step, whose updates are made with these hyperparameters of each group."""
+        """Begin a step, whose updates use these hyperparameters for each group."""
         self.groups = groups
         self._updated = []
         self.shards.begin_step()
@@ -323,26 +311,26 @@ class OptimizerStep:
         self.last_order = []
 
     def begin_backward(self, order: Sequence[Bucket], *, first: bool, last: bool) -> None:
-        """Begin a backward, whose buckets are reduced in this order. `first` and `last` are those of a step."""
+        """Begin a backward that reduces its buckets in this order. `first` and `last` refer to the step's backwards."""
         self._order = order
         self.shards.begin(first=first)
         self._last = last
         self._in_backward = last and self._options.optimizer_in_backward
 
     def reduced(self, bucket: Bucket) -> None:
-        """Go on with a bucket that is summed over its shard group."""
+        """Process a bucket that is summed over its shard group."""
         if not self._last:
             if bucket.grad is not None and bucket.grad_rest is not None:
                 self.shards.offload(bucket, last=False)
             return
         self.shards.allocate(bucket)
         if bucket.spec.copies is not None:
-            self._tied.append(bucket)  # The other stage may wait for what follows this backward.
+            self._tied.append(bucket)  # The other stage may wait for a message sent after this backward.
         else:
             self._share(bucket)
 
     def _share(self, bucket: Bucket) -> None:
-        """Sum a bucket over its replicas, and update it or offload it where that is due."""
+        """Sum a bucket over its replicas, and update or offload it if that is due."""
         wait = self.sharing.start_sum(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
@@ -360,13 +348,13 @@ class OptimizerStep:
             self.shards.offload(bucket, last=True)
 
     def leave(self, units: Iterable[Unit]) -> None:
-        """Note that this rank is done with these units in backward, so that all ranks may update them."""
+        """Note that this rank has finished backward of these units, so that all ranks may update them."""
         if self._in_backward:
             self._retire(units)
             self._update_ready()
 
     def end_backward(self, units: Iterable[Unit]) -> None:
-        """End a backward: wait for the sums over replicas, and for what is offloaded."""
+        """End a backward: wait for the sums over replicas and for offloads."""
         self.leave(units)
         if self._last and not self._in_backward:
             self._offload()
@@ -375,7 +363,7 @@ class OptimizerStep:
         self.shards.order()
 
     def end_backwards(self) -> None:
-        """Sum what stages share, when all backwards of the step are over and no other rank waits for one of this rank."""
+        """Sum the buckets that stages share, after all backwards of the step, when no other rank waits for one of this rank's."""
         tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
         for bucket in tied:
             self._share(bucket)
@@ -383,11 +371,9 @@ class OptimizerStep:
             self.end_backward(())
 
     def read(self, scalars: Sequence[torch.Tensor]) -> tuple[list[float], float]:
-        """Read the norms of gradients, and scalars that the caller has on the device: the host waits for it once.
-
-        Returns the scalars, and this rank's part of the squared norm of all gradients as they were summed, with the loss scale in
-        it. Over the world the parts add up to the whole; what is not finite is in the part of every rank that has it.
-        """
+        """Read the norms of gradients and the caller's `scalars` from the device, for which the host waits once. Returns the
+        scalars, and this rank's part of the squared norm of all summed gradients, with the loss scale in it. The parts of all
+        ranks add up to the whole; a value that is not finite is in the part of every rank that holds it."""
         measured = self._updated
         if not self._options.optimizer_in_backward:
             measured = [(bucket, self.shards.norm(bucket)) for bucket in self._buckets]
@@ -398,14 +384,14 @@ class OptimizerStep:
         return values, sum(own)
 
     def _owns(self, bucket: Bucket) -> bool:
-        """Return True if this rank alone counts the elements of a bucket that it updates."""
+        """Return True if this rank counts a bucket's elements in global norms."""
         return self._counts and self.sharing.counts(bucket)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
-        """Multiply gradients by `factor`, unscale, clip, and update, unless backward has done so.
+        """Multiply gradients by `factor`, unscale, clip, and update, unless backward has already updated.
 
-        `squares` is the sum over the world of what `read` has returned: all ranks see one norm, and so skip, stop and clip
-        together. `loss_finite`: whether this rank's own losses were finite.
+        `squares` is the sum over the world of the parts that `read` has returned: all ranks see one norm, and so skip, stop and
+        clip together. `loss_finite` is True if this rank's own losses were finite.
 
         Raises:
             NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
@@ -425,7 +411,7 @@ class OptimizerStep:
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
-        """Update with gradients times `factor`, unless backward has done so, and release their memory; `skip`: that alone."""
+        """Update with gradients times `factor`, unless backward has, and release gradients; `skip` only releases them."""
         self._retire(units)
         late = [bucket for bucket, _ in self._updated if bucket not in self.last_order]
         due = late if self._options.optimizer_in_backward else self._buckets
@@ -434,7 +420,7 @@ class OptimizerStep:
                 self.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
-        self._stream.settle()  # Also of what backward has updated: whoever reads states between steps finds them.
+        self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
         self.drop_gradients()
         if not skip:
             self._end_averages()
@@ -447,11 +433,11 @@ class OptimizerStep:
 
     @property
     def _averaging(self) -> WeightAverage | None:
-        """The averages of the weights where they take in the present update."""
+        """The averages of the weights if the present update enters them, else None."""
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
     def _end_averages(self) -> None:
-        """Let the averages of buckets that are not trained now take in the update too; those of the others have done so."""
+        """Blend the averages of buckets that are not trained now; the update has blended those of the others."""
         averages = self._averaging
         if averages is None:
             return
@@ -467,7 +453,7 @@ class OptimizerStep:
         averages.count += 1
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
-        """Which units' gradients, and which ranks' losses, are not finite. All ranks call it, and return the same text."""
+        """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
         units = [self._units[id(bucket)] for bucket, norm in self._norms if not math.isfinite(norm)]
         found = sorted({(unit.index, unit.name) for unit in units})
         rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")
@@ -485,15 +471,15 @@ class OptimizerStep:
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
-        """Forget a step that has ended before it has changed anything."""
+        """Abandon a step that has ended before it changed anything."""
         for held in (self._ready, self._tied, self._sums):
             held.clear()
         self._stream.forget()
         self.shards.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:
-        """Let the other ranks overwrite what this rank has gathered of these units, each once per step: later a unit may hold the
-        next values, which this rank still has to read."""
+        """Let the other ranks overwrite this rank's gathered copies of these units, once per step: later a unit may hold the next
+        values, which this rank still has to read."""
         for unit in units:
             if unit.index not in self._retired:
                 self._retired.add(unit.index)
@@ -501,13 +487,12 @@ class OptimizerStep:
                     bucket.buffer.retire()
 
     def _complete(self, bucket: Bucket) -> None:
-        """Wait for the sum of a bucket over its replicas."""
         wait = self._sums.pop(id(bucket), None)
         if wait is not None:
             wait()
 
     def _update_ready(self) -> None:
-        """Update what can be updated inside backward; see [Note: Updates inside backward]."""
+        """Update the buckets that can be updated inside backward; see [Note: Updates inside backward]."""
         ready, self._ready = self._ready, deque()
         for bucket in ready:
             unit = self._units[id(bucket)]
@@ -516,7 +501,7 @@ class OptimizerStep:
                 continue
             self._complete(bucket)
             norm = self.shards.norm(bucket)
-            # On a device it is read when the step ends: the host would wait here until the device has got to this point.
+            # On a device the norm is read at the end of the step, since the host would wait here for the device.
             if not on_accelerator(norm) and not math.isfinite(norm):
                 raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
             self._updated.append((bucket, norm))
@@ -526,7 +511,7 @@ class OptimizerStep:
                 self.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
-        """Update a bucket's shard. `following` are the buckets whose turn comes next, as far as that is known."""
+        """Update a bucket's shard. `following` are the buckets that are updated next, as far as known."""
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
@@ -557,13 +542,12 @@ class OptimizerStep:
             if averages is not None and average is not None:
                 averages.blend(average, master)
 
-        # Where nothing is away there is nothing to read ahead.
+        # If no tensor is offloaded, nothing is read ahead.
         ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
         self._stream.run(list(self._rows(bucket)), compute, ahead)
         bucket.buffer.end_write()
 
     def _change_whole(self, bucket: Bucket, optimizer: WholeOptimizer, factor: float) -> None:
-        """Update the parameters of a bucket as whole tensors, on the device, with the other ranks of the shard group."""
         device, averages = self._mesh.device, self._averaging
         rest = bucket.grad_rest if bucket.grad is None else None
         grad = gradient_of(bucket) if rest is None else rest.load(device)
@@ -582,8 +566,8 @@ class OptimizerStep:
         return self._stream.rows(id(bucket), bucket.length, uses)
 
     def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
-        """The tensors that an update of a bucket reads and writes: master weights, moments, averages, gradients (other than inside
-        backward, where they have just arrived in memory), and the copy that is gathered. `_change` takes them in this order."""
+        """List the operands of a bucket's update in the order in which `_change` takes them: master weights, moments, averages,
+        the gradients unless backward has just left them in memory, and the copy that is gathered."""
         average = self.averages.of(bucket) if self.averages is not None and averaging else None
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values(), *([average] if average else [])]
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]

@@ -1,8 +1,8 @@
-"""Computes gradients of linear weights apart from the rest of backward: the W of zero-bubble schedules.
+"""Computes gradients of linear weights separately from the rest of backward: the W of zero-bubble schedules.
 
-Backward computes the gradient of a linear layer's input at once, as the stage before waits for it, and queues the two factors of
-the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product: it reaches
-`parameter.grad` as every gradient does, so that hooks on it run, once for each microbatch.
+Backward computes the gradient of a linear layer's input at once, as the previous stage waits for it, and queues the two factors
+of the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product into
+`parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from zeromesh.overrides import override
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """A linear layer whose weight's gradient goes to a queue."""
-
     queue: WeightQueue
     weight: nn.Parameter
     edge: GradientEdge
-    """The edge where the weight's gradient is accumulated: the values need not be there any more."""
+    """The edge that accumulates the weight's gradient; it stays valid when the weight's values are released."""
     transposed: bool
 
 
 _Products = dict[nn.Parameter, list[tuple[_Layer, torch.Tensor, torch.Tensor]]]
-"""By weight, what its gradient is yet to be multiplied from: for each use the gradient of the layer's output, and its input."""
+"""The factors of each weight's gradient: for each use the layer, its output gradient, and its input."""
 
 
 class WeightQueue:
-    """Factors of gradients of weights, by the work that they belong to (a microbatch in a chunk)."""
+    """Factors of weight gradients, by the work that they belong to (a microbatch in a chunk)."""
 
     def __init__(self) -> None:
         self._queued: dict[Hashable, _Products] = {}
@@ -47,7 +45,7 @@ class WeightQueue:
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
-        """Backward inside the block queues. Raises PhaseError when `key` has been queued and not run."""
+        """Inside the block backward queues weight gradients. Raises PhaseError when `key` is queued already."""
         if self._current is not None or key in self._queued:
             raise PhaseError(f"gradients of weights of {key} are queued already")
         self._current = self._queued[key] = {}
@@ -63,7 +61,7 @@ class WeightQueue:
         self._current.setdefault(layer.weight, []).append((layer, grad, x))
 
     def run(self, key: Hashable) -> None:
-        """Compute what was queued, in the order of backward; factors are freed on the way.
+        """Compute the queued gradients in the order of backward, freeing factors on the way.
 
         Raises:
             PhaseError: when nothing was queued under `key`.
@@ -75,7 +73,7 @@ class WeightQueue:
             uses = products.pop(next(iter(products)))
             edge = uses[0][0].edge
             gradient = _multiply(*uses.pop(0))
-            while uses:  # A weight that was used several times has one gradient.
+            while uses:  # A weight used several times has one gradient.
                 gradient.add_(_multiply(*uses.pop(0)))
             torch.autograd.backward([edge], [gradient])
 
@@ -86,8 +84,8 @@ def _multiply(layer: _Layer, grad: torch.Tensor, x: torch.Tensor) -> torch.Tenso
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """The weight comes twice: as a plain tensor to multiply with, and as the parameter, of which autograd knows nothing here. Were
-    it an input without a gradient, hooks on it would run all the same."""
+    """The weight comes twice: as a plain tensor to multiply with, and inside `layer` as the parameter. If the parameter were an
+    input without a gradient, autograd would still run its hooks."""
 
     @staticmethod
     def forward(
@@ -109,11 +107,9 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
-    """Have the linear layers in `blocks` use a queue; returns a call that puts them back.
-
-    Only weights that nothing else in `model` shares are deferred: another's gradient would come at another time. Layers that are
-    computed otherwise than `torch.nn.Linear` and GPT-2's transposed ones stay as they are; their gradients come at once.
-    """
+    """Make the linear layers in `blocks` defer weight gradients to a queue; returns a call that undoes this. Only weights that
+    nothing else in `model` shares are deferred, since another use's gradient would come at another time. Layers other than
+    `torch.nn.Linear` and GPT-2's transposed one keep their backward."""
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     undo = ExitStack()
     for module in {id(module): module for block in blocks for module in block.modules()}.values():
@@ -137,7 +133,7 @@ def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return True if it is an `nn.Linear` or transformers' `Conv1D`, and computes as its class does or as zeromesh has it do."""
+    """Return True for an `nn.Linear` or transformers' `Conv1D` whose forward is its class's or zeromesh's."""
     kind, own = type(module), vars(module).get("forward")
     transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
     ours = own is None or str(getattr(own, "__module__", "")).startswith("zeromesh.")

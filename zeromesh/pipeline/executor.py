@@ -1,10 +1,10 @@
-"""The executor: carries out a rank's actions, with sends and receives between them, in training, evaluation and generation.
+"""The executor carries out a rank's actions, with sends and receives between them, in training, evaluation and generation.
 
 Receives are posted ahead in the order in which the neighbour sends, sends go in the background, so both overlap computing.
 
-On a device a message occupies it on both ends from its launch until the other end has launched it too, and what is launched in
-different orders can stand in each other's way for ever. There all ranks launch their messages in one order (`MessageOrder`), each
-at the end of the action during which it is made, as far as the simulated schedule knows: not long before, and not too late.
+On a device a message occupies both ends from its launch until the other end has launched it too, so messages launched in
+different orders can deadlock. There all ranks launch their messages in one order (`MessageOrder`), each at the end of the action
+during which the simulated schedule sends it.
 """
 
 import time
@@ -36,32 +36,32 @@ from zeromesh.telemetry.event_ring import Activity
 
 
 class StageRunner:
-    """Computes actions. Tensors that it returns are sent, its arguments have been received; at the ends there are none."""
+    """Computes actions. Returned tensors are sent on, and arguments were received; at the ends of the pipeline both are empty."""
 
     def signature(self, microbatch: int) -> Hashable:
-        """Return what the shapes of activations depend on (the batch's shapes, whether it trains); equal on all ranks."""
+        """Return the inputs of activation shapes (the batch's shapes, gradient mode); equal on all ranks."""
         raise NotImplementedError
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run a microbatch through a chunk. Of what is received, tensors that need a gradient require one."""
+        """Run a microbatch through a chunk. Received tensors require a gradient if one is to be sent back for them."""
         raise NotImplementedError
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run backward from the gradients of what forward returned; returns those of what it received. Both are in order, and of
-        tensors that require one."""
+        """Run backward from the gradients of the forward's outputs; returns those of its inputs; both in order, of tensors that
+        require one."""
         raise NotImplementedError
 
     def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Do the same, with gradients of linear weights left to `backward_weight`."""
+        """Run backward, but leave gradients of linear weights to `backward_weight`."""
         raise NotImplementedError
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
-        """Compute the gradients that `backward_input` has left."""
+        """Compute the weight gradients that `backward_input` has left."""
         raise NotImplementedError
 
 
 def compute(runner: StageRunner, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Have a runner compute an action of any kind."""
+    """Run an action of any kind on a runner."""
     if action.kind is Kind.FORWARD:
         return runner.forward(action.chunk, action.microbatch, received)
     if action.kind is Kind.BACKWARD:
@@ -73,7 +73,7 @@ def compute(runner: StageRunner, action: Action, received: Sequence[torch.Tensor
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
-    """Return the signature of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
+    """Return a microbatch's signature: its tensors by name, shape and dtype, and the gradient mode."""
     shapes = [
         (name, tuple(value.shape), str(value.dtype))
         for name, value in sorted(batch.items())
@@ -83,13 +83,13 @@ def signature_of(batch: Mapping[str, Any]) -> Hashable:
 
 
 def take_gradient(received: torch.Tensor) -> torch.Tensor:
-    """Take away the gradient that backward left at what a stage received; zeros where nothing depends on it."""
+    """Take and clear the gradient that backward left on a received tensor; zeros if the loss does not depend on it."""
     gradient, received.grad = received.grad, None
     return torch.zeros_like(received) if gradient is None else gradient
 
 
 _Moment = float | torch.Event
-"""On the host, or on a device's stream, where the host is ahead of what is computed."""
+"""A host time in seconds, or an event on a device's stream, as the host runs ahead of the device."""
 
 
 def _now(device: torch.device) -> _Moment:
@@ -99,7 +99,7 @@ def _now(device: torch.device) -> _Moment:
 
 
 def _seconds(marks: Sequence[_Moment]) -> list[float]:
-    """The time from the first to each other one."""
+    """Return the seconds from the first mark to each other one."""
     first, last = marks[0], marks[-1]
     if not isinstance(last, float) and not last.query():
         last.synchronize()
@@ -111,11 +111,11 @@ def _seconds(marks: Sequence[_Moment]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One run of a schedule on this rank."""
+    """The measured times of one run of a schedule on this rank."""
 
     schedule: PipelineSchedule
     marks: tuple[_Moment, ...]
-    """The beginning, then start and end of each action: not what was waited for before it."""
+    """The beginning of the run, then the start and end of each action, without the waiting before the action."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,10 +123,10 @@ class Bubble:
     """The part of a step in which ranks do not compute, from 0 to 1."""
 
     predicted: float
-    """From the measured time of each kind of action, if ranks only waited for what they need."""
+    """The bubble that follows from the measured time of each kind of action if ranks wait only for messages."""
     measured: float
     timeline: Timeline
-    """The measured step of all ranks; each rank's clock begins with its own step."""
+    """The measured step of all ranks, each with a clock that begins with its own step."""
 
 
 class Executor:
@@ -136,7 +136,7 @@ class Executor:
         self.group = group
         self._channels = channels
         self._known: dict[PipelineSchedule, tuple[dict[int, list[Message]], MessageOrder | None]] = {}
-        """For each schedule that was checked: what each neighbour sends this rank, and on devices the order of launches."""
+        """The messages from each neighbour, and on devices the order of launches, by validated schedule."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
         """Carry out this rank's part of a schedule.
@@ -148,7 +148,7 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
-        if schedule.stages == 1:  # Nothing is sent, and nobody is waited for.
+        if schedule.stages == 1:  # A single stage sends nothing and waits for no rank.
             for action in schedule.actions[rank]:
                 self.group.watch.begin_microbatch(action.microbatch)
                 compute(runner, action, ())
@@ -158,7 +158,7 @@ class Executor:
             order = MessageOrder.of(schedule, rank) if self.group.on_stream else None
             self._known[schedule] = _incoming(schedule, rank), order
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
-        # Shapes that one rank remembers and another does not would end in an abort.
+        # Shapes that only some ranks remember would end in an abort.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
         advice = "Every rank of a pipeline must be given the same data"
         self.group.require_same(passed, CollectiveError, advice=advice)
@@ -170,7 +170,7 @@ class Executor:
         return Measured(schedule=schedule, marks=tuple(marks))
 
     def bubble(self, measured: Measured) -> Bubble:
-        """Collect how long all ranks have waited; all ranks call this together, which waits until a device has computed all."""
+        """Collect the waiting times of all ranks, which call this together; it waits until a device has computed everything."""
         own = [round(1e9 * seconds) for seconds in _seconds(measured.marks)]
         longest = max(row[0] for row in self.group.gather_integers([len(own)]))
         rows = self.group.gather_integers(own + [0] * (longest - len(own)))
@@ -195,7 +195,6 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
 
 
 def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
-    """Return the messages that each neighbour sends a rank, in order."""
     incoming: dict[int, list[Message]] = {}
     for source in schedule.neighbours(rank):
         for action in schedule.actions[source]:
@@ -206,39 +205,36 @@ def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]
 
 
 _AHEAD = 2
-"""Messages of a neighbour that are received before they are needed; they take memory."""
+"""The number of a neighbour's messages that are received ahead of their use, which costs memory."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """One run of a schedule on a rank."""
-
     schedule: PipelineSchedule
     rank: int
     incoming: Mapping[int, list[Message]]
     order: MessageOrder | None
-    """On devices: the order in which all ranks launch messages."""
+    """On devices, the order in which all ranks launch messages."""
     runner: StageRunner
     signatures: Sequence[Hashable]
     channels: Channels
     _due: deque[tuple[float, Message]] = field(init=False)
-    """On devices: the messages that this rank has not launched yet."""
+    """On devices, the messages that this rank has not launched yet."""
     _posted: Counter[int] = field(default_factory=Counter)
-    """For each neighbour: how many of its messages this rank has begun to receive."""
+    """The number of messages of each neighbour that this rank has begun to receive."""
     _consumed: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
     _here: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    """The tensors that this rank sends itself."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """By stage and microbatch: the gradients that are to come back for what it has sent."""
+    """The specs of gradients that the next stage will send back for activations sent to it, by stage and microbatch."""
     _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """By stage and microbatch: the gradients that it is to send back for what it has received."""
+    """The specs of gradients that this rank is to send back for activations it received, by stage and microbatch."""
 
     def __post_init__(self) -> None:
         self._due = deque(self.order.messages if self.order is not None else ())
 
     def do(self, action: Action) -> list[_Moment]:
-        """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
+        """Wait for the action's inputs, compute it, and send its outputs; returns its start and end."""
         wanted = received_by(self.schedule, self.rank, action)
         received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
         if self.order is None:
@@ -266,7 +262,7 @@ class _Run:
         number = message.microbatch
         if not message.gradient:
             self._gradients[message.stage - 1, number] = _differentiable(tensors)
-        # Of gradients both sides know the shapes, from what they are the gradients of.
+        # Both sides know the shapes of gradients from the activations.
         specs = self._owed.pop((message.stage + 1, number)) if message.gradient else None
         if message.target == message.source:
             self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -278,7 +274,6 @@ class _Run:
             self.channels.send(message.target, self._kind(message), tensors, str(message), specs)
 
     def _take(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of a message, as soon as they are there."""
         if message.source == message.target:
             tensors = self._here.pop(message)
             self._gradients.pop((message.stage, message.microbatch), None)
@@ -303,12 +298,11 @@ class _Run:
                 self._post(source)
 
     def _post_made(self, moment: float) -> None:
-        """Begin to receive what other ranks have made by now."""
+        """Begin to receive the messages that other ranks have sent up to this simulated moment."""
         while self._due and self._due[0][0] <= moment:
             self._post(self._due[0][1].source)
 
     def _post(self, source: int) -> None:
-        """Begin to receive the next message of a rank."""
         message = self.incoming[source][self._posted[source]]
         if self._due:
             self._due.popleft()

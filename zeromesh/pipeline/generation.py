@@ -1,6 +1,6 @@
-"""Runs the forward of a model in stages for a loop over tokens; each stage keeps the keys and values of its own blocks.
+"""Runs the forward of a staged model for a token generation loop; each stage keeps the keys and values of its own blocks.
 
-Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
+Every rank of the pipeline runs the same loop and receives the same logits, so that all ranks choose the same tokens.
 """
 
 import copy
@@ -22,11 +22,11 @@ _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
 class StagedForward(StageRunner):
-    """The calls of one generation: the first has the prompts, each later one what is new, if keys and values are kept.
+    """The forward calls of one generation: the first takes the prompts, each later one the new tokens if keys and values are
+    cached.
 
     Args:
-        microbatches: into how many parts rows are cut, which ranks work on at the same time.
-        call: the model's own call, for the last stage.
+        microbatches: the number of parts into which rows are split, to keep all ranks busy.
     """
 
     def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
@@ -36,23 +36,23 @@ class StagedForward(StageRunner):
         self._call = call
         self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
-        """Caches by chunk and microbatch; stubs in one chunk keep something for blocks of another. The first is the caller's."""
+        """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the
+        caller's."""
         self._vocabulary = self._width = 0
-        """The number of logits of a position, and the bytes of each."""
+        """The vocabulary size, and the bytes of a logit."""
         self._batches: list[dict[str, Any]] = []
         self._logits: dict[int, torch.Tensor] = {}
-        """The arguments of each microbatch of the call that runs, and its logits on the last stage."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in
         fp32, or in float64 where the model computes in it.
 
-        `past_key_values` is empty in the first call, and the same object in all; without it nothing is kept. All ranks of the
-        pipeline call this together, with the same inputs.
+        `past_key_values` is empty in the first call, and the same object in all calls; without it no keys and values are cached.
+        All ranks of the pipeline call this together, with the same inputs.
 
         Raises:
             DataError: for fewer rows than microbatches.
-            LayoutError: for a model that keeps something else than `past_key_values`.
+            LayoutError: for a model whose cache is not `past_key_values`.
         """
         rows = len(inputs["input_ids"])
         if rows < self._microbatches:
@@ -90,7 +90,6 @@ class StagedForward(StageRunner):
         return ()
 
     def _shared(self, rows: int, device: torch.device) -> torch.Tensor:
-        """Give every rank the logits of the last stage."""
         group, logits = self._executor.group, self._logits
         logits_here = torch.cat([logits[number] for number in range(self._microbatches)]) if logits else None
         if logits_here is not None and logits_here.dtype is not torch.float64:
@@ -105,10 +104,10 @@ class StagedForward(StageRunner):
 
 
 class StagedLane(Protocol):
-    """A batch that one generation goes on with, while other ones are in the other stages."""
+    """A batch of one generation, which runs in one stage while other batches run in the other stages."""
 
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the next forward. They stay as they are for all turns of a run."""
+        """Rows and columns of the next forward, constant for all turns of a run."""
 
     def inputs(self) -> dict[str, Any]:
         """The arguments of the next forward, the same on all ranks of the pipeline."""
@@ -118,7 +117,7 @@ class StagedLane(Protocol):
         next tokens and the logarithms of their probabilities."""
 
     def take(self, chosen: torch.Tensor) -> None:
-        """Take what the last stage has chosen, on all ranks."""
+        """Take the tokens that the last stage has chosen, on all ranks."""
 
 
 @dataclass(slots=True)
@@ -128,8 +127,8 @@ class TurnRunner(StageRunner):
         first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
         last stage              lane 0  lane 1  lane 0  lane 1
 
-    Microbatch n is turn n // lanes of lane n % lanes. What a turn has chosen is taken before the lane's next one begins. `call` is
-    the model's own call, for the last stage.
+    Microbatch n is turn n // lanes of lane n % lanes. The tokens chosen in a turn are received before the lane's next turn
+    begins. `call` is the model's own call, for the last stage.
     """
 
     stages: Stages
@@ -139,7 +138,7 @@ class TurnRunner(StageRunner):
     _shapes: list[tuple[int, int]] = field(init=False)
     _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     _chosen: deque[tuple[StagedLane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
-    """On the last stage: what is on its way to the others."""
+    """On the last stage, the chosen tokens that are being sent to the other stages."""
     _taken: int = 0
 
     def __post_init__(self) -> None:
@@ -164,12 +163,12 @@ class TurnRunner(StageRunner):
         return ()
 
     def finish(self) -> None:
-        """Take what the last turn of each lane has chosen."""
+        """Take the tokens chosen in the last turn of each lane."""
         for _ in self.lanes:
             self._take()
 
     def _take(self) -> None:
-        """Take the oldest choice that was not taken: turns of lanes are chosen for in the order of microbatches."""
+        """Take the oldest pending choice; choices are made in the order of microbatches."""
         if self._chosen:
             lane, chosen, wait = self._chosen.popleft()
         else:
@@ -185,7 +184,7 @@ class TurnRunner(StageRunner):
 
 
 def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:
-    """Arguments of a forward in parts: what has a row for each prompt is cut, everything else is every part's."""
+    """Split the arguments of a forward by rows; arguments without a row per prompt are copied to every part."""
     cut = {
         name: value.tensor_split(parts)
         for name, value in inputs.items()

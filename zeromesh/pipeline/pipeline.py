@@ -1,4 +1,5 @@
-"""Drivers of steps: `StepDriver` runs actions of a schedule as passes of the engine; `Pipeline` is that of a model in stages."""
+"""Drivers of steps: `StepDriver` runs a schedule's actions as passes of the engine; `Pipeline` is the driver of a staged
+model."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ from zeromesh.zero.gather_order import PassProgress
 from zeromesh.zero.passes import Passes, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
-"""`(batch, seed)` to the sum of its losses, a scalar, whose backward will start with `seed`; runs the model."""
+"""Runs the model on `(batch, seed)` and returns the sum of its losses, a scalar, whose backward will start with `seed`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,32 +34,32 @@ class MicrobatchWork:
     batch: Mapping[str, Any]
     seed: float = 1.0
     streams: Streams | None = None
-    """The random numbers that it draws; None: it draws from the generators as they are."""
+    """The microbatch's random number streams; None: it draws from the global generators."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Makes what is around each forward of it."""
+    """Returns a context manager that is entered around each of the microbatch's forwards."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ZeroRunner(StageRunner):
-    """Runs one step's microbatches. `losses` has the sum of each one's losses, on the last stage."""
+    """Runs one step's microbatches. `losses` has the sum of each microbatch's losses, on the last stage."""
 
     passes: Passes
     stages: Stages | None
-    """None: the model is a single stage."""
+    """The model's stages; None if the model is a single stage."""
     work: Sequence[MicrobatchWork]
     loss: LossOf
     queue: WeightQueue
     scale: float = 1.0
     """The loss scale, by which gradients of losses are multiplied."""
     goes_on: frozenset[tuple[int, int]] = frozenset()
-    """The chunks and microbatches whose backward follows their forward at once."""
+    """The pairs of chunk and microbatch whose backward follows their forward directly."""
     after: Callable[[int], None] | None = None
-    """Called with the number of each microbatch whose backward is over."""
+    """Called with the number of each microbatch whose backward is complete."""
     losses: list[torch.Tensor] = field(init=False)
     _inputs: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _forwards: dict[tuple[int, int], PassProgress] = field(default_factory=dict)
     _reduced: dict[int, int] = field(default_factory=dict)
-    """By chunk: how many backwards have begun to add to its gradients."""
+    """The number of backwards that have begun to add to the gradients of each chunk."""
 
     def __post_init__(self) -> None:
         self.losses = [torch.zeros(()) for _ in self.work]
@@ -115,26 +116,26 @@ class ZeroRunner(StageRunner):
         self.passes.backward_weight(forward, partial(self.queue.run, (chunk, microbatch)))
 
     def _placed(self, chunk: int, forward: PassProgress) -> PassProgress:
-        """Gradients are summed in the order in which they come: the first of a chunk begins the sums, the last one ends them."""
+        """Mark a forward as first or last of its chunk in the order of backwards: the first begins gradient sums, the last ends
+        them."""
         number = self._reduced.get(chunk, 0)
         self._reduced[chunk] = number + 1
         forward.first, forward.last = number == 0, number == len(self.work) - 1
         return forward
 
     def _start(self, chunk: int, microbatch: int, forward: PassProgress, gradients: Tensors) -> Tensors:
-        """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that needs one."""
+        """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that requires one."""
         if not self._is_last(chunk):
             return gradients
         seed = self.work[microbatch].seed * self.scale
         return [torch.full_like(self.losses[microbatch], seed)] if forward.roots else ()
 
     def _returned(self, chunk: int, microbatch: int) -> list[torch.Tensor]:
-        """Gradients of what the chunk received."""
         return [take_gradient(tensor) for tensor in self._inputs.pop((chunk, microbatch))]
 
 
 class StepDriver:
-    """Runs passes of one rank over its microbatches by a schedule: of a model that is not cut, one of a single stage."""
+    """Runs one rank's passes over its microbatches by a schedule, which has a single stage for a model that is not cut."""
 
     def __init__(self, mesh: Mesh, stages: Stages | None = None, name: ScheduleName = "1f1b", chunks: int = 1) -> None:
         """All ranks of the world call this together."""
@@ -148,16 +149,16 @@ class StepDriver:
 
     @property
     def is_last(self) -> bool:
-        """True if this rank has the last stage, which knows the loss."""
+        """True if this rank has the last stage, which computes the loss."""
         return self._stages is None or self._stages.is_last(self._chunks - 1)
 
     @property
     def at_once(self) -> int:
-        """How many microbatches of an evaluation keep all ranks busy."""
+        """The number of microbatches of an evaluation that keep all ranks busy."""
         return 2 * self._ranks if self._ranks > 1 else 1
 
     def schedule(self, microbatches: int) -> PipelineSchedule:
-        """Return the order in which a step of so many microbatches runs."""
+        """Return the schedule of a step of `microbatches` microbatches."""
         return make_schedule(self._name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
 
     def train(
@@ -169,7 +170,8 @@ class StepDriver:
     ) -> list[torch.Tensor]:
         """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
 
-        `after` is called with the number of each microbatch that is over, in order on all ranks: of a pipeline at the end.
+        `after` is called with the number of each completed microbatch, in order on all ranks; in a pipeline at the end of the
+        step.
 
         Raises:
             CollectiveError: when a neighbour is gone or late.
@@ -204,7 +206,7 @@ class StepDriver:
         return losses
 
     def evaluate(self, engine: ZeroEngine, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
-        """Forward alone; returns losses as `train` does."""
+        """Run forward alone; returns losses as `train` does."""
         schedule = forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks)
         with engine.evaluation() as passes:
             runner = ZeroRunner(passes=passes, stages=self._stages, work=work, loss=loss, queue=self._queue)
@@ -212,7 +214,7 @@ class StepDriver:
         return runner.losses
 
     def bubble(self) -> Bubble | None:
-        """Return how much of the latest step ranks have stood still, predicted and measured; None before the first, and for one."""
+        """Return the idle part of the latest step, predicted and measured; None before the first step, and for a single rank."""
         if self._measured is None or self._ranks == 1:
             return None
         return self._executor.bubble(self._measured)
@@ -222,17 +224,17 @@ class Pipeline(StepDriver):
     """One rank's part of the pipeline. All ranks of the pipeline axis call its methods alike."""
 
     def __init__(self, mesh: Mesh, stages: Stages, name: ScheduleName, blocks: Sequence[nn.Module]) -> None:
-        """`blocks` are this rank's own: those whose gradients a schedule may compute in halves."""
+        """`blocks` are this rank's blocks, whose gradients a schedule may compute in halves."""
         super().__init__(mesh, stages, name, len(stages.own))
         self.stages = stages
         self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
 
     def generation(self, *, microbatches: int, call: Callable[..., Any]) -> StagedForward:
-        """The model's forward for the loop of one generation; each call of it belongs inside a pass of the engine."""
+        """Return the forward for one generation's token loop; each of its calls belongs inside a pass of the engine."""
         return StagedForward(self._executor, self.stages, microbatches=microbatches, call=call)
 
     def run_turns(self, lanes: Sequence[StagedLane], turns: int, call: Callable[..., Any]) -> None:
-        """Have each lane make so many forwards and choose a token of each row after each, inside a pass of the engine. All ranks of
+        """Run `turns` forwards of each lane, and choose a token of each row after each, inside a pass of the engine. All ranks of
         the pipeline call this; `call` is the model's own call."""
         schedule = forward_only(ranks=self._ranks, microbatches=turns * len(lanes), chunks=self._chunks)
         runner = TurnRunner(self.stages, call, lanes, self._executor.group)
@@ -241,7 +243,7 @@ class Pipeline(StepDriver):
         runner.finish()
 
     def restore(self) -> None:
-        """Give the model its own modules back."""
+        """Restore the model's own modules."""
         self._put_back()
         self.stages.restore()
 

@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: what each rank does, in order; whether one can run, and how long it takes. Pure: no processes.
+"""Pipeline schedules as data: each rank's actions in order, with a proof that they can run and a simulation of their time. Pure:
+no processes.
 
 Blocks are cut into `ranks x chunks` stages; chunk c of rank r is stage `c x ranks + r`, so activations run around the ring of
 ranks, once for each chunk. A schedule lists the actions of every rank; sends and receives follow from them. Four microbatches on
@@ -29,23 +30,23 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class Kind(Enum):
-    """The kinds of work that a rank does for a microbatch in a chunk."""
+    """The kinds of work on a microbatch in a chunk."""
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
-    """The gradient of what the chunk received; those of linear weights come later."""
+    """The gradient of the chunk's inputs; those of linear weights are computed later."""
     BACKWARD_WEIGHT = "W"
 
     @property
     def direction(self) -> int:
-        """Which stage waits for what it makes: 1 for the stage after, -1 for the one before, 0 for none."""
+        """The direction of the stage that needs the result: 1 for the next stage, -1 for the previous one, 0 for none."""
         return {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: 0}.get(self, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """One thing that a rank does: `kind`, with one of its chunks, for one microbatch."""
+    """One action of a rank: work of a `kind` in one of its chunks for one microbatch."""
 
     kind: Kind
     chunk: int
@@ -57,37 +58,37 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSchedule:
-    """The actions of each rank, in order. What it must satisfy is checked by `validate`, not here."""
+    """The actions of each rank, in order. `validate` checks them, the constructor does not."""
 
     name: str
     ranks: int
     chunks: int
     microbatches: int
     actions: tuple[tuple[Action, ...], ...] = field(hash=False)
-    """One tuple for each rank. They are too many to be hashed whenever a schedule is looked up."""
+    """One tuple for each rank, left out of the hash, which would take too long at each lookup of a schedule."""
 
     @property
     def stages(self) -> int:
-        """Parts into which the model is cut."""
+        """The number of stages of the model."""
         return self.ranks * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that is a rank's chunk."""
+        """Return the stage that is a rank's chunk."""
         return chunk * self.ranks + rank
 
     def neighbours(self, rank: int) -> list[int]:
-        """The other ranks that a rank sends to and receives from, in order."""
+        """List the other ranks that a rank sends to or receives from, in order."""
         return sorted({(rank - 1) % self.ranks, (rank + 1) % self.ranks} - {rank})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """The message of one action to another rank: activations to the stage after, or gradients to the stage before."""
+    """One action's message to another rank: activations to the next stage, or gradients to the previous one."""
 
     source: int
     target: int
     stage: int
-    """The stage that receives."""
+    """The receiving stage."""
     microbatch: int
     gradient: bool
 
@@ -97,19 +98,20 @@ class Message:
 
 
 def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
-    """Return what an action sends; None at the ends of the pipeline and for gradients of weights. Both ranks may be one."""
+    """Return the message that an action sends; None at the ends of the pipeline and for weight gradients. Sender and receiver may
+    be one rank."""
     stage = schedule.stage(rank, action.chunk)
     return _message(schedule, stage, stage + action.kind.direction, action.microbatch)
 
 
 def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
-    """Return what an action waits for; None where it waits for nothing."""
+    """Return the message that an action waits for, or None."""
     stage = schedule.stage(rank, action.chunk)
     return _message(schedule, stage - action.kind.direction, stage, action.microbatch)
 
 
 def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: int) -> Message | None:
-    """The message between two neighbouring stages, where both are there: gradients go to the earlier one."""
+    """Return the message between two neighbouring stages, or None beyond the ends; gradients go to the earlier stage."""
     if source == target or min(source, target) < 0 or max(source, target) >= schedule.stages:
         return None
     return Message(
@@ -122,17 +124,17 @@ def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: i
 
 
 def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Make the schedule of that name.
+    """Make the schedule called `name`.
 
     gpipe runs all forwards, then all backwards, with all microbatches in flight (Huang et al., "GPipe", 2019). 1f1b runs forwards
     until the last rank can begin backwards, then one of each in turn, with at most `ranks - r` microbatches in flight on rank r
-    (Narayanan et al., "PipeDream", 2019, flushed at the end of a step). interleaved does so with several chunks per rank, whose
-    bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language model training on GPU clusters", 2021).
-    zero_bubble runs backward in halves; gradients of weights, which no other rank waits for, fill what is a bubble in 1f1b, with at
-    most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023).
+    (Narayanan et al., "PipeDream", 2019, flushed at the end of a step). interleaved does the same with several chunks per rank,
+    so that the bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language model training on GPU
+    clusters", 2021). zero_bubble runs backward in halves; weight gradients, which no other rank waits for, fill the bubble of
+    1f1b, with at most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023).
 
     Raises:
-        LayoutError: for a name that does not exist, a number below 1, or chunks with a schedule that takes one.
+        LayoutError: for an unknown name, a number below 1, or chunks with a schedule that takes one.
     """
     if name not in get_args(ScheduleName):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
@@ -142,7 +144,7 @@ def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: 
 
 
 def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Run all forwards: for evaluation, and one token of generation. Microbatches take turns on the chunks, as in `interleaved`."""
+    """Make a schedule of forwards alone, for evaluation or one generated token. Chunks take turns as in `interleaved`."""
     return _schedule("forward", ranks, microbatches, chunks)
 
 
@@ -165,7 +167,7 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Pipeline
             return iter(forwards)
         if name == "gpipe":
             return chain(forwards, backwards)
-        # The last rank begins its first backward when the first round has come to the last of its chunks.
+        # The last rank begins its first backward when the first round has reached the last of its chunks.
         ahead = (chunks - 1) * rounds[0] + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
         alternating = _alternate(forwards, backwards, ahead=ahead)
         return _with_weights(alternating, weights, rank) if name == "zero_bubble" else alternating
@@ -175,7 +177,7 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Pipeline
 
 
 def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: int) -> Iterator[Action]:
-    """Rank r has r forwards fewer ahead than the first rank; the weights of as many microbatches may wait in their stead."""
+    """Interleave weight gradients: rank r has r forwards fewer ahead than rank 0, so r weight gradients may wait instead."""
     later, due = iter(weights), 0
     for action in actions:
         yield action
@@ -187,7 +189,7 @@ def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: in
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -197,15 +199,15 @@ def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -
 
 
 def _rounds(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the rounds in which microbatches go through chunks: none below `ranks`, for a smaller one would wait for itself at
-    each chunk, and larger ones first, for what begins later must not be overtaken."""
+    """Return the sizes of the rounds in which microbatches go through chunks: none below `ranks`, since a smaller round would
+    wait for itself at each chunk, and larger ones first, so that no later round overtakes them."""
     rounds = max(1, microbatches // ranks)
     share, more = divmod(microbatches, rounds)
     return [share + (number < more) for number in range(rounds)]
 
 
 def _turns(rounds: Sequence[int], chunks: int) -> Iterator[tuple[int, int]]:
-    """Chunk and microbatch, in the order in which rounds of microbatches go through the chunks of a rank."""
+    """Yield chunk and microbatch in the order in which rounds of microbatches go through a rank's chunks."""
     first = 0
     for size in rounds:
         for chunk in range(chunks):
@@ -215,7 +217,7 @@ def _turns(rounds: Sequence[int], chunks: int) -> Iterator[tuple[int, int]]:
 
 
 Times = Callable[[int, Action], float]
-"""Seconds, or any other unit, that an action takes on a rank."""
+"""Returns the time of an action on a rank, in seconds or any other unit."""
 
 UNIT_TIMES: Mapping[Kind, float] = {
     Kind.FORWARD: 1.0,
@@ -223,16 +225,16 @@ UNIT_TIMES: Mapping[Kind, float] = {
     Kind.BACKWARD_INPUT: 1.0,
     Kind.BACKWARD_WEIGHT: 1.0,
 }
-"""A backward takes about as long as two forwards, each of its halves as long as one."""
+"""Relative times: a backward takes about as long as two forwards, and each of its halves as long as one."""
 
 
 class ScheduleError(LayoutError):
-    """A schedule that cannot be carried out."""
+    """A pipeline schedule that cannot be carried out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionTime:
-    """When an action runs, from the beginning of the step."""
+    """The start and end of an action, from the beginning of the step."""
 
     action: Action
     start: float
@@ -241,7 +243,7 @@ class ActionTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """A step of a schedule, simulated or measured: of each rank its actions, in order, and when each starts and ends."""
+    """A step of a schedule, simulated or measured: each rank's actions, in order, with their starts and ends."""
 
     actions: Sequence[Sequence[Action]]
     starts: Sequence[Sequence[float]]
@@ -249,28 +251,28 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[tuple[ActionTime, ...], ...]:
-        """One tuple for each rank, made when it is asked for."""
+        """One tuple for each rank, built on access."""
         return tuple(tuple(map(ActionTime, *rank)) for rank in zip(self.actions, self.starts, self.ends, strict=True))
 
     @property
     def duration(self) -> float:
-        """How long the step takes, until the last rank has ended."""
+        """The time of the step, until the last rank has ended."""
         return max((each[-1] for each in self.ends if each), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """The time that each rank computes."""
         return tuple(sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The part of the step that each rank does not compute in, from 0 to 1."""
+        """The part of the step in which each rank is idle, from 0 to 1."""
         duration = self.duration
         return tuple(1 - busy / duration if duration else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The part of the step that ranks do not compute in, on average."""
+        """The part of the step in which ranks are idle, on average."""
         bubbles = self.bubbles
         return sum(bubbles) / len(bubbles)
 
@@ -285,9 +287,8 @@ _BEFORE = {
 def validate(schedule: PipelineSchedule) -> None:
     """Prove that a schedule can be carried out.
 
-    Every action of training (or, without any backward, of evaluation) occurs once; no rank waits for ever for an action of its own
-    or for another's message, where sends do not block and each rank receives what another sends in the order in which that one
-    sends it.
+    Every action of training (or, without any backward, of evaluation) occurs once. No rank waits for ever for its own action or
+    another's message, if sends do not block and each rank receives another's messages in the order of their sends.
 
     Raises:
         ScheduleError: naming rank and action.
@@ -310,7 +311,7 @@ def validate(schedule: PipelineSchedule) -> None:
     )
     proven: list[int] = []
     for rank, actions in enumerate(schedule.actions):
-        # Most schedules have the same objects on all ranks, which are quicker to compare than what they say.
+        # Most schedules share the same objects on all ranks, and identities compare faster than values.
         objects, proven = proven, sorted(map(id, actions))
         if objects == proven:
             continue
@@ -322,10 +323,10 @@ def validate(schedule: PipelineSchedule) -> None:
 
 
 def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer: float = 0.0) -> Timeline:
-    """When each action runs, if it takes `times(rank, action)` and a message between ranks `transfer`.
+    """Simulate a schedule whose actions take `times(rank, action)` and whose messages between ranks take `transfer`.
 
-    Every rank goes through its actions as soon as it can. Without `times` a forward takes 1, a backward 2 and each of its halves 1.
-    It takes time in proportion to the number of actions.
+    Every rank runs its actions as soon as possible. Without `times`, a forward takes 1, a backward 2 and each of its halves 1.
+    The simulation's own cost is proportional to the number of actions.
 
     Raises:
         ScheduleError: when ranks wait for each other, or for an action that comes later, for ever.
@@ -358,23 +359,21 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
 
 @dataclass(kw_only=True, slots=True)
 class _Simulation:
-    """The progress of simulated ranks. A message is an integer: `stage * microbatches + microbatch` of its receiver, for gradients
-    the complement."""
+    """The state of the simulation. A message is an integer: `stage * microbatches + microbatch` of its receiver, complemented for
+    gradients."""
 
     times: Times
     transfer: float
     arrivals: dict[int, float] = field(default_factory=dict)
-    """When messages are there; early ones are kept until they are wanted."""
     waiting: dict[int, int] = field(default_factory=dict)
-    """Which rank waits for a message."""
+    """The rank that waits for each message."""
     ready: list[int]
-    """The ranks that need not wait."""
     starts: list[list[float]]
     ends: list[list[float]]
 
 
 def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iterator[int]:
-    """Go through the actions of a rank; yields the message that it has to wait for, and stops at an action that never can run."""
+    """Run a rank's actions; yields each message that it has to wait for, and stops at an action that can never run."""
     ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
     forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     transfer = state.transfer if ranks > 1 else 0.0
@@ -413,19 +412,17 @@ def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageOrder:
-    """A rank's part of one order of all messages between ranks, in which each can launch those that it sends and receives.
-
-    A rank has made what it sends before a message of a later moment can come to it, so none waits for ever if all go by it.
-    """
+    """A rank's part of one global order of messages, in which each rank can launch its sends and receives. A rank has computed
+    each send before any message of a later moment can arrive, so no rank waits for ever if all follow the order."""
 
     messages: tuple[tuple[float, Message], ...]
-    """Those that the rank sends or receives, each with the moment at which it is sent, if actions take `UNIT_TIMES`."""
+    """The messages that the rank sends or receives, each with its simulated send time under `UNIT_TIMES`."""
     ends: Mapping[Action, float]
-    """When each action of the rank ends."""
+    """The simulated end of each of the rank's actions."""
 
     @classmethod
     def of(cls, schedule: PipelineSchedule, rank: int) -> MessageOrder:
-        """One rank's part, of a schedule that can be carried out. Of messages of one moment that of the lower rank is first."""
+        """Make one rank's part for a valid schedule. Among messages of one moment, that of the lower rank is first."""
         ends = simulate(schedule).ends
         messages: list[tuple[float, int, Message]] = []
         for source in sorted({rank, *schedule.neighbours(rank)}):
@@ -439,7 +436,7 @@ class MessageOrder:
 
 
 def _before(action: Action) -> Action | None:
-    """The action of the same microbatch and chunk that comes before this one on its rank."""
+    """Return the previous action of the same microbatch and chunk on the rank, or None."""
     kind = _BEFORE.get(action.kind)
     return None if kind is None else Action(kind=kind, chunk=action.chunk, microbatch=action.microbatch)
 

@@ -1,13 +1,13 @@
-"""The engine under a loop of the user's own: forward begins when the model is called, and backward when autograd comes to it.
+"""The engine for users' training loops: a call of the model begins forward, and autograd begins backward.
 
     model(...)          with gradients, the first call opens a forward, which later calls join; without, it is an evaluation
     loss.backward()     begins at the first result of a unit, or the first gradient, that autograd reaches, and ends with autograd
     close_backwards()   ends what a step still owes, such as sums over replicas, before gradients are measured, read or used
 
-[Note: Several graphs] The hooks of a unit's results know in which forward they were made. A backward goes through the graph of one
-forward, however many calls and losses that had, and another may follow through what is left of it. Units that are reached through
-the graph of an earlier forward stay live until backward is over. A graph that was made before the latest update is refused: its
-parameters have other values now.
+[Note: Several graphs] The hooks of a unit's results know the forward that made them. A backward runs through the graph of one
+forward, however many calls and losses that forward had, and another backward may run through the rest of the graph. Units that
+are reached through the graph of an earlier forward stay live until backward is over. A graph from before the latest update is
+refused, since the parameters have changed.
 """
 
 import math
@@ -41,15 +41,15 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
-    """The class of the parameters of an `AutogradEngine`. Their gradients are divided among ranks, and `grad` says so where
-    ordinary code would find None and go on, as `torch.nn.utils.clip_grad_norm_` does. Their values are in the engine's memory."""
+    """The class of the parameters of an `AutogradEngine`. Gradients are divided among ranks, so `grad` raises where ordinary
+    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Values lie in the engine's memory."""
 
     passes: ClassVar["AutogradPasses"]
     kind: ClassVar[type[nn.Parameter]]
 
     @classmethod
     def of(cls, kind: type[nn.Parameter], passes: "AutogradPasses") -> type["GuardedParameter"]:
-        """Make the class for parameters of class `kind`."""
+        """Make the subclass for parameters of class `kind`."""
         bases = (cls,) if kind is nn.Parameter else (cls, kind)
         return type(kind.__name__, bases, {"passes": passes, "kind": kind, "__module__": kind.__module__})
 
@@ -72,15 +72,15 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
         _GRAD.__delete__(self)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """As of any tensor. The engine's own hook, which takes the gradient, stays the last."""
+        """Register a hook as on any tensor. The engine's hook, which takes the gradient, stays the last one."""
         return hook_before(self, hook)
 
     def share_memory_(self) -> Any:
-        """Raises `PhaseError`: the values lie in the engine's memory."""
+        """Raise `PhaseError`: the values lie in the engine's memory."""
         raise PhaseError("share_memory() gives parameters other memory, and theirs is the engine's; leave it out")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy belongs to no engine."""
+        """Return a copy that belongs to no engine."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = type(self).kind(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
@@ -88,36 +88,36 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
 
 
 class _Graph:
-    """The graph of one forward. It lives as long as a hook of the graph does."""
+    """The graph of one forward, which lives as long as a hook of the graph does."""
 
     def __init__(self, progress: PassProgress, generation: int) -> None:
         self.progress = progress
         self.generation = generation
-        """How many updates the parameters had had."""
+        """The number of parameter updates before this forward."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StepGradients:
-    """What a step's gradients are, from its first backward until they are forgotten."""
+    """The state of a step's gradients, from its first backward until they are forgotten."""
 
     backwards: int = 0
     mixed: bool = False
-    """True if some were added to others that an update had used up."""
+    """True if some gradients were added to gradients that an update had already used."""
     used: bool = False
-    """True if an update has used them up."""
+    """True if an update has used the gradients."""
     summed: bool = False
-    """True if they are summed over all ranks."""
+    """True if the gradients are summed over all ranks."""
     closed: bool = False
-    """True if ranks have agreed, too, which parameters have none."""
+    """True if ranks have also agreed which parameters have no gradient."""
     norm: float | None = None
-    """Their norm, once it was asked for."""
+    """The norm of the gradients, once it was computed."""
     clip: float = 1.0
-    """The factor of clipping, by which they are multiplied where they are read or used."""
+    """The clipping factor, by which gradients are multiplied when they are read or used."""
     clipped: bool = False
 
 
 class AutogradPasses(Passes):
-    """Passes without a trainer that says when they begin and end. All ranks run one program."""
+    """Passes without a trainer that announces their begin and end. All ranks run the same program."""
 
     reading: ClassVar[str] = (
         "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -131,19 +131,18 @@ class AutogradPasses(Passes):
         self.step = StepGradients()
         self.synced = True
         self.generation = 0
-        """How many times parameters have got other values."""
+        """The number of times that parameter values have changed."""
         self._graph: weakref.ref[_Graph] | None = None
-        self._growing: _Graph | None = None
-        """The graph of a forward that has not returned yet, which no hook may hold so far."""
+        self._open_graph: _Graph | None = None
+        """The graph of a forward that has not returned yet, which may have no hooks so far."""
         self.before_step: Callable[[], None] = lambda: None
-        """Runs before the first forward of a step."""
+        """Called before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
-        """Modules inside each unit, and how many forward hooks of the engine each has."""
+        """The modules inside each unit, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
 
     def follow_inner(self, hooks: Hooks) -> None:
-        """From now on, follow what hooks of the user's may have taken out of the middle of a unit, at whose parameters backward
-        then begins."""
+        """From now on, follow intermediate tensors that user hooks took out of a unit, from which backward may enter the unit."""
         self._hook_after = hooks.after
         modules = {unit.module for unit in self.units}
         for unit in self.units if self._releases else ():
@@ -168,19 +167,19 @@ class AutogradPasses(Passes):
             return
         if not self.step.backwards or self.step.used:
             self.before_step()
-        # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
+        # Ranks that divide a layer draw alike, and other ranks on their own, from the global generators.
         shared = self._mesh.shape.divides("layers")
         where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
-        self._growing = _Graph(self._progress, self.generation)
-        self._graph = weakref.ref(self._growing)
+        self._open_graph = _Graph(self._progress, self.generation)
+        self._graph = weakref.ref(self._open_graph)
 
     def before_forward(self, unit: Unit) -> None:
         if unit.index == 0:
-            unheld = self.mode is PassMode.FORWARD and self._growing is None and self._graph_of_now() is None
+            unheld = self.mode is PassMode.FORWARD and self._open_graph is None and self._graph_of_now() is None
             if unheld or self._entry is not None:
-                self.end()  # Nobody holds what the open forward has computed, or an evaluation has failed half-way.
+                self.end()  # The open forward's results were dropped, or an evaluation has failed.
         self.require_no_failure()
         super().before_forward(unit)
         if self._releases and self.mode is PassMode.FORWARD:
@@ -194,7 +193,7 @@ class AutogradPasses(Passes):
     def after_forward(self, unit: Unit, output: Any) -> None:
         super().after_forward(unit, output)
         if unit.index == 0 and self.mode is PassMode.FORWARD:
-            self._growing = None
+            self._open_graph = None
             if torch.is_grad_enabled():
                 self._end_forward(list(tensors_in(output)))
 
@@ -202,14 +201,14 @@ class AutogradPasses(Passes):
         return self._graph() if self._graph is not None else None
 
     def require_idle(self) -> None:
-        """End an open forward, whose backward may come later all the same. Raises `PhaseError` during any other pass."""
+        """End an open forward, whose backward may still come later. Raises `PhaseError` during any other pass."""
         if self.mode is PassMode.FORWARD:
             self.end()
         super().require_idle()
 
     def end(self) -> None:
         super().end()
-        self._growing = None
+        self._open_graph = None
 
     # Backward
 
@@ -237,17 +236,17 @@ class AutogradPasses(Passes):
         super().on_gradient(unit, bucket, index, parameter)
 
     def _accumulates(self) -> bool:
-        """Return True if the call that autograd runs brings gradients to parameters."""
+        """Return True if the autograd call that is running accumulates gradients into parameters."""
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                # A node that is kept would keep its parameter alive, and so this engine, which nobody could find to be garbage.
+                # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
                 return any(_will_execute(get_gradient_edge(each).node) for each in trained if each.requires_grad)
-        except RuntimeError:  # It returns the gradient of a parameter instead.
+        except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
     def require_no_gradients(self, done: str) -> None:
-        """Raise `PhaseError` when there are gradients that only this engine can give, which somebody has read or set."""
+        """Raise `PhaseError` when a user has read or set gradients that only this engine can give."""
         if self.step.backwards and self.mode is not PassMode.BACKWARD:
             raise PhaseError(
                 f"the gradient of a parameter was {done}, and gradients are divided among ranks: clip with "
@@ -307,11 +306,11 @@ class AutogradPasses(Passes):
 
     @property
     def failed(self) -> bool:
-        """True if the latest backward has ended with an error."""
+        """True if the latest backward ended with an error."""
         return self.mode is PassMode.BACKWARD and _graph_task() == -1
 
     def require_no_failure(self) -> None:
-        """Raise `PhaseError` when the latest backward has ended with an error."""
+        """Raise `PhaseError` when the latest backward ended with an error."""
         if self.failed:
             raise PhaseError(
                 "the latest backward ended with an error, and this rank's gradients are incomplete; call optimizer.zero_grad() on "
@@ -321,7 +320,7 @@ class AutogradPasses(Passes):
     # Between backward and update
 
     def close_backwards(self) -> None:
-        """Sum what is not summed over all ranks yet, so that gradients are those of the step. All ranks call it."""
+        """Sum the gradients that are not summed over all ranks yet, so that they are those of the step. All ranks call it."""
         self.require_no_failure()
         self.require_idle()
         if not self.synced:
@@ -350,7 +349,7 @@ class AutogradPasses(Passes):
 
 
 class AutogradEngine(ZeroEngine):
-    """An engine without a trainer: `loss.backward()` and an optimizer's calls drive it."""
+    """An engine without a trainer, driven by `loss.backward()` and the calls of an optimizer."""
 
     passes_class: ClassVar[type[Passes]] = AutogradPasses
     _passes: AutogradPasses
@@ -386,7 +385,7 @@ class AutogradEngine(ZeroEngine):
         ]
 
     def require_same_parameters(self) -> None:
-        """Raise `PhaseError` when the model has other parameters than those that were divided."""
+        """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
         if self._identities == self._found_identities():
             return
         found = dict(self.model.named_parameters())
@@ -406,8 +405,8 @@ class AutogradEngine(ZeroEngine):
             bucket.drop_casts()
 
     def load_whole(self, load: Callable[[], _Result]) -> _Result:
-        """Call `load()`, which copies whole values into the model's parameters, and take them over. All ranks call it alike."""
-        if self._takes:  # The call that this one is part of takes them over.
+        """Call `load()`, which copies whole values into the model's parameters, and shard the values. All ranks call it alike."""
+        if self._takes:  # The enclosing call stores the values.
             return load()
         self._passes.require_idle()
         self._takes = True
@@ -431,13 +430,13 @@ class AutogradEngine(ZeroEngine):
             self._passes.synced = before
 
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
-        """A whole gradient times `factor`, with clipping, without loss scale; see `FullState.gradient`. All ranks call it."""
+        """Return a whole gradient times `factor`, clipped, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()
         found = self.state.gradient(name)
         return None if found is None else found.mul_(factor * self._passes.step.clip / self.loss_scale)
 
     def gradient_norm(self, factor: float) -> float:
-        """The norm of all gradients times `factor`, without loss scale, as clipping has left them. All ranks call it."""
+        """Return the norm of all gradients times `factor`, clipped, without the loss scale. All ranks call it."""
         self._passes.close_backwards()
         step = self._passes.step
         if step.norm is None:
@@ -445,17 +444,15 @@ class AutogradEngine(ZeroEngine):
         return step.norm * abs(factor) * step.clip / self.loss_scale
 
     def clip(self, limit: float, factor: float) -> float:
-        """Scale gradients down to the norm `limit`; returns the norm before. All ranks call it."""
+        """Scale gradients down to the norm `limit`; returns the norm before clipping. All ranks call it."""
         norm = self.gradient_norm(factor)
         step = self._passes.step
         step.clip, step.clipped = step.clip * clip_factor(norm, limit), True
         return norm
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:
-        """Update with the gradients times `factor`; under a loss scale, only where they are finite. All ranks call it.
-
-        Returns whether the update was made.
-        """
+        """Update with the gradients times `factor`; under a loss scale, only if they are finite. All ranks call it. Returns True
+        if the parameters were updated."""
         self.require_same_parameters()
         self._passes.close_backwards()
         if self._passes.writes.unread(self.units):
@@ -471,10 +468,8 @@ class AutogradEngine(ZeroEngine):
         return not skip
 
     def forget_gradients(self, *, zeros: bool = False) -> None:
-        """Forget gradients, so that the next backward is the first of its step. A single rank may do so after a failed backward.
-
-        `zeros`: parameters without a gradient count as such with zeros in the next step.
-        """
+        """Forget gradients, so that the next backward is the first of its step. A single rank may call this after a failed
+        backward. `zeros`: parameters without a gradient count as having zero gradients in the next step."""
         if self._passes.failed and self.mesh.world_size == 1:
             self.abandon_pass()
         self._passes.require_no_failure()

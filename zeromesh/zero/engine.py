@@ -7,10 +7,10 @@ A step is
                                         # which reduces gradients as buckets complete
     engine.finish_step(factor)          # norm, clipping, update of the shards, next values of the parameters
 
-Before `finish_step` a caller may `read_step` what it wants to know of the device, so that the host waits for it once a step.
+Before `finish_step` a caller may read scalars from the device by `read_step`, so that the host waits for it once a step.
 
-A stage changes where tensors lie (`options.placements`), never which code runs. `passes.py` has what happens in a pass,
-`optim/optimizer_step.py` what happens from the gradient shards on.
+A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes, and
+`optim/optimizer_step.py` processes gradient shards.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineProgress:
-    """The progress of an engine that a checkpoint keeps beside tensors."""
+    """The engine's progress that a checkpoint stores beside tensors."""
 
     updates: int
-    """Updates of the parameters: steps that were not skipped."""
+    """The number of parameter updates: steps that were not skipped."""
     trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Parameters that are not trained as the model was built, by name: whether they are, and in how many updates they were."""
+    """Parameters not trained as in the built model, by name: 1 if trained now, else 0, and the number of their updates."""
     averaged_updates: int = 0
-    """Updates that the averages of the weights have taken in."""
+    """The number of updates that the averaged weights include."""
     loss_scale: float = 1.0
     good_steps: int = 0
-    """Steps without an overflow since the loss scale has changed."""
+    """The number of steps without an overflow since the loss scale changed."""
 
 
 class ZeroEngine:
@@ -81,7 +81,7 @@ class ZeroEngine:
         self._tiers = built.tiers
         self.ledger = built.tiers.ledger
         self.waits = built.tiers.waits
-        """How long this rank has stood still for bytes of other tiers."""
+        """The time that this rank has waited for transfers from other tiers."""
         self.transport = built.transport
         self._reduction = built.reduction
         self._releases = built.releases
@@ -90,16 +90,16 @@ class ZeroEngine:
             built, mesh, options, self.optimizer_step, _chunks(self.units, cuts or ModelCuts())
         )
         self._exchanged = False
-        """True if averaged weights and master weights have been exchanged."""
+        """True while averaged weights and master weights are exchanged."""
         self._mixed = False
         """True if some weights may be older than others, because an update or a load was cut short."""
-        # Stages of a pipeline have units of their own.
+        # Each stage of a pipeline has its own units.
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self.optimizer_step, self._passes.gradients, self._hooks)
         self._states: dict[bool, FullState] = {}
-        """Kept for `state` and `averaged_state` as long as the same is trained."""
+        """Cached for `state` and `averaged_state` until the set of trained parameters changes."""
         self._states_followed: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
         """This rank's part of all states, by the names of whole tensors."""
@@ -116,12 +116,9 @@ class ZeroEngine:
         tiers: Tiers | None = None,
         cuts: ModelCuts | None = None,
     ) -> Self:
-        """Cut the model into units, allocate and fill them, and hook the model.
-
-        `source` gives initial values; None stands for the values that the model has. `tiers` are the engine's from now on, and
-        closed with it; None: it opens its own. `cuts` say what of the whole model tensor and pipeline parallelism have left here;
-        then `source` is one of the whole model.
-        """
+        """Cut the model into units, allocate and fill them, and hook the model. `source` provides initial values; None stands for
+        the model's own values. The engine owns `tiers` and closes them; None: it opens its own. `cuts` describe the parts of the
+        whole model that tensor and pipeline parallelism have left on this rank; `source` then has values of the whole model."""
         tiers = tiers or open_tiers(mesh, options)
         try:
             rules = GroupRules(options.optimizer)
@@ -149,11 +146,11 @@ class ZeroEngine:
 
     @property
     def averaged_state(self) -> FullState:
-        """Whole averaged weights and gradients by name. Where no average is kept, these are the weights themselves."""
+        """Whole averaged weights and gradients by name; the weights themselves if no average is kept."""
         return self._access(averaged=True)
 
     def _access(self, *, averaged: bool) -> FullState:
-        # To find out what all ranks have takes a while. It changes with what is trained, perhaps in one stage alone.
+        # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
         followed = self.mesh.pipeline.gather_integers([self._flags.followed])
         if followed != self._states_followed:
             self._states, self._states_followed = {}, followed
@@ -171,15 +168,15 @@ class ZeroEngine:
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which losses of this step are multiplied before backward; 1 without float16 gradients."""
+        """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
         return self.optimizer_step.scaler.scale
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """The optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
+        """Return the optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
         return self.optimizer_step.optimizer_of(bucket)
 
     def progress(self) -> EngineProgress:
-        """Return the progress that a checkpoint keeps beside tensors. All ranks call it."""
+        """Return the progress that a checkpoint stores beside tensors. All ranks call it."""
         step = self.optimizer_step
         return EngineProgress(
             updates=step.updates,
@@ -190,10 +187,10 @@ class ZeroEngine:
         )
 
     def load_progress(self, progress: EngineProgress) -> None:
-        """Go on from what `progress` returned, with other tensors to be loaded afterwards; see `loading`. All ranks call it.
+        """Continue from a `progress` result; the other tensors are loaded afterwards, see `loading`. All ranks call it.
 
         Raises:
-            CheckpointError: where parameters are named that the model does not have.
+            CheckpointError: for names of parameters that the model does not have.
         """
         self._flags.restore(progress.trained, progress.updates)
         self.optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
@@ -201,19 +198,17 @@ class ZeroEngine:
     # A step
 
     def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
-        """Begin a step, whose update is made with these hyperparameters of each group; None: with those of the options.
-
-        What `requires_grad` of parameters says now holds for the whole step.
-        """
+        """Begin a step, whose update uses these hyperparameters of each group; None: those of the options. The present
+        `requires_grad` of parameters applies to the whole step."""
         if any(bucket.changed_flags() for bucket in self._buckets):
             self._flags.follow()
         self.optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
-        """Run all microbatches of a step: `run` calls the passes of each action of a schedule in its turn.
+        """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
 
-        Gradients are afterwards on their way to this rank's shards, or in them.
+        Afterwards the gradients are in this rank's shards, or their reductions are in flight.
 
         Raises:
             CollectiveError: when a peer is gone, late or in another unit.
@@ -231,12 +226,12 @@ class ZeroEngine:
             self._mixed = bool(self.optimizer_step.last_order)  # Inside backward some buckets were updated.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
-        """Read, after the last backward, what the caller has on the device and wants to know, scalars: the host waits once.
+        """Read the caller's `scalars` from the device after the last backward, for which the host waits once.
 
-        Returns them as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
+        Returns the scalars as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
 
         Raises:
-            PhaseError: when forward has changed a parameter in place, which a device tells only here.
+            PhaseError: when forward has changed a parameter in place, which is known on a device only after this read.
         """
         writes = self._passes.writes
         unread = writes.unread(self.units)
@@ -251,19 +246,19 @@ class ZeroEngine:
         return found[: len(scalars)], squares
 
     def _sum_squares(self) -> float:
-        """The squared norm of all gradients as they were summed, with the loss scale in it; all ranks call it."""
+        """Sum the squared norm of all gradients, with the loss scale in it, over the world; all ranks call it."""
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
         return float(self.mesh.world.sum_(total, "sum of the gradient norm"))
 
     @property
     def lacks_gradients(self) -> bool:
-        """True if a trained parameter has had no gradient on this rank in the present step, or on any in the latest."""
+        """True if a trained parameter has had no gradient on this rank in the present step, or on any rank in the latest."""
         trained = [bucket for bucket in self._buckets if any(bucket.training)]
         return any(bucket.missing or self._passes.gradients.lacking(bucket) for bucket in trained)
 
     @property
     def without_gradient(self) -> list[str]:
-        """The parameters that the latest update has passed over, because no rank had a gradient of them."""
+        """The parameters that the latest update skipped, because no rank had a gradient for them."""
         return [bucket.layout.slots[n].spec.name for bucket in self._buckets for n in sorted(bucket.missing)]
 
     def finish_step(
@@ -271,11 +266,10 @@ class ZeroEngine:
     ) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
 
-        One that no rank has a gradient of keeps its value and its moments, as in torch; `lacking` says whether some rank
-        `lacks_gradients`, and may be one of them.
-        `squares` is the sum over the world of what `read_step` has returned; None: that is done here. A norm that is not finite
-        skips the update on all ranks, or ends the run where options say so. Then the outcome, or the error, names units, and ranks
-        with `loss_finite` False: whose own loss was not finite.
+        A parameter without a gradient on any rank keeps its value and its moments, as in torch; `lacking` says if some rank
+        `lacks_gradients`. `squares` is the sum over the world of the parts that `read_step` has returned; None: the sum is made
+        here. A norm that is not finite skips the update on all ranks, or ends the run under `on_nonfinite: stop`. The outcome, or
+        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite.
 
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.
@@ -289,13 +283,13 @@ class ZeroEngine:
             return self.optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     def end_without_update(self) -> None:
-        """End a step whose gradients are of nothing: they are forgotten, and the optimizer's states and the weights stay."""
+        """End a step without any gradients: the weights and the optimizer's states stay unchanged."""
         with self._updating():
             self.optimizer_step.update(self.units, 0.0, skip=True)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Inside the block the optimizer changes the shards, which the model's parameters follow afterwards."""
+        """Inside the block the optimizer changes the shards; afterwards the model's parameters are updated from them."""
         self._mixed = True
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
@@ -308,10 +302,8 @@ class ZeroEngine:
         self._mixed = False
 
     def abandon_pass(self) -> bool:
-        """Forget what an exception has cut short, so that the next pass can begin. Only for a rank without peers.
-
-        Returns False where weights are mixed: an update had begun, or loading a checkpoint.
-        """
+        """Forget a pass or step that an exception has cut short, so that the next pass can begin. Only for a rank without peers.
+        Returns False if weights are mixed, because an update or a load had begun."""
         if self._mixed:
             return False
         for unit in self.units:
@@ -324,7 +316,7 @@ class ZeroEngine:
         return True
 
     def _next_generation(self) -> None:
-        """Let all units rest after an update, as their parameters are out of date, and start to gather replicated ones again."""
+        """Release all units after an update, as their parameters are outdated, and start to gather replicated ones again."""
         for unit in self.units:
             unit.leave()
         if not self._releases:
@@ -333,12 +325,9 @@ class ZeroEngine:
 
     @contextmanager
     def loading(self, averaged_updates: int | None = None) -> Iterator[None]:
-        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all parameters are gathered anew.
-
-        `averaged_updates`: how many updates are in the averages of the weights that are loaded; None leaves the number as it is.
-        After an error the shards hold parts of both states, until such a block ends well; `LayoutError` says that nothing was
-        read.
-        """
+        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all parameters are gathered
+        anew. `averaged_updates` is the number of updates in the loaded averages; None keeps the present number. After an error
+        the shards hold parts of both states until such a block succeeds; after a `LayoutError` nothing was read."""
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()
@@ -365,25 +354,21 @@ class ZeroEngine:
             self._passes.gathers.start(unit, settled=True)
 
     def settle(self) -> None:
-        """Wait for the gathers that run in the background, such as those that an update has begun."""
+        """Wait for the gathers that run in the background, such as those that an update starts."""
         for bucket in self._buckets:
             bucket.buffer.wait()
 
     # Passes over the model
 
     def evaluation(self) -> AbstractContextManager[Passes]:
-        """Inside the block forward runs under no_grad, on all ranks alike; units are gathered around use as in training.
-
-        Random numbers come from the generators as they are. A driver's schedule calls the passes that the block is given.
-        """
+        """Inside the block forward runs under no_grad, on all ranks alike; units are gathered around use as in training. Random
+        numbers come from the global generators. A driver's schedule calls the passes that the block yields."""
         return self._passes.evaluation()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the block the model has its averaged weights, and their memory has the others; on all ranks alike.
-
-        After an error of several ranks together they stay exchanged: no rank can go on then.
-        """
+        """Inside the block the model has its averaged weights, and the averages' memory has the others; on all ranks alike. After
+        an error on several ranks at once they stay exchanged, as no rank can go on then."""
         self._exchange()
         try:
             yield
@@ -405,7 +390,7 @@ class ZeroEngine:
         self._exchanged = not self._exchanged
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
-        """Inside the block these parameters are whole on every rank, in the compute dtype, to be read; see `FullState.whole`."""
+        """Inside the block these parameters are whole on every rank, in the compute dtype, for reading; see `FullState.whole`."""
         if self._passes.mode in (PassMode.FORWARD, PassMode.BACKWARD):
             raise PhaseError(
                 f"gathered() was called during {self._passes.mode.value}; call it between passes over the model"
@@ -413,9 +398,9 @@ class ZeroEngine:
         return self.state.whole(fqns, self.options.precision.compute)
 
     def close(self) -> None:
-        """Take the hooks off, give shared memory back and remove files."""
+        """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
-        self.optimizer_step.before_change = lambda bucket: None  # What it belongs to often has the engine.
+        self.optimizer_step.before_change = lambda bucket: None  # The callback's owner often references the engine.
         self._states.clear()
         self._flags.close()
         self._tiers.close()
@@ -425,7 +410,7 @@ class ZeroEngine:
 
 
 def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:
-    """The units of each chunk. A unit without parameters is in the first."""
+    """Group the units by chunk. Units without parameters are in the first one."""
     chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
     for unit in units:
         chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)

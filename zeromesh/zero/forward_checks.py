@@ -1,11 +1,11 @@
 """The checks that follow forward: entries of backward into units, and parameters that were changed in place.
 
-`UnitCalls` reads autograd's graph. A call of a unit makes the nodes whose sequence numbers lie between those at its begin and its
-end, and an edge from any other node to one of these is an entry. Outputs of calls are hooked. Tensors that a block keeps on itself,
+`UnitCalls` reads autograd's graph. The nodes of a unit's call have sequence numbers between those at its begin and its end, and
+an edge from any other node to one of these is an entry. Outputs of calls are hooked. Tensors that a block keeps as attributes,
 puts into objects of unknown classes, or makes under `vmap` give entries without a hook, where backward would read parameters that
-are not gathered for it.
+were not gathered.
 
-`InplaceWrites` lets user code change parameters where a plain loop would keep the change, and refuses it where it would be lost.
+`InplaceWrites` accepts in-place changes of parameters that take effect as in a plain loop, and refuses those that would be lost.
 """
 
 from bisect import bisect_right
@@ -21,11 +21,11 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.units.unit import Bucket, Phase, Unit
 
 Edge = tuple[Node, int]
-"""The gradient of an output of a node, by the output's number."""
+"""An output of an autograd node: the node and the output's number."""
 _KINDS = 16
-"""Kinds of calls of a unit that are looked at; a block that makes another graph every time is trusted afterwards."""
+"""The most kinds of calls of a unit that are checked; a block whose graph differs every time is trusted afterwards."""
 sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""Gives the sequence number of the next node of autograd's graph."""
+"""Returns the sequence number of the next node of autograd's graph."""
 _VIEWS = frozenset(
     """
     AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
@@ -37,7 +37,7 @@ _COPIES = frozenset({"CloneBackward0"})
 
 
 class UnitCall(NamedTuple):
-    """A call of a unit in forward: sequence numbers of its nodes, [first, end), and the edges that are hooked."""
+    """A call of a unit in forward: the sequence numbers of its nodes, [first, end), and the edges that have hooks."""
 
     unit: int
     first: int
@@ -46,14 +46,14 @@ class UnitCall(NamedTuple):
 
 
 class BackwardEntry(NamedTuple):
-    """An edge without a hook. `parameter` is set where the tensor that is read there is a view of it, and no result."""
+    """An edge without a hook. `parameter` is set where the tensor read there is a view of a parameter, and not a result."""
 
     unit: int
     parameter: torch.Tensor | None
 
 
 class UnitCalls:
-    """The calls of a microbatch's forward that are of a kind not seen before."""
+    """The calls in a microbatch's forward whose kind was not seen before."""
 
     def __init__(self) -> None:
         self._seen: dict[int, set[tuple[int, int]]] = {}
@@ -70,7 +70,7 @@ class UnitCalls:
         self._begun.append((unit, sequence_number()))
 
     def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
-        """End a call of a unit, whose outputs `hooked` have hooks; returns whether it is of a new kind."""
+        """End a call of a unit, whose outputs `hooked` have hooks; returns True if the call is of a new kind."""
         first = end = sequence_number()
         while self._begun:  # Calls inside it may have ended with an exception.
             begun, first = self._begun.pop()
@@ -86,13 +86,13 @@ class UnitCalls:
         return True
 
     def entrances(self, roots: Iterable[Edge]) -> list[BackwardEntry]:
-        """Entries into the new calls, in the graph behind `roots`, where backward begins."""
+        """List the entries into the new calls, in the graph behind `roots`, where backward begins."""
         new, self._new = self._new, []
         return find_entrances(roots, new) if new else []
 
 
 def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[BackwardEntry]:
-    """Edges without a hook from outside into the nodes of calls."""
+    """List the edges without a hook that lead from outside into the nodes of calls."""
     calls = sorted(calls, key=lambda call: call.first)
     firsts = [call.first for call in calls]
     entries: dict[Edge, BackwardEntry] = {}
@@ -112,7 +112,7 @@ def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[Bac
 
 
 def _hooked(edge: Edge, call: UnitCall) -> bool:
-    """Return True if a hook runs before backward reads a parameter: it is on the edge, or on that of a viewed or copied tensor."""
+    """Return True if a hook runs before backward reads a parameter: on the edge, or on that of a viewed or copied tensor."""
     while edge not in call.hooked:
         node = edge[0]
         if node.name() not in _VIEWS | _COPIES or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
@@ -122,7 +122,7 @@ def _hooked(edge: Edge, call: UnitCall) -> bool:
 
 
 def _viewed(node: Any) -> torch.Tensor | None:
-    """The leaf that a node gives a view of, if all on the way there are views."""
+    """The leaf that a node's output is a view of, if all nodes up to the leaf are views."""
     while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     variable: torch.Tensor | None = getattr(node, "variable", None)
@@ -130,13 +130,13 @@ def _viewed(node: Any) -> torch.Tensor | None:
 
 
 _FIRST = 2
-"""Forwards of each unit in which its values are compared."""
+"""The number of first forwards of each unit in which parameter values are compared."""
 
 
 class InplaceWrites:
-    """Finds changed parameters by version counters in every pass, and by digests of values, which show writes through `.data` too:
-    in the first two forwards of each unit, of one unit in turn later, of parameters that are read between steps, and from then on
-    of those whose counters have risen without a change."""
+    """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
+    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit in turn. Parameters that are
+    read between steps are compared too, and from then on those whose counters have risen without a change."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._alone = mesh.data.size == 1
@@ -144,24 +144,24 @@ class InplaceWrites:
         self._calls: Counter[int] = Counter()
 
     def look_at(self, unit: Unit, units: int) -> None:
-        """Note the values of a unit, of `units` in all, that is about to run forward, where its turn has come."""
+        """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST or self._forwards % units == unit.index:
-            self.refuse_in_pass([unit])  # What was noted before an earlier call of it is compared now.
+            self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
             unit.note_values()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
-        """Raise `PhaseError` when forward has changed a parameter: ranks would train different weights."""
+        """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
         for unit, name in _written(units):
             self._refuse(unit, name)
 
     def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
-        """Comparisons of values on a device that nobody has read, each a scalar. Read, they go to `refuse_changed`."""
+        """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 
     def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
-        """Raise as `refuse_in_pass` when a comparison has shown that a parameter was changed, the `first` of its bucket."""
+        """Raise as `refuse_in_pass` when a comparison has shown a changed parameter; `first` is its number in its bucket."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
             self._refuse(unit, bucket.layout.slots[first].spec.fqn)
@@ -180,7 +180,7 @@ class InplaceWrites:
         self.refuse_in_pass(units)
 
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
-        """Raise `PhaseError` when a parameter was changed since the last update, and the next one would not know of it."""
+        """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
         for unit, name in _written(units):
             if not unit.keeps_writes:
                 raise PhaseError(
@@ -190,5 +190,4 @@ class InplaceWrites:
 
 
 def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    """Units in which a parameter was changed in place, and its name."""
     return [(unit, name) for unit in units if unit.phase is Phase.LIVE and (name := unit.written()) is not None]

@@ -1,7 +1,7 @@
-"""The states of a model as whole tensors by name, whatever ranks have of them.
+"""A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them.
 
-`CheckpointState` knows the tensors that a checkpoint is made of, and this rank's part of each, to be written or to be filled.
-`FullState` reads whole parameters and gradients: one bucket is gathered at a time.
+`CheckpointState` lists the tensors of a checkpoint, with this rank's part of each, for writing and for loading. `FullState` reads
+whole parameters and gradients, gathering one bucket at a time.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -29,14 +29,12 @@ from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)
-"""Kinds of tensors that weights are made of again."""
+"""Kinds of stored tensors from which weights are restored."""
 
 
 class CheckpointState:
-    """Parameters, master weights and moments of an engine as whole tensors by name, and this rank's part of each.
-
-    Parameters are stored in the dtype that the model computes with, and beside them master weights where these differ.
-    """
+    """An engine's parameters, master weights and moments as whole tensors by name, and this rank's part of each. Parameters are
+    stored in the dtype that the model computes with, and beside them master weights where these differ."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions
@@ -49,10 +47,8 @@ class CheckpointState:
         self._options = options
 
     def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
-        """Every tensor, the same on all ranks, in the order of buckets: neighbours in a shard are neighbours in a file.
-
-        `reading`: only what the engine's states are made of again, without the parameters that follow from master weights.
-        """
+        """List every stored tensor, alike on all ranks, in the order of buckets, so that neighbours in a shard are neighbours in
+        a file. `reading`: only the tensors that a load needs, without parameters that follow from master weights."""
         found = [
             TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
@@ -65,7 +61,7 @@ class CheckpointState:
         return list(chain.from_iterable(of_stages(found, self._mesh.pipeline, "tensors of all stages")))
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters, to the name under which they are stored."""
+        """Map each further name of a tied parameter to the name under which the parameter is stored."""
         specs = [slot.spec for bucket in self._buckets for slot in bucket.layout.slots]
         aliases = {alias: spec.name for spec in specs for alias in spec.other_names}
         rows = self._mesh.pipeline.gather_json(aliases, "names of tied parameters")
@@ -77,10 +73,8 @@ class CheckpointState:
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
     def written(self) -> list[TensorShard]:
-        """The parts that this rank writes: of what several ranks hold alike a share each, so that every element is written once.
-
-        Of buffers, the first rank of a stage writes those that no earlier stage has.
-        """
+        """The parts that this rank writes. Replicated tensors are shared out among their holders, so that every element is
+        written once. A buffer is written by the first rank of the first stage that has the buffer."""
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if self._options.placements.optimizer is Placement.REPLICATED:
             holders, index = self._mesh.data.size, self._mesh.data_index
@@ -102,7 +96,7 @@ class CheckpointState:
         return [*found, *(_of_buffer(name, buffer) for name, buffer in saved_buffers(self._model).items())]
 
     def fill(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite this rank's part of the parameters of these names with whole tensors, in `ZeroEngine.loading`."""
+        """Overwrite this rank's part of the named parameters from whole tensors, inside `ZeroEngine.loading`."""
         for shard in self.wanted():
             value, region = given.get(shard.spec.name), shard.region
             if value is None or shard.spec.kind not in (MODEL, MASTER):
@@ -113,15 +107,15 @@ class CheckpointState:
             shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
 
     def order(self) -> dict[int, int]:
-        """The position of each bucket in the next update, as far as the last one tells."""
+        """The position of each bucket in the next update, predicted from the last update."""
         return {self.owner_of(bucket): place for place, bucket in enumerate(self._updater.last_order)}
 
     def owner_of(self, bucket: Bucket) -> int:
-        """The number of a bucket, by which a saver knows who owns a part."""
+        """The number of a bucket, by which a saver identifies the owner of a part."""
         return self._numbers[id(bucket)]
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
-        """Kind, stored dtype and place of what a bucket's shard holds."""
+        """Kind, stored dtype and place of each tensor of a bucket's shard."""
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
         found = []
         if not (reading and bucket.trainable):
@@ -134,10 +128,9 @@ class CheckpointState:
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
     def _kept(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
-        """Yield the optimizer's states of a bucket's parameters that are not divided as these are, and the values this rank reads.
-
-        With `written`, an interval of elements that this rank writes, they are those to write, so that one rank alone writes each.
-        """
+        """Yield the optimizer states of a bucket's parameters that are not divided as the parameters are, with the values this
+        rank reads. With `written`, an interval of the bucket's elements, yield those that this rank writes, so that one rank
+        alone writes each."""
         optimizer = self._updater.optimizer_of(bucket)
         if optimizer is None:
             return
@@ -146,7 +139,7 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = isinstance(optimizer, WholeOptimizer)  # Of its shard group, in which an owner may hold no piece.
+        alone = isinstance(optimizer, WholeOptimizer)  # One owner in the shard group, perhaps without a piece.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
             for kind, dtype, shape, values in optimizer.kept(number) if bucket.learned(slot.spec.fqn) else ():
@@ -174,8 +167,8 @@ class CheckpointState:
 
 
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
-    """Return True if a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become
-    its master weights, and averages of them, where others of its bucket are trained."""
+    """Return True if a checkpoint stores this kind of tensor for a parameter. A never-trained parameter has weights alone, from
+    which its master weights and averages are restored where others of its bucket are trained."""
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
 
 
@@ -196,13 +189,13 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
 
 
 def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
-    """The persistent buffers of each stage that no earlier one has; all ranks of `pipeline` call this."""
+    """List the persistent buffers of each stage that no earlier stage has; all ranks of `pipeline` call this."""
     specs = [_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
     return of_stages(specs, pipeline, "buffers of all stages")
 
 
 def of_stages(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
-    """The tensors of each stage of a pipeline that no earlier stage has; all ranks of `pipeline` call this."""
+    """List the tensors of each pipeline stage that no earlier stage has; all ranks of `pipeline` call this."""
     rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
     seen: set[tuple[str, str]] = set()
     stages = []
@@ -218,7 +211,7 @@ def of_stages(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> l
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers, as `state_dict` has them, each once."""
+    """Persistent buffers as in `state_dict`, shared ones once."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for fqn, module in model.named_modules():
@@ -231,21 +224,18 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _StandIn(nn.Parameter):
-    """Stands for a parameter, on the meta device, and keeps what is copied into it."""
+    """A placeholder parameter on the meta device that keeps the values copied into it."""
 
     taken: torch.Tensor | None = None
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
-        """Keep the values, `source`, of this shape or one that is expanded to it."""
         self.taken = source.expand(self.shape)
         return self
 
 
 class FullState:
-    """Logical tensors of the whole model's parameters, in the master dtype, by the names of the whole model.
-
-    Its methods are collective: all ranks call them alike.
-    """
+    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names. Its methods are collective:
+    all ranks call them alike."""
 
     def __init__(
         self,
@@ -255,16 +245,16 @@ class FullState:
         gradient_dtype: torch.dtype,
         weights_of: Callable[[Bucket], TieredTensor] = lambda bucket: bucket.master,
     ) -> None:
-        """`weights_of` gives the shard that stands for a bucket's parameters."""
+        """`weights_of` returns the shard from which a bucket's whole parameters are gathered."""
         self._weights_of = weights_of
         self._model = model
         self._units = units
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
         self._stages: list[list[TensorSpec]] = []
-        """By stage its parameters in the dtype of their master weights; what several stages have counts for the first one alone."""
+        """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
         self._names: dict[str, tuple[str, ...]] = {}
-        """All names of each parameter, its own first."""
+        """All names of each parameter, its canonical name first."""
         self._trained: dict[str, bool] = {}
         self._specs: dict[str, TensorSpec] = {}
         own, slots = [], []
@@ -290,7 +280,7 @@ class FullState:
             if slot.spec.part is not None and not slot.spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
-        """The regions that each rank of the tensor axis has of the divided parameters of this stage, by name."""
+        """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
         for row in mesh.tensor.gather_json(divided, "parts of tensor ranks"):
             for name, dims in row.items():
                 intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
@@ -298,23 +288,21 @@ class FullState:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
+        """The number of elements of the whole model."""
         return sum(spec.numel for spec in chain.from_iterable(self._stages))
 
     def names(self) -> list[str]:
-        """Canonical names, tied parameters once, in the order in which `parameters` yields them."""
+        """Canonical names, with tied parameters once, in the order in which `parameters` yields them."""
         return [spec.name for spec in chain.from_iterable(self._stages)]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
-
-        With `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own
-        weights, which the next step changes: copy it to keep it.
-        """
+        """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device. With
+        `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own weights, which the
+        next step changes: copy it to keep it."""
         return self._of_all_stages(self._specs if names is None else names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""
+        """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
             for spec in specs:
@@ -328,7 +316,7 @@ class FullState:
         return list(chain.from_iterable([*self._stages, *buffers_of_stages(self._model, self._mesh.pipeline)]))
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of all that a saved model has: parameters, tied ones once, and persistent buffers."""
+        """Yield `(name, tensor)` of everything that a saved model has: parameters, tied ones once, and persistent buffers."""
         yield from self.parameters()
         yield from self.buffers()
 
@@ -337,12 +325,12 @@ class FullState:
         return next(self.parameters([self._find(fqn).name]))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
-        """One whole gradient, in the dtype of the sum, between backward and update; None for a frozen parameter.
+        """One whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
 
-        It is scaled as the last backward left it: a loss scale is still in it, clipping is not.
+        The gradient is scaled as the last backward left it: with the loss scale, without clipping.
 
         Raises:
-            PhaseError: when the optimizer has used it up inside backward.
+            PhaseError: when the optimizer has used the gradient inside backward.
         """
         name = self._find(fqn).name
         if not self._trained[name]:
@@ -358,14 +346,15 @@ class FullState:
 
     @contextmanager
     def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
-        """Inside the block these parameters hold whole copies of their values, to be read; no pass over the model is open.
+        """Inside the block the named parameters hold whole copies of their values, for reading; no pass over the model may be
+        open.
 
-        A parameter whose shape is whole on this rank holds the copy itself; for any other one, such as one that tensor
-        parallelism has divided, a parameter in `dtype` stands in the model.
+        A parameter of whole shape on this rank holds the copy itself; any other one, such as a tensor-parallel one, is replaced
+        in the model by a parameter in `dtype`.
 
         Raises:
             LayoutError: for names that no stage has.
-            PhaseError: at the end of the block, for a parameter that was written inside it; what is trained has not changed.
+            PhaseError: at the end of the block, for a parameter that was written inside it; the trained weights are unchanged.
         """
         wanted = {self._find(fqn).name for fqn in fqns}
         restore: list[Callable[[], object]] = []
@@ -390,31 +379,30 @@ class FullState:
     def _show(
         self, name: str, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
     ) -> nn.Parameter:
-        """Let the model's parameter, or a stand-in, hold a copy of `value`; a call that undoes that is added to `restore`."""
+        """Let the model's parameter, or a stand-in for it, hold a copy of `value`; a call that undoes this goes into
+        `restore`."""
         places, trained = self._places(name), self._trained[name]
         here, *others = [table.get(leaf) for table, leaf in places]
-        # What other stages have is on meta here, perhaps under one of several names alone.
+        # Other stages' parameters are on meta here, perhaps under only one of several names.
         if here is not None and all(each is here for each in others) and not here.is_meta and here.shape == value.shape:
             set_values(here, value.to(here.dtype, copy=True))
             return here
         made = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
         for table, leaf in places:
-            # What stood nowhere before stands for a module of another stage.
+            # A new entry of the table stands for a module of another stage.
             restore.append(partial(table.__setitem__, leaf, table[leaf]) if leaf in table else partial(table.pop, leaf))
             table[leaf] = made
         return made
 
     def _places(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
-        """The tables of modules in which a parameter stands, with its key in each."""
+        """The parameter tables of all modules that hold a parameter, with its key in each table."""
         parts = [each.rpartition(".") for each in self._names[name]]
         return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
 
     @contextmanager
     def taking(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside the block whole parameters without memory stand in the model; no pass over it is open.
-
-        What is copied into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name.
-        """
+        """Inside the block the model holds whole parameters without memory; no pass over the model may be open. What is copied
+        into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name."""
         given: dict[str, torch.Tensor] = {}
         before: list[tuple[dict[str, Any], dict[str, Any]]]
         before = [(module._parameters, dict(module._parameters)) for module in self._model.modules()]
@@ -434,10 +422,8 @@ class FullState:
                 table.update(old)
 
     def make_whole(self, restore: Callable[[], None]) -> None:
-        """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.
-
-        `restore` gives the model back the modules that it had, whatever has replaced them.
-        """
+        """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` gives the
+        model back the modules that it had, whatever has replaced them."""
         values = {name: tensor.clone() for name, tensor in self.parameters()}
         buffers = (
             {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.shape.divides("blocks") else {}
@@ -451,17 +437,15 @@ class FullState:
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
                     table[leaf] = made
-                else:  # The model's own object, which others may hold.
+                else:  # The model's own object, which other code may reference.
                     set_values(parameter, value)
                     parameter.grad = None
 
     def _of_all_stages(
         self, names: Container[str], whole: Callable[[Bucket], torch.Tensor | None], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors of these parameters, on all ranks, cut from what `whole(bucket)` gathers; it may have nothing of some.
-
-        `dtype` None is the dtype of the master weights.
-        """
+        """Yield the whole tensors of the named parameters on all ranks, cut from the bucket that `whole(bucket)` gathers, without
+        those for which it returns None. `dtype` None means the dtype of the master weights."""
         pipeline = self._mesh.pipeline
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
@@ -474,7 +458,7 @@ class FullState:
     def _from(
         self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """The tensor that the ranks of a stage give as `value`, on all ranks of the pipeline."""
+        """Broadcast a tensor from the ranks of a stage, which give `value`, to all ranks of the pipeline."""
         pipeline, numel = self._mesh.pipeline, prod(spec.shape)
         if value is None:
             value = torch.empty(0, dtype=dtype or spec.dtype, device=self._mesh.device)
@@ -485,7 +469,7 @@ class FullState:
     def _of_this_stage(
         self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
     ) -> Iterator[torch.Tensor | None]:
-        """The tensors of these names in the order of buckets; None for those of which `whole` has nothing."""
+        """Yield the named tensors in the order of buckets, or None where `whole(bucket)` is None."""
         for bucket in all_buckets(self._units):
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
             full = whole(bucket) if slots else None
@@ -493,7 +477,6 @@ class FullState:
                 yield None if full is None else self._joined(slot, full[slot.where.start : slot.where.end])
 
     def _joined(self, slot: ParameterSlot, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, joined from the parts that the ranks of the tensor axis have."""
         regions = self._regions.get(slot.spec.name)
         if regions is None:
             return local.view(slot.spec.shape)
@@ -521,5 +504,5 @@ class FullState:
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return values that a write changes: the count of in-place operations, and a sum over the bits, as `.data` is not counted."""
+    """Return values that a write changes: the version counter, and a sum over the bits, as the counter misses `.data`."""
     return parameter._version, int(digest(parameter.detach()))

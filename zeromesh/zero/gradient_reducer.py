@@ -4,12 +4,11 @@
              \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
 
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
-is complete too early waits for its turn; while no slot is free its gradients stay where autograd put them, until backward leaves
-the unit.
+completes early waits for its turn; while no slot is free, its gradients stay on `.grad` until backward leaves the unit.
 
-On a device the host runs ahead of what is computed, and nothing that it could ask for would say when a slot will be free. There a
-bucket is copied into its slot at once, when it is complete and next, and the stream that computes waits for the reduction that had
-the slot before. So what is launched, and when, follows from the program alone, on all ranks alike.
+On a device the host runs ahead of the kernels and cannot query when a slot will be free. A bucket is therefore copied into its
+slot as soon as it is complete and next, and the compute stream waits for the slot's previous reduction. The order and the time of
+launches thus follow from the program alone, alike on all ranks.
 """
 
 from collections import Counter, deque
@@ -30,12 +29,12 @@ from zeromesh.units.unit import Bucket
 
 @dataclass(slots=True)
 class BucketArrivals:
-    """One bucket in one backward: which gradients have arrived, and which of them wait to be copied into its slot."""
+    """One bucket's progress in one backward: the gradients that have arrived, and those that wait to be copied into its slot."""
 
     bucket: Bucket
     sequence: int
     missing: int
-    """How many parameters have no gradient yet."""
+    """The number of parameters that have no gradient yet."""
     filled: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -43,7 +42,7 @@ class BucketArrivals:
 
 
 class GradientReducer:
-    """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
+    """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
     def __init__(
         self,
@@ -53,23 +52,23 @@ class GradientReducer:
         options: ZeroOptions,
         reduced: Callable[[Bucket], None],
     ) -> None:
-        """`reduced(bucket)` is called once `bucket.grad` is summed over the shard group, or over this rank's microbatches where it
-        has them first."""
+        """`reduced(bucket)` is called once `bucket.grad` holds the sum over the shard group; in a group of one, over its
+        microbatches."""
         self.shards = shards
         self._reducer = reducer
         self._options = options
         self._direct = mesh.shard.size == 1
-        """True if this rank's own sums are the result."""
+        """True if the shard group is this rank alone, so that its own sums are the result."""
         self._overlap = options.overlap
         self._mesh = mesh
         self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._reduced = reduced
         self._settled = False
-        self._owed: Counter[int] = Counter()
-        """By unit: how many of its buckets lack a gradient in the running backward."""
+        self._incomplete: Counter[int] = Counter()
+        """The number of each unit's buckets that lack a gradient in the running backward."""
         self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
@@ -78,18 +77,18 @@ class GradientReducer:
         self._reduce = False
         self._first = False
         self.came: dict[int, set[int]] = {}
-        """The parameters of each bucket, by number, that have had a gradient on this rank in the present step."""
+        """The numbers of each bucket's parameters that have had a gradient on this rank in the present step."""
 
     def use(self, reducer: Reducer) -> None:
-        """Reduce by another reducer, which has launched nothing yet. Allowed between two backwards."""
+        """Reduce through another reducer, which has launched nothing yet. Allowed between two backwards."""
         self._reducer, self._next_sequence = reducer, 0
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, settled: bool = False) -> None:
-        """Begin a backward. `reduce`: sum over ranks now, or only keep this rank's sums. `first`: of the step. `settled`: in an
-        order that an earlier one had."""
+        """Begin a backward. `reduce`: sum over ranks now, rather than only accumulate this rank's sums. `first`: it is the step's
+        first backward. `settled`: its order of buckets is that of an earlier backward."""
         self._reduce = reduce and not self._direct
         self._first, self._settled = first, settled
-        self._owed = Counter(bucket.unit for bucket in buckets)
+        self._incomplete = Counter(bucket.unit for bucket in buckets)
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
@@ -105,10 +104,10 @@ class GradientReducer:
         """Take the gradient of a bucket's parameter from autograd.
 
         Raises:
-            PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
+            PhaseError: when the bucket was already reduced, as under reentrant activation checkpointing.
         """
         if not bucket.training[index]:
-            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next one on.
+            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
@@ -121,12 +120,12 @@ class GradientReducer:
         arrivals.arrived.add(index)
         arrivals.missing -= not again
         if self._reducer.on_stream:
-            if not again:  # Autograd adds a second one to the first.
+            if not again:  # Autograd adds a second gradient to the first.
                 arrivals.waiting.append(index)
         elif not self._reduce:
             _put(self._own_sum(bucket), bucket, [index], add=again or not self._first)
         elif again:
-            # Autograd has added it to a first one that still waits.
+            # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
                 _put(arrivals.filled, bucket, [index], add=True)
         elif (slot := self._slot_of(arrivals)) is not None:
@@ -135,7 +134,7 @@ class GradientReducer:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
-                self._owed[bucket.unit] -= 1
+                self._incomplete[bucket.unit] -= 1
             if not self._reduce:
                 self._keep(arrivals)
                 arrivals.launched = True
@@ -144,7 +143,8 @@ class GradientReducer:
                 self.pump()
 
     def pump(self) -> None:
-        """Launch what is complete and next in order; finish what peers have made ready. The host never waits."""
+        """Launch the complete buckets that are next in order, and finish reductions that peers completed. The host never
+        waits."""
         on_stream = self._reducer.on_stream
         while self._queue and not self._queue[0].missing and (on_stream or self._slot_of(self._queue[0]) is not None):
             self._launch_next()
@@ -152,18 +152,18 @@ class GradientReducer:
             self._finish_one()
 
     def keep_up(self) -> None:
-        """Launch what is complete and next in order when backward leaves a unit, waiting for peers until slots are free.
+        """Launch the complete buckets that are next in order when backward leaves a unit, waiting for peers until slots are free.
 
-        Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all
-        of its gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was
-        launched before, and this rank has left the units that its peers may be waiting to update.
+        Gradients that wait for a slot stay on `.grad`, so a rank that ran ahead of its peers would hold all of its gradients at
+        once. The wait cannot be circular: all ranks launch in one order, the reductions that a slot waits for were launched
+        before, and this rank has left the units that its peers may be waiting to update.
         """
         self.pump()
         while self._queue and not self._queue[0].missing:
             self._launch_next()
 
     def flush(self) -> None:
-        """End a backward: launch all that is left, missing gradients as zeros, and finish everything."""
+        """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction."""
         if not self._reduce:
             for arrivals in self._queue:
                 if not arrivals.launched:
@@ -179,30 +179,29 @@ class GradientReducer:
             self._hand_over(bucket)
         self._whole.clear()
         self._arrivals = {}
-        self._owed.clear()
+        self._incomplete.clear()
 
     def owes(self, unit: int) -> bool:
-        """Return True if the running backward has yet to bring gradients of a unit."""
-        return self._owed[unit] > 0
+        """Return True if gradients of a unit are still missing in the running backward."""
+        return self._incomplete[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The parameters of a bucket that are trained, and have had no gradient on this rank in the present step, by number."""
+        """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
         came = self.came.get(id(bucket), ())
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
 
     def find_missing(self, buckets: Sequence[Bucket], sharing: ReplicaGroups) -> None:
-        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over. All ranks call it."""
+        """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
         came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.sum_(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other stages of a pipeline have it too.
+            if bucket.spec.copies is not None:  # Other pipeline stages have a copy too.
                 sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _launch_next(self) -> None:
-        """Launch the next bucket in order, as soon as its slot is free."""
         arrivals = self._queue.popleft()
         while self._slot_of(arrivals) is None:
             if self._flying:
@@ -212,7 +211,7 @@ class GradientReducer:
         self._launch(arrivals)
 
     def _hand_on(self) -> None:
-        """Hand on the sums of this rank alone, in the order that all ranks share: sums over replicas may follow."""
+        """Pass on the sums of this rank alone, in the order that all ranks share, since sums over replicas may follow."""
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
             if self._direct:
@@ -225,12 +224,12 @@ class GradientReducer:
         self._reduced(bucket)
 
     def _announce(self, bucket: Bucket) -> None:
-        """Let the other ranks compare which sum starts now. Replicas too: they sum over one another in the order of reductions."""
+        """Let the other ranks compare which sum starts now. Replicas compare too, as they sum in the order of reductions."""
         if self._compared:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
 
     def _keep(self, arrivals: BucketArrivals) -> None:
-        """Take what has waited into this rank's sum, in which the gradients of frozen and of unused parameters are zeros."""
+        """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it."""
         if self._first or arrivals.waiting:
             target = self._own_sum(arrivals.bucket)
             _put(target, arrivals.bucket, arrivals.waiting, add=not self._first)
@@ -255,7 +254,7 @@ class GradientReducer:
         return arrivals.filled
 
     def _typed(self, bucket: Bucket, slot: torch.Tensor | None) -> torch.Tensor | None:
-        """A slot as gradients of a bucket, `[padded]`, in the dtype in which they travel."""
+        """A slot viewed as a bucket's gradients, `[padded]`, in the dtype of the reduction."""
         if slot is None:
             return None
         dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
@@ -291,8 +290,7 @@ class GradientReducer:
 
 
 def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
-    """Copy or add the gradients that autograd has left on parameters to their places: on a device by one kernel, with the change of
-    dtype."""
+    """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, with the cast."""
     if not indices:
         return
     places, gradients = [], []
@@ -316,6 +314,6 @@ def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:
 
 
 def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
-    """Zero what belongs to no parameter, so that it adds nothing to norms and moves no master weight."""
+    """Zero the elements that belong to no parameter, so that they add nothing to norms and move no master weight."""
     for gap in bucket.gaps:
         flat[gap].zero_()

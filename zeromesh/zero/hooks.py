@@ -1,7 +1,7 @@
-"""The one place that registers hooks on a model, and takes them off again.
+"""The only module that registers hooks on a model and removes them.
 
-A unit's module calls back before and after its forward; the tensors it returns call back before its backward; a parameter calls
-back when its gradient is complete, and before it is used while it is at rest. What happens then is the engine's business.
+A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
+gradient is complete and when it is used while released. The engine implements the callbacks.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
 
 _DEPTH = 4
-"""Objects inside objects are looked into so far for tensors."""
+"""The depth to which nested objects are searched for tensors."""
 
 
 class Listener(Protocol):
@@ -43,7 +43,7 @@ class Listener(Protocol):
 
 
 class _OfModule:
-    """A hook on a module. Copies of it do nothing, so that a copied or pickled module belongs to no engine."""
+    """A hook on a module. Copies of the hook do nothing, so that a copied or pickled module belongs to no engine."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -58,7 +58,7 @@ class _OfModule:
         return _OfModule, (_nothing,)
 
 
-# What torch.compile makes of a module calls the hooks, and neither holds nor compiles them.
+# The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
 vars(_OfModule.__call__)["_torchdynamo_disable"] = True
 _dynamo: Any = torch._C._dynamo.eval_frame
 _skipped = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
@@ -66,7 +66,7 @@ _dynamo.set_code_exec_strategy(_OfModule.__call__.__code__, _skipped)
 
 
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
-    """Call as if no transform of `torch.func` were in force: what the engine computes is no part of a user's function."""
+    """Call outside any `torch.func` transform, since the engine's operations are no part of a user's function."""
     with temporarily_clear_interpreter_stack() if peek_interpreter_stack() is not None else nullcontext():
         call(*arguments)
 
@@ -79,10 +79,10 @@ class Hooks:
     """All hooks of one engine on its model."""
 
     def __init__(self, units: Sequence[Unit], passes: Listener) -> None:
-        """The hooks call `passes`."""
+        """The hooks call the methods of `passes`."""
         self._handles: list[RemovableHandle] = []
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
-        """Held here: garbage collection does not see what a gradient hook of a parameter holds."""
+        """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""
         self._passes = passes
         self._buckets = all_buckets(units)
         for unit in units:
@@ -99,7 +99,7 @@ class Hooks:
             self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
@@ -111,11 +111,11 @@ class Hooks:
         self._handles.append(module.register_forward_hook(_OfModule(after)))
 
     def after(self, module: nn.Module, call: Callable[[Any], None]) -> None:
-        """Have `call(output)` run after a module's forward, before all hooks that it has."""
+        """Have `call(output)` run after a module's forward, before all other hooks of the module."""
         self._handles.append(module.register_forward_hook(_OfModule(call), prepend=True))
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
-        """Listen to the gradients of a bucket's parameters, also of those that may be trained only later."""
+        """Register gradient hooks on a bucket's parameters, including those that may be trained only later."""
         for index, parameter in enumerate(bucket.parameters):
             call = partial(self._passes.on_gradient, unit, bucket, index)
             self._on_gradients.append(call)
@@ -127,7 +127,7 @@ class Hooks:
 
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns what ends that."""
+    """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
     handles = [
         module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
         for name, module in modules
@@ -142,7 +142,7 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
 
 @contextmanager
 def parameters_made(call: Callable[[nn.Parameter | None], None]) -> Iterator[None]:
-    """Inside the block `call` gets each parameter that any module takes."""
+    """Inside the block, `call` receives each parameter that is registered on any module."""
     handle = register_module_parameter_registration_hook(lambda _module, _name, parameter: call(parameter))
     try:
         yield
@@ -151,7 +151,7 @@ def parameters_made(call: Callable[[nn.Parameter | None], None]) -> Iterator[Non
 
 
 def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Register a user's hook on the gradient of a parameter such that it runs before the engine's, which takes the gradient."""
+    """Register a user's gradient hook on a parameter such that it runs before the engine's hook, which takes the gradient."""
     handle: Any = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
     hooks: Any = parameter._post_accumulate_grad_hooks
     for key in [key for key, each in hooks.items() if type(each) is weakref.CallableProxyType]:
@@ -160,8 +160,8 @@ def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
 
 
 def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> list[torch.Tensor]:
-    """Have `call` run when autograd has the gradient of any of these tensors, before it goes on. Returns the tensors that are
-    computed by autograd, which alone are hooked."""
+    """Have `call` run when autograd has computed the gradient of any of these tensors, before backward goes on. Returns the
+    hooked tensors: those that require a gradient and are no leaves."""
 
     def hook(_gradient: torch.Tensor) -> None:
         _outside_transforms(call)
@@ -173,7 +173,7 @@ def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) ->
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """All tensors in a structure: in what PyTorch's pytrees know, in fields of dataclasses, in attributes of other objects."""
+    """Yield all tensors in a structure: in PyTorch's pytrees, in fields of dataclasses, and in attributes of other objects."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -189,6 +189,6 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 
 
 def tensors_on(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a module and those in it have as plain attributes."""
+    """Yield the tensors that a module and its submodules have as plain attributes."""
     for each in module.modules():
         yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))

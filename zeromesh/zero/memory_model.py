@@ -1,4 +1,4 @@
-"""The prediction of one rank's memory, by purpose, from the layout alone: a formula, before anything is allocated.
+"""Predicts one rank's memory, by purpose, from the layout alone, before anything is allocated.
 
 For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P where every rank updates all (stage 0):
 
@@ -12,11 +12,11 @@ For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P w
     partial gradients   r P                where microbatches are summed before one reduction
     buckets in flight   slots x largest    twice over gloo, which receives into buffers of its own
 
-with c, m, r the bytes of the compute, master and reduce dtypes. At stage 3 what is not kept comes and goes: at most the root and
-`prefetch` + 1 units are there at once. Activations and what libraries take are not states, and not here.
+with c, m, r the bytes of the compute, master and reduce dtypes. At stage 3 parameters that are not kept come and go: at most the
+root and `prefetch` + 1 units are gathered at once. Activations and the memory of libraries are not included.
 
-What rests on files is on disk instead: master weights, moments, gradient shards, and with them c own for the copy that is gathered.
-In memory there are then gradient shards on their way, the largest few of them, and buffers of the stream.
+Offloaded to files, the master weights, moments and gradient shards are on disk, with another c own for the copy that is gathered.
+Memory then has the largest few gradient shards on their way, and the stream's buffers.
 """
 
 from collections import Counter
@@ -40,8 +40,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBytes:
-    """Bytes that are needed, or that there is room for: of an accelerator's memory, of the host's and of disks. Without an
-    accelerator `device` is 0."""
+    """Bytes of memory, required or available: of an accelerator (0 without one), of the host, and of disks."""
 
     device: int
     host: int
@@ -49,35 +48,34 @@ class MemoryBytes:
 
     @property
     def critical(self) -> int:
-        """Bytes of the memory in which ranks compute, which is what runs short first."""
+        """Bytes of the memory in which ranks compute, which runs short first."""
         return self.device or self.host
 
     def beyond(self, room: "MemoryBytes") -> str:
-        """The first of `device`, `host` and `disk` for which there is too little room; empty where all fits."""
+        """The first of `device`, `host` and `disk` that exceeds `room`; empty if everything fits."""
         names = ("device", "host", "disk")
         return next((name for name in names if getattr(self, name) > getattr(room, name)), "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """Bytes of one rank once every bucket has been updated: in the memory where it computes, in the host's memory beside an
+    """Bytes of one rank once every bucket has been updated: in the memory of its compute device, in host memory beside an
     accelerator (`hosted`), and on disk (`files`)."""
 
     terms: Mapping[Purpose, int]
-    """The bytes that stay from step to step, by purpose; purposes without bytes are left out. `GRADIENTS` inside backward is the
-    most that can be there."""
+    """Bytes that stay from step to step, by purpose, without empty purposes. `GRADIENTS` inside backward is the peak."""
     gathered: int
-    """The most that parameters gathered around their use take beside that."""
+    """The peak of further bytes for parameters that are gathered around their use."""
     kept: int
-    """Bytes of gathered parameters that stay between uses, of all ranks where they share pages."""
+    """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
     passing: int
-    """The most that gradient shards on their way to another tier take beside that."""
+    """The peak of further bytes for gradient shards on their way to another tier."""
     files: Mapping[Purpose, int]
     hosted: Mapping[Purpose, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """The highest sum in the memory where the rank computes."""
+        """The peak in the memory of the compute device, in bytes."""
         return sum(self.terms.values()) + self.gathered + self.passing
 
     @property
@@ -94,10 +92,8 @@ def predict_memory(
     transport: str,
     device: torch.device = _CPU,
 ) -> MemoryModel:
-    """Memory of each of `parts` ranks that share the states of the planned model.
-
-    `transport` is what `choose_transport` gives for them: `local`, `shared`, `gloo` or `nccl`. `device` is what ranks compute on.
-    """
+    """Predict the memory of each of `parts` ranks that share the states of the planned model. `transport` is the result of
+    `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device."""
     return predict_layouts(plan_layouts(plan, parts), options, parts, transport, device)
 
 
@@ -108,13 +104,11 @@ def predict_layouts(
     transport: str,
     device: torch.device,
 ) -> MemoryModel:
-    """The same, of the layouts of each unit's buckets for so many `parts`, the root's first."""
+    """Do the same from the layouts of each unit's buckets for `parts` ranks, the root's layouts first."""
     return _Formula(units, options, parts, transport, device).result()
 
 
 class _Formula:
-    """The terms, and what they depend on."""
-
     def __init__(
         self,
         units: list[list[BucketLayout]],
@@ -131,14 +125,14 @@ class _Formula:
         self.replicated = options.placements.optimizer is Placement.REPLICATED
         self.reduce_bytes = options.precision.sums.itemsize
         self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
-        """Part of gathered parameters that counts for one rank."""
+        """The part of gathered parameters that counts for one rank."""
         self.kept = kept_buckets(units, options, device, transport)
-        """For each bucket of each unit, True if its parameters stay gathered."""
+        """True for each bucket of each unit whose parameters stay gathered."""
         buckets = [pair for unit, kept in zip(units, self.kept, strict=True) for pair in zip(unit, kept, strict=True)]
         alike = Counter((id(layout), stays) for layout, stays in buckets)
         distinct = {(id(layout), stays): layout for layout, stays in buckets}
         self.buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
-        """Each layout with whether its parameters stay, and how many buckets have it: blocks that are alike may share theirs."""
+        """Each layout, True if its parameters stay gathered, and the number of alike buckets: alike blocks may share a layout."""
         self.trained = [layout for layout, _ in buckets if layout.first.requires_grad]
 
     def result(self) -> MemoryModel:
@@ -172,11 +166,11 @@ class _Formula:
         )
 
     def own(self, layout: BucketLayout) -> int:
-        """Elements that a rank updates."""
+        """The number of elements that a rank updates."""
         return layout.padded if self.replicated else layout.shard_length
 
     def resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
-        """The tensors of a bucket's shard, as `build_units` allocates them, each of `own` elements."""
+        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `own` elements."""
         spec, options, offload = layout.first, self.options, self.options.offload
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
@@ -195,7 +189,7 @@ class _Formula:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
     def leaving(self) -> int:
-        """Bytes of gradient shards in memory on their way to another tier: those that leave, and the next one."""
+        """Bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
         lengths = sorted(map(self.own, self.trained), reverse=True)
         at, passing = self.options.offload.gradients_at, self.options.gradients_pass_through
         if passing or not lengths or at.in_reach(lengths[0], self.device):
@@ -203,7 +197,6 @@ class _Formula:
         return sum(lengths[: LEAVING + 1]) * self.reduce_bytes
 
     def staging(self) -> int:
-        """Bytes of the buffers of the update stream."""
         widths = [
             sum(not choice.in_reach(self.own(layout), self.device) for *_, choice in self.resting(layout, stays=stays))
             for layout, stays, _ in self.buckets
@@ -214,9 +207,8 @@ class _Formula:
         return stream_bytes(width, longest, self.options.offload.staging_on(self.device)) if width else 0
 
     def passing_gradients(self) -> int:
-        """Bytes of gradient shards that live from reduction to update: those in flight, and those of the root, which are updated
-        last. With nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at
-        the end."""
+        """Bytes of gradient shards that live from reduction to update: those in flight, and the root's, which are updated last.
+        Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end."""
         root, *units = [[self.own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
         if self.parts == 1:
             count = sum(root) + max(map(sum, units), default=0)
@@ -225,12 +217,12 @@ class _Formula:
         else:
             largest = max((length for unit in units for length in unit), default=0)
             flying = min(sum(map(len, units)), self.options.gradient_slots) * largest
-            # One of the root's is in flight itself when all of them are there.
+            # When all of the root's shards exist, one of them is itself in flight.
             count = sum(root) + flying - min(largest, *root) if root else flying
         return count * self.reduce_bytes
 
     def passing_parameters(self) -> int:
-        """Bytes of the root, and of the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
+        """Bytes of the root and of the largest `prefetch` + 1 consecutive units, among those that are not kept gathered."""
         root, *others = [
             int(self.share * sum(layout.nbytes for layout, stays in zip(unit, kept, strict=True) if not stays))
             for unit, kept in zip(self.units, self.kept, strict=True)

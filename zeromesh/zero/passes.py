@@ -1,11 +1,11 @@
-"""Passes over the model: hooks call `Passes`, which gathers units, releases them, and reduces their gradients.
+"""Passes over the model: hooks call `Passes`, which gathers and releases units and reduces their gradients.
 
     forward     before_forward    gather the unit, unless the recorded order has done so ahead of it, and the next ones
                 after_forward     hook its outputs for backward, and release it
     backward    before_backward   leave the units that backward is done with, and gather this one as in forward
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
-The backward of a microbatch may follow its forward at once, or after other microbatches have run: `PassProgress` is kept for it.
+The backward of a microbatch may follow its forward directly, or after other microbatches; its `PassProgress` is kept until then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Passes:
-    """The passes of one engine, one at a time. `Hooks` calls them."""
+    """The passes of one engine, one at a time, called by `Hooks`."""
 
     reading: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -52,7 +52,7 @@ class Passes:
         updater: OptimizerStep,
         chunks: Sequence[Sequence[Unit]] = (),
     ) -> None:
-        """`chunks` are the units of each part of the model that runs by itself; none: the model is one part."""
+        """`chunks` are the units of each pipeline chunk of the model; empty if the model is one chunk."""
         self.units = built.units
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
@@ -63,16 +63,16 @@ class Passes:
         self._transport = built.transport
         self._releases = built.releases
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
-        """True if the gradients of every microbatch are reduced, not only their sum at the end of a step."""
+        """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
         self.writes = InplaceWrites(mesh)
         self._progress = PassProgress()
         self._holding = False
-        """True if gradients of parameters are held until those of inputs are on their way."""
+        """True if gradients of parameters are held back until gradients of inputs were sent."""
         self._weights_alone = False
-        """True if the running backward computes gradients of weights from kept tensors, and reads no parameter."""
+        """True if the running backward computes weight gradients from saved tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
         self.gradients = GradientReducer(built.reduction.reducer, updater.shards, mesh, options, updater.reduced)
 
@@ -81,17 +81,15 @@ class Passes:
     def forward(
         self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, goes_on: bool
     ) -> tuple[Tensors, PassProgress]:
-        """Run forward of a microbatch through a chunk by `run()`, and return what that returns.
-
-        It draws from `streams`; None: from the generators as they are. `goes_on`: its backward comes next, in the same pass.
-        """
+        """Run forward of a microbatch through a chunk by `run()`, and return its result. Random numbers come from `streams`, or
+        from the global generators if None. `goes_on`: its backward follows directly, in the same pass."""
         kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
         drawing = streams.in_force() if streams is not None else nullcontext()
         with drawing, torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             outputs = run()
             self._end_forward(outputs)
-        # The edges alone: what was sent on need not stay until backward.
+        # Only the edges are kept: activations that were sent need not stay until backward.
         self._progress.roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         done = self._progress
         if not goes_on:
@@ -106,13 +104,13 @@ class Passes:
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
-        """Go on in the pass of the forward that has just run, or begin one."""
+        """Continue in the pass of the forward that has just run, or begin a new pass."""
         if self.mode is not PassMode.FORWARD or self._progress is not forward:
             self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD
 
     def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
-        """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
+        """Run the half of backward that other stages wait for, the gradients of inputs, and hold back those of parameters."""
         self._enter_backward(forward)
         self._holding = True
         self._need_held()
@@ -121,7 +119,7 @@ class Passes:
         self.end()
 
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
-        """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
+        """Run the other half of backward: `run()` computes the gradients of parameters that are still missing."""
         self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
         self._weights_alone = True
         with self._reducing():
@@ -134,7 +132,7 @@ class Passes:
 
     def _run_backward(self, gradients: Tensors) -> None:
         roots, outputs = self._progress.roots, self._progress.outputs
-        # What is kept of the graph would keep the engine, by its hooks.
+        # The rest of the graph would keep the engine alive through its hooks.
         self._progress.roots, self._progress.outputs = (), []
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -147,14 +145,13 @@ class Passes:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Inside the block the gradients of a microbatch come; they are reduced meanwhile and afterwards."""
+        """Inside the block the gradients of a microbatch are computed, and they are reduced during and after it."""
         with self._recorder.span(StepPhase.BACKWARD):
             self._begin_reducing()
             yield
             self._end_reducing()
 
     def _begin_reducing(self) -> None:
-        """Begin a backward whose gradients are reduced as they come."""
         progress, chunk = self._progress, self._progress.chunk
         own = {unit.index for unit in self._chunks[chunk]}
         order = [index for index in progress.reduction_order(range(len(self.units))) if index in own]
@@ -167,7 +164,6 @@ class Passes:
         self._need_held()
 
     def _end_reducing(self) -> None:
-        """Reduce what is left of a backward that has run."""
         self._recorder.next_range(None)
         self.gradients.flush()
         self._updater.end_backward(self._chunks[self._progress.chunk])
@@ -176,7 +172,7 @@ class Passes:
 
     @contextmanager
     def evaluation(self) -> Iterator[Passes]:
-        """Forward passes under no_grad; see `ZeroEngine.evaluation`."""
+        """Run forward passes under no_grad; see `ZeroEngine.evaluation`."""
         with torch.no_grad():
             self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.begun
@@ -191,22 +187,22 @@ class Passes:
 
     @contextmanager
     def drawing(self, streams: Streams | None) -> Iterator[None]:
-        """Inside the block, one of several microbatches of an evaluation, forward draws from `streams`."""
+        """Inside the block, one microbatch of an evaluation, forward draws from `streams`."""
         before, self._progress.streams = self._progress.streams, streams
         with streams.in_force() if streams is not None else nullcontext():
             yield
         self._progress.streams = before
 
     def begin_without_root(self) -> None:
-        """Begin the root's random numbers where a stage runs its part without the head, and hold the root: backward has no hook by
-        which it would enter it."""
+        """Start the root's random streams where a stage runs without the head, and hold the root, since backward has no hook that
+        enters it."""
         self._hold(self.units[0])
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
 
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._entry is not None:
-            self.end()  # A call of the user's own that failed half-way.
+            self.end()  # A user's direct call that failed.
         self.require_idle()
         self.mode = mode
         self._progress = progress or PassProgress()
@@ -215,12 +211,12 @@ class Passes:
         self.gathers.begin(kind)
 
     def require_idle(self) -> None:
-        """Raise `PhaseError` while a pass goes on, other than a call of the user's own."""
+        """Raise `PhaseError` while a pass is open, other than a user's direct call of the model."""
         if self.mode is not PassMode.IDLE and self._entry is None:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
 
     def end(self) -> None:
-        """End the pass, whether it went well or not."""
+        """End the pass, successful or not."""
         self._recorder.end_ranges()
         for unit in self.units if self._releases else ():
             unit.leave()
@@ -230,10 +226,10 @@ class Passes:
         self._entry, self._holding, self._weights_alone = None, False, False
         self._transport.poll()
 
-    # What hooks call. `place` is the number of a call in forward, `index` that of a parameter in its bucket
+    # Called by hooks. `place` is the number of a call in forward, `index` that of a parameter in its bucket
 
     def before_forward(self, unit: Unit) -> None:
-        """Prepare a unit that is about to run: in a pass, recomputed during backward, or because the user called the model."""
+        """Prepare a unit that is about to run: in a pass, in recomputation during backward, or in a user's call of the model."""
         if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
             if self._progress.streams is not None:
@@ -242,7 +238,7 @@ class Passes:
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
         self._progress.visit(unit.index)
-        # Backward enters a stage of a pipeline at what its last block returns, not at what the root does.
+        # Backward enters a pipeline stage at the output of its last block, not at that of the root.
         if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.shape.divides("blocks")):
             self._progress.held.add(unit.index)
         self.gathers.need(unit)
@@ -256,7 +252,7 @@ class Passes:
             self._recorder.begin_range("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
-        """Prepare for a module with some of the root's parameters, which may run without the root."""
+        """Prepare for a module that has some of the root's parameters and may run without the root."""
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(module)
 
@@ -266,10 +262,10 @@ class Passes:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
-        """Make a unit live, one of whose parameters is read or written while it rests, for as long as it may be needed.
+        """Make a unit live for as long as needed, because one of its parameters is read or written while it is released.
 
         Raises:
-            PhaseError: outside of a pass, where the other ranks take no part and have the values.
+            PhaseError: outside of a pass, when the other ranks have parts of the values and do not take part.
         """
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
@@ -281,12 +277,12 @@ class Passes:
                 "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
-            unit.gather()  # This rank has all of it.
+            unit.gather()  # This rank has the whole unit.
         unit.wait()
         unit.note_values()
 
     def _hold(self, unit: Unit) -> None:
-        """Keep a unit live until the pass is over, and in backward, also in later passes of this kind from its first call on."""
+        """Keep a unit live until the pass is over and in backward; later passes of this kind keep it from its first call on."""
         self.gathers.keep(unit)
         self._progress.held.add(unit.index)
         if self.mode is PassMode.BACKWARD:
@@ -295,7 +291,7 @@ class Passes:
             self.gathers.need(unit)
 
     def _need_held(self) -> None:
-        """Gather the units that backward may need at any time, as it begins."""
+        """Gather, at the begin of backward, the units that backward may need at any time."""
         for index in sorted(self._progress.held):
             self._need_in_backward(self.units[index])
 
@@ -314,7 +310,7 @@ class Passes:
         self._entry = module
 
     def after_forward(self, unit: Unit, output: Any) -> None:
-        """Hook the outputs of a unit that has run, for backward, and release it."""
+        """Hook the outputs of a unit for backward after its forward, and release it."""
         if self._progress.streams is not None:
             self._progress.streams.leave(unit.name)
         if self.mode is PassMode.BACKWARD:
@@ -335,7 +331,7 @@ class Passes:
             self.end()
 
     def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
-        """Keep a unit live that returned a view of its own parameters. Raises `PhaseError` where the pass ends with this call."""
+        """Keep a unit live that returned a view of its parameters. Raises `PhaseError` where the pass ends with this call."""
         ends = self._entry is unit.module
         for each in self.units if ends else [unit]:
             if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
@@ -346,21 +342,18 @@ class Passes:
                 self._hold(each)
 
     def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
-        """Return the function that runs when backward reaches the results of a call of a unit."""
         return partial(self.before_backward, unit, place)
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
         hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-        if (
-            hooked and self._progress.streams is not None
-        ):  # Only a microbatch of the engine's own has a backward in any case.
+        if hooked and self._progress.streams is not None:  # Only the engine's own microbatches always have a backward.
             self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
         looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
     def _end_forward(self, outputs: Tensors) -> None:
-        """End forward, from whose results `outputs` backward begins, and hold the units that backward will enter without a hook."""
+        """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
         self.writes.end_forward(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
@@ -375,13 +368,13 @@ class Passes:
             self._hold(unit)
 
     def before_backward(self, unit: Unit, place: int) -> None:
-        """Prepare a unit whose outputs backward has reached, those of call number `place`; later calls are done."""
+        """Prepare a unit whose outputs, those of call number `place`, backward has reached; backward of later calls is done."""
         if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
         if self.mode is not PassMode.BACKWARD:
-            self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
+            self._hold(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
         for index in self._progress.leave_passed(place, self.gradients.owes):
             self._leave_backward(self.units[index])
@@ -402,11 +395,11 @@ class Passes:
             self.gathers.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """Take a parameter's gradient, which autograd has completed."""
+        """Take a parameter's gradient, which autograd has finished accumulating."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
         if self._holding:
-            if parameter.grad is not None:  # Else its gradient is deferred.
+            if parameter.grad is not None:  # Otherwise the gradient is deferred.
                 self._progress.gradients.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return

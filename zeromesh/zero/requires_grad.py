@@ -1,8 +1,8 @@
-"""Following `requires_grad`, which user code may change between steps: what is frozen and trained from the next step on.
+"""Changes of `requires_grad` between steps, which freeze or train parameters from the next step on.
 
-A bucket is allocated by what its parameters are when the model is built. One that was frozen gets master weights, moments and
-gradients when the first of its parameters is trained. Whatever is frozen later keeps them, as a torch optimizer keeps the state of
-parameters without a gradient: trained again, it goes on from its own moments and its own count of updates.
+A bucket is allocated for the parameters that are trained when the model is built. A frozen bucket gets master weights, moments
+and gradients when the first of its parameters is trained. A bucket that is frozen later keeps them, as a torch optimizer keeps
+the state of parameters without a gradient: trained again, it continues with its own moments and count of updates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from zeromesh.zero.hooks import Hooks
 
 
 class RequiresGradFlags:
-    """Which parameters an engine trains. All ranks call its methods alike."""
+    """Tracks which parameters an engine trains. All ranks call its methods alike."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class RequiresGradFlags:
         ]
         self._slot_bytes = self._needed_bytes()
         self._wider: Transport | None = None
-        """A transport with larger gradient slots than there were at the start."""
+        """A transport with larger gradient slots than those allocated at the start."""
         self.followed = 0
-        """The number of times that what is trained has changed."""
+        """The number of changes of the set of trained parameters."""
 
     def follow(self) -> None:
-        """Train from now on the parameters with `requires_grad`.
+        """Train from now on exactly the parameters with `requires_grad`.
 
         Raises:
             LayoutError: where ranks set different flags, for parameters that stages of a pipeline share, and for one that is wider
@@ -63,7 +63,7 @@ class RequiresGradFlags:
         self._require_agreement(changed)
         self.followed += 1
         for unit, bucket, index in changed:
-            bucket.parameters[index].grad = None  # What came between the change and now counts on no rank.
+            bucket.parameters[index].grad = None  # Gradients since the change count on no rank.
             if not bucket.trainable:
                 make_trainable(bucket, self._options, self._built.tiers)
                 self._hooks.on_gradients(unit, bucket)
@@ -88,7 +88,7 @@ class RequiresGradFlags:
         return slot_bytes(trained, self._options, self._mesh.device)
 
     def _widen(self) -> None:
-        """Reduce through larger slots where a bucket that is trained now does not fit into the present ones."""
+        """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
         needed, name = self._needed_bytes(), self._built.reduction.name
         if needed <= self._slot_bytes or name == "local":
             return
@@ -107,8 +107,7 @@ class RequiresGradFlags:
     # Over processes
 
     def changes(self) -> dict[str, tuple[bool, int]]:
-        """Parameters that are not trained as the model was built, or not in all updates: whether they are, and in how many updates
-        they were."""
+        """Return the parameters not trained as in the built model, or not in all updates: `(trained now, number of updates)`."""
         changed = {
             slot.spec.name: (trained, steps)
             for _, bucket in self._buckets
@@ -120,7 +119,7 @@ class RequiresGradFlags:
         return {name: (trained, steps) for row in rows for name, (trained, steps) in row.items()}
 
     def restore(self, changes: Mapping[str, Sequence[int]], updates: int) -> None:
-        """Train what was trained after `updates` updates, when `changes` was taken; the flags of the model follow.
+        """Restore the flags and update counts that `changes` returned after `updates` updates, also on the model.
 
         Raises:
             CheckpointError: for names of parameters that the model does not have.
@@ -132,7 +131,7 @@ class RequiresGradFlags:
         for (spec, parameter), trained in zip(self._slots, wanted, strict=True):
             parameter.requires_grad_(
                 trained or spec.name in changes
-            )  # Whatever was trained once has states to be loaded.
+            )  # Parameters that were ever trained have states to be loaded.
         self.follow()
         for (_, parameter), trained in zip(self._slots, wanted, strict=True):
             parameter.requires_grad_(trained)

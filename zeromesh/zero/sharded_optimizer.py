@@ -1,4 +1,4 @@
-"""`ShardedOptimizer`: what a loop of the user's own calls in place of its torch optimizer; `ChainedOptimizer`: of several."""
+"""Optimizers for users' training loops: `ShardedOptimizer` replaces a torch optimizer, and `ChainedOptimizer` joins several."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -16,38 +16,38 @@ from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _NUMBER = "optimizer"
-"""The key of a group that says which optimizer updates it."""
+"""The key of a parameter group that holds the number of its optimizer."""
 
 
 class ShardedOptimizer(Optimizer):
-    """Updates a partitioned model. `param_groups` are those of the optimizer that it stands for, whose schedulers go on working.
+    """Updates a partitioned model. `param_groups` are those of the wrapped optimizer, whose schedulers keep working.
 
-    All ranks call its methods alike. Gradients are used up by `step`; `zero_grad` begins the next one.
+    All ranks call its methods alike. `step` consumes the gradients, and `zero_grad` begins the next step.
     """
 
     def __init__(self, optimizer: Optimizer, engine: AutogradEngine, factor: float) -> None:
-        """`factor` makes sums of gradients over ranks what they stand for: one over the data-parallel ranks for their mean."""
+        """`factor` scales the sums of gradients over ranks: 1 / data-parallel ranks gives their mean."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         vars(self)["state"] = _PartitionedStates()
         self.engine = engine
         self.skipped = False
         """True if the latest step made no update, because gradients under a loss scale were not finite."""
         self.optimizer = optimizer
-        """The one that it stands for, under the name by which Lightning's LearningRateMonitor knows both for one."""
+        """The wrapped optimizer, under the attribute by which Lightning's LearningRateMonitor treats both as one."""
         self._stands_for = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
         self._scaled = False
         refuse: Any = partial(_refuse_step)
-        refuse._wrapped_by_lr_sched = True  # So schedulers that were made of it do not warn.
+        refuse._wrapped_by_lr_sched = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._stands_for:
-            vars(each)["step"] = refuse  # It would silently do nothing.
+            vars(each)["step"] = refuse  # The wrapped optimizer's step would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
-        """Return True if this was made of `optimizer`, or is it."""
+        """Return True if this optimizer is, or was made from, `optimizer`."""
         return any(optimizer is each for each in (self, *self._stands_for))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale of float16, for `optimizer.scale(loss).backward()`; the loss itself without one."""
+        """Return the loss times float16's loss scale, for `optimizer.scale(loss).backward()`; the loss itself without a scale."""
         self._scaled = True
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
@@ -61,7 +61,7 @@ class ShardedOptimizer(Optimizer):
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; returns what `closure` returns, which is called before.
+        """Call `closure` if given, update the parameters, and return the closure's result.
 
         Raises:
             PhaseError: when there are no gradients, or a step has used them up.
@@ -73,43 +73,44 @@ class ShardedOptimizer(Optimizer):
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
         for each in self._stands_for:
-            each._opt_called = True  # For schedulers that were made of it.
+            each._opt_called = True  # Read by schedulers of the wrapped optimizer.
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, so that the next backward begins anew. As in torch, parameters without a gradient are passed over by
-        the next step, unless `set_to_none` is False: then theirs are zeros."""
+        """Forget gradients, so that the next backward begins anew. As in torch, the next step skips parameters without a
+        gradient, unless `set_to_none` is False: then their gradients are zeros."""
         self.engine.forget_gradients(zeros=not set_to_none)
         self._scaled = False
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block no backward is the last one of a step: with `accumulation`, ranks sum on their own meanwhile."""
+        """Inside the block no backward is the last one of a step; with `accumulation`, each rank accumulates its own sum."""
         return self.engine.no_sync()
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The whole gradient of a parameter, by its name in the model, between backward and step; None for one that is frozen."""
+        """Return a parameter's whole gradient by its name in the model, between backward and step; None for a frozen
+        parameter."""
         self._require_scaled()
         return self.engine.gradient(name, self._factor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are those at the time of `shard`. Raises `PhaseError` afterwards."""
+        """Raise `PhaseError`: groups are fixed when `shard` is called."""
         if hasattr(self, "engine"):
             raise PhaseError("the model is partitioned already: add groups to the torch optimizer before shard()")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """`param_groups` alone, as torch gives them. What asks for states, which are divided among ranks, or pickles the
-        whole, raises `PhaseError`."""
+        """Return `param_groups` alone, in torch's form. Reading the states, which are divided among ranks, or pickling the result
+        raises `PhaseError`."""
         return _PartitionedStates(param_groups=super().state_dict()["param_groups"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """States are divided among ranks. Raises `PhaseError`."""
+        """Raise `PhaseError`: states are divided among ranks."""
         raise PhaseError(
             "optimizer states are divided among ranks; read them with zeromesh.load(directory, model, optimizer)"
         )
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Its states are the engine's. Raises `PhaseError`, for `copy.copy` and `copy.deepcopy` too."""
+        """Raise `PhaseError`, for `copy.copy` and `copy.deepcopy` too: the states belong to the engine."""
         raise PhaseError(
             "the optimizer of a partitioned model cannot be copied or pickled; write it with zeromesh.save(directory, model, "
             "optimizer), and have averaged weights by shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
@@ -123,12 +124,12 @@ class ShardedOptimizer(Optimizer):
 class ChainedOptimizer(Optimizer):
     """Several optimizers as one, each over its own parameters, such as Muon for matrices and AdamW for the rest.
 
-    `param_groups` are the groups of all, the same objects, so that schedulers of each go on working. Their steps begin anew: states
-    that they have are not taken over.
+    `param_groups` joins the groups of all, as the same objects, so that each one's schedulers keep working. Existing optimizer
+    states are not taken over.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        """`optimizers` have no parameter in common; torch raises ValueError otherwise."""
+        """`optimizers` must not share parameters; torch raises ValueError otherwise."""
         groups = list(chain.from_iterable(each.param_groups for each in optimizers))
         for number, each in enumerate(optimizers):
             for group in each.param_groups:
@@ -139,7 +140,7 @@ class ChainedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update by each of them; returns what `closure` returns, which is called before."""
+        """Call `closure` if given, make one update by each optimizer, and return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,7 +155,7 @@ class ChainedOptimizer(Optimizer):
 
 
 class _PartitionedStates(dict[Any, Any]):
-    """States of an optimizer, or what `state_dict` gives of them, where the engine has them. Asking for one raises `PhaseError`."""
+    """A mapping for optimizer states that the engine holds. Reading an entry raises `PhaseError`."""
 
     def __missing__(self, key: Any) -> Any:
         raise PhaseError(
@@ -220,4 +221,4 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
 
 
 _NOT_FUSED = ("amsgrad", "dampening")
-"""Options with which an update is that of the own class. SGD with dampening begins with a whole gradient, for one."""
+"""Options whose update the optimizer's class computes itself: SGD with dampening, for example, starts from a whole gradient."""

@@ -25,7 +25,7 @@ _SHOWN = 8
 def require_same_weights(engine: ZeroEngine) -> None:
     """Compare the weights of all ranks, between passes over the model; every rank calls it.
 
-    A rank reads all that it holds once, one tensor at a time, and gives the others digests of 64 bits (XXH3).
+    A rank reads all of its weights once, one tensor at a time, and exchanges digests of 64 bits (XXH3).
 
     Raises:
         WeightsDifferError: on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
@@ -44,7 +44,7 @@ def require_same_weights(engine: ZeroEngine) -> None:
 
 
 def _difference(what: str, digests: Mapping[int, str]) -> str:
-    """The line on a tensor whose digest differs between the ranks that hold it: most of them are taken as right."""
+    """Name a tensor whose digest differs between its ranks; the most frequent digest is taken as right."""
     most, count = Counter(digests.values()).most_common(1)[0]
     others = [rank for rank, digest in digests.items() if digest != most]
     if 2 * count > len(digests):
@@ -54,7 +54,6 @@ def _difference(what: str, digests: Mapping[int, str]) -> str:
 
 
 def _digests(engine: ZeroEngine) -> Iterator[tuple[str, str]]:
-    """Yield the name of each part that this rank holds, and its digest."""
     for bucket in all_buckets(engine.units):
         if bucket.buffer.persistent:
             yield from _gathered(bucket)
@@ -73,7 +72,7 @@ def _gathered(bucket: Bucket) -> Iterator[tuple[str, str]]:
 
 
 def _part(region: Region, interval: Interval) -> str:
-    """Which elements of a tensor these are; empty for all."""
+    """Describe the elements of a part within its tensor; empty for all."""
     boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
     cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
     return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"

@@ -1,4 +1,5 @@
-"""`manifest.json`: what a checkpoint holds, byte by byte, and a checksum of every piece. Nothing in it is believed unchecked.
+"""`manifest.json` lists a checkpoint's files and tensors byte by byte, with a checksum of every piece. It is fully checked when
+read.
 
     {"format": "zeromesh-checkpoint", "schema": 1, "step": 100,
      "files":   {"model-00001-of-00001.safetensors": {"bytes": 8392704, "pieces": [[0, 4194304, "9f..", 0], ...]}, ...},
@@ -39,7 +40,7 @@ from zeromesh.errors import CheckpointError
 NAME = "manifest.json"
 FORMAT = "zeromesh-checkpoint"
 SCHEMA = 2
-"""The highest schema that is read; the one with a source of frozen weights. Others are written as schema 1."""
+"""The highest schema that is read, used with a source of frozen weights. Other checkpoints are written as schema 1."""
 SOURCE = "source/"
 MAX_BYTES = 1 << 30
 _MAX_FILES = 1_000_000
@@ -63,13 +64,13 @@ class ChecksumPiece:
 
 
 def checksum(data: torch.Tensor | bytes) -> str:
-    """xxh3-128 of bytes, or of a 1-D uint8 tensor on CPU, in 32 hexadecimal digits."""
+    """Return the xxh3-128 of bytes, or of a 1-D uint8 tensor on CPU, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data if isinstance(data, bytes) else data.numpy().data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint: its size and its pieces in order, which tile it unless the manifest is a part of several."""
+    """A file of a checkpoint: its size and its sorted pieces, which tile the file unless the manifest is one of several parts."""
 
     nbytes: int
     pieces: tuple[ChecksumPiece, ...]
@@ -86,10 +87,10 @@ class Manifest:
     layout: Mapping[str, Any] = field(default_factory=dict)
     part: tuple[int, int] = (0, 1)
     source: str = ""
-    """The directory that the files below `SOURCE` are in, whose tensors are frozen weights; empty where there are none."""
+    """The directory of the files below `SOURCE`, whose tensors are frozen weights; empty without such files."""
 
     def is_elsewhere(self, path: str) -> bool:
-        """Return True if a file is in the source of the frozen weights, and not in the checkpoint."""
+        """Return True if a file is in the source of the frozen weights rather than in the checkpoint."""
         return bool(self.source) and path.startswith(SOURCE)
 
     @property
@@ -98,7 +99,7 @@ class Manifest:
         return sum(record.nbytes for path, record in self.files.items() if not self.is_elsewhere(path))
 
     def to_json(self) -> bytes:
-        """The manifest with its own hash."""
+        """Serialize the manifest with its own hash."""
         tensors: dict[str, dict[str, list[Any]]] = {}
         for tensor in self.tensors:
             spec = tensor.spec
@@ -131,10 +132,10 @@ def _hash_of(content: Mapping[str, Any]) -> str:
 
 
 def parse(path: Path, raw: bytes) -> Manifest:
-    """A manifest from the bytes of `path`, checked: its own hash, schema, names, sizes, and that pieces tile the files.
+    """Parse and check a manifest from the bytes of `path`: its own hash, schema, names, sizes, and that pieces tile the files.
 
     Raises:
-        CheckpointError: that says what is wrong.
+        CheckpointError: with the manifest's first problem.
     """
     content = parse_json(path, raw)
     found = content.pop("sha256", None)
@@ -147,12 +148,11 @@ def parse(path: Path, raw: bytes) -> Manifest:
     digest = _hash_of(content)
     if found != digest:
         raise CheckpointError(f"{path} does not agree with its own sha256: it was changed or is damaged")
-    # The hash is that of the content: a blank at the end or `1E-5` for `1e-5` does not change it.
+    # The hash covers the content: trailing blanks or `1E-5` for `1e-5` would not change it.
     if raw != _signed(content, digest):
         raise CheckpointError(f"{path} is not written as it was: bytes were added or changed")
 
     def checked(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-        """The value under a name. Raises `CheckpointError` where it does not fit."""
         value = content.get(name)
         if not fits(value):
             raise CheckpointError(f"{path}: {name} should be {expected}")
@@ -187,7 +187,7 @@ def _is_object(value: Any) -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name is one that files of a checkpoint may have."""
+    """Return True if a name is a valid path of a checkpoint's file."""
     return bool(_PATH.fullmatch(name)) and name != NAME
 
 

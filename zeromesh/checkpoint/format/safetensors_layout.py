@@ -1,11 +1,11 @@
-"""The safetensors format: headers, written and read, and whole tensors laid out in files.
+"""The safetensors format: reading and writing of headers, and the layout of whole tensors in files.
 
     8 bytes   length of the header, little-endian
     header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}, then spaces
     data      the tensors back to back: no holes, no tail
 
-Nothing in a file is executed, and nothing is believed before it is checked. Headers written here end at a multiple of 4096 bytes,
-so that data can move past the page cache.
+Nothing in a file is executed, and every field is checked before use. Headers written here end at a multiple of 4096 bytes, so
+that tensor data can bypass the page cache.
 """
 
 import json
@@ -22,12 +22,12 @@ from zeromesh.intervals import round_up
 from zeromesh.offload.io.direct_io import BLOCK
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""The names by which Hugging Face finds the weights of a directory: those of several files, and of one."""
+"""The file names by which Hugging Face finds a directory's weights: the index of several files, and the single file."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
 _MOST_LEVELS = 64
 _MOST_BITS = 1000
-"""Most bits of an integer, so that it can still become a float."""
+"""The most bits of an integer in JSON, so that it can still be converted to a float."""
 _MAX_NAME = 1000
 DTYPES = {
     "F64": torch.float64,
@@ -43,16 +43,16 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_FILE = 4 << 30
-"""Bytes. A tensor is never cut, so a file may be larger by one."""
+"""The file size in bytes after which tensors go to a new file; tensors are never cut, so a file may exceed it by one."""
 _LEAST_FILE = 64 << 20
-"""Bytes. Below this more files would not make writing faster."""
+"""The size in bytes below which more files would not make writing faster."""
 _MOST_FOR_WRITERS = 64
-"""Most files of a kind that are made so that many ranks can write. Every rank has a part of each bucket, and so opens them all."""
+"""The most files of a kind that are made for parallel writers, since every rank opens all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A whole tensor that is stored. `kind` is `model`, `master` or the name of a moment."""
+    """A stored whole tensor. `kind` is `model`, `master` or the name of a moment."""
 
     kind: str
     name: str
@@ -70,7 +70,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A whole tensor, from byte `begin` of the file `path` on."""
+    """A whole tensor that begins at byte `begin` of the file `path`."""
 
     spec: TensorSpec
     path: str
@@ -92,15 +92,13 @@ class FileLayout:
 
 
 def kind_stem(kind: str) -> str:
-    """The beginning of the file names of a kind: `model`, or for example `optimizer/exp_avg`."""
+    """Return the first part of a kind's file names: `model`, or for example `optimizer/exp_avg`."""
     return "model" if kind == "model" else f"optimizer/{kind}"
 
 
 def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, ...]:
-    """Lay tensors out in files, those of a kind in their order: as many files as writers where that makes writing faster.
-
-    All ranks come to the same plan.
-    """
+    """Lay tensors out in files, in order within each kind: as many files as writers if that makes writing faster. All ranks
+    compute the same plan."""
     kinds: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         kinds.setdefault(spec.kind, []).append(spec)
@@ -116,7 +114,6 @@ def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, .
 
 
 def _balanced(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
-    """Consecutive groups of about equal bytes, none of them empty."""
     goal = sum(spec.nbytes for spec in specs) / count
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -129,7 +126,7 @@ def _balanced(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]
 
 
 def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
-    # Wider dtypes first, as the format's own writer has them, so that each tensor begins at a multiple of its element size.
+    # Wider dtypes come first, as in the format's own writer, so that each tensor begins at a multiple of its element size.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -147,7 +144,7 @@ def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
 
 
 def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
-    """The index of each kind by its path: which file has which tensor, as Hugging Face writes it."""
+    """Build the index of each kind by its path: the file of each tensor, in Hugging Face's format."""
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         for spec in (tensor.spec for tensor in file.tensors):
@@ -159,10 +156,10 @@ def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name and as if of a model, once its header is found to be right and to describe the whole file.
+    """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file.
 
     Raises:
-        CheckpointError: which says what is wrong with it.
+        CheckpointError: with the header's first problem.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -206,12 +203,12 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> StoredTensor:
 
 
 def is_size(value: Any) -> bool:
-    """Return True if a value from an untrusted file can be a number of bytes or elements."""
+    """Return True if a value from an untrusted file is a valid number of bytes or elements."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def check_names(path: Path, names: Iterable[str]) -> None:
-    """Raise `CheckpointError` for a tensor's name that would not stay what it is on a terminal or in UTF-8."""
+    """Raise `CheckpointError` for a tensor name that a terminal or UTF-8 would change."""
     for name in names:
         if len(name) > _MAX_NAME or not name.isprintable():
             raise CheckpointError(
@@ -220,7 +217,7 @@ def check_names(path: Path, names: Iterable[str]) -> None:
 
 
 def check_plain(where: object, name: str, content: Any) -> None:
-    """Raise `CheckpointError` where JSON that was read is nested deeply, or has huge integers or numbers that are not finite."""
+    """Raise `CheckpointError` if parsed JSON is deeply nested, or has huge integers or numbers that are not finite."""
     level = [content]
     for _ in range(_MOST_LEVELS):
         if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):
@@ -237,7 +234,7 @@ def check_plain(where: object, name: str, content: Any) -> None:
 
 
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    """A JSON object in which no name comes twice. Raises `CheckpointError`."""
+    """Parse a JSON object without repeated names. Raises `CheckpointError`."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -1,6 +1,5 @@
-"""The parts of tensors that a rank holds, the places of their elements in files, and integer arithmetic of bytes in a file: unions,
-whole disk blocks, the grid of checksums, and what overlaps what.
-"""
+"""The parts of tensors that a rank holds, the file places of their elements, and byte interval arithmetic: unions, whole disk
+blocks, the checksum grid, and overlaps."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from zeromesh.offload.io.direct_io import BLOCK
 GRID = 4 << 20
 """Bytes between checksum boundaries."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by element size in bytes: elements are moved as these, so that no bit of a NaN changes."""
+"""Integer dtypes by element size in bytes: elements are copied as these, so that no bit of a NaN changes."""
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, in order, with neighbours as one interval and none of them empty."""
+    """Return the sorted union of intervals, with neighbours joined and empty ones left out."""
     found: list[Interval] = []
     for interval in sorted(intervals, key=lambda each: each.start):
         if found and interval.start <= found[-1].end:
@@ -37,19 +36,19 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def starts_in_blocks_of_others(extents: Sequence[Interval]) -> list[Interval]:
-    """The beginnings of merged extents that lie in a disk block whose first byte belongs to another extent."""
+    """List the beginnings of merged extents that lie in a disk block whose first byte belongs to another extent."""
     starts = [Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents]
     return [start for start in starts if start.length]
 
 
 def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
-    """The disk blocks whose first byte lies in one of the merged extents, in a file of `nbytes` bytes."""
+    """List the disk blocks whose first byte lies in one of the merged extents, in a file of `nbytes` bytes."""
     blocks = [(round_up(each.start, BLOCK), round_up(each.end, BLOCK)) for each in extents]
     return merged(Interval(start=start, end=min(end, nbytes)) for start, end in blocks if start < end)
 
 
 def cut_at_grid(interval: Interval) -> Iterator[Interval]:
-    """An interval cut at multiples of `GRID`."""
+    """Cut an interval at multiples of `GRID`."""
     start = interval.start
     while start < interval.end:
         end = min(interval.end, (start // GRID + 1) * GRID)
@@ -60,7 +59,7 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
 def record_of(
     path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None
 ) -> FileRecord:
-    """The record of a file that `rank` has written, which is read from its start; `on_progress` is called after each piece."""
+    """Make the record of a file that `rank` has written by reading the file; `on_progress` is called after each piece."""
     pieces = []
     for cut in cut_at_grid(Interval(start=0, end=nbytes)):
         found = checksum(file.read(cut.length))
@@ -73,7 +72,7 @@ _Member = TypeVar("_Member", ChecksumPiece, "PlacedValues")
 
 
 def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_Member]:
-    """The members that have a byte in [begin, end), of members that are disjoint and in order."""
+    """Yield the members that have a byte in [begin, end), of sorted disjoint members."""
     at = max(0, bisect_right(members, begin, key=attrgetter("begin")) - 1)
     while at < len(members) and members[at].begin < end:
         if members[at].end > begin:
@@ -83,11 +82,9 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Elements of a stored tensor that this rank has in memory; engine and checkpoint exchange nothing else.
-
-    `region` selects slices of the tensor `spec`. `values` are the elements `interval` of the flattened selection. `owner` numbers
-    the bucket whose update changes them; it is None for what no update changes.
-    """
+    """Elements of a stored tensor in this rank's memory, the only form in which engine and checkpoint exchange tensors. `region`
+    selects slices of the tensor `spec`. `values` are the elements `interval` of the flattened selection. `owner` is the number of
+    the bucket whose update changes them; None if no update does."""
 
     spec: TensorSpec
     region: Region
@@ -98,11 +95,11 @@ class TensorShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedValues:
-    """Elements in this process's memory, and where their bytes lie in a file that is written or read.
+    """Elements in this process's memory, and the file place of their bytes, for reading or writing.
 
     A tensor begins at byte `origin` of the file `path` with elements of `dtype`. `rows` selects columns of its rows, and `values`
-    are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between them. They may
-    have another dtype than the file, and are converted then. `owner` is the bucket whose update changes them; None for what stays
+    are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between them. Values
+    of another dtype than the file's are converted. `owner` is the bucket whose update changes them; None if they stay unchanged
     during a save.
     """
 
@@ -114,7 +111,7 @@ class PlacedValues:
     first: int = 0
     owner: int | None = None
     begin: int = field(init=False, repr=False, compare=False)
-    """The first byte of the file, and after the last one `end`."""
+    """The elements' first byte in the file; `end` is the end of their last byte."""
     end: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,27 +121,27 @@ class PlacedValues:
 
     @classmethod
     def of_bytes(cls, path: str, begin: int, data: bytes) -> PlacedValues:
-        """Bytes of the file `path` from `begin` on."""
+        """Place raw bytes in the file `path` at byte `begin`."""
         values = TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return cls(path=path, origin=begin, dtype=torch.uint8, rows=StridedRows.whole(len(data)), values=values)
 
     @classmethod
     def stored(cls, tensor: StoredTensor, first: int, values: TieredTensor, owner: int | None = None) -> PlacedValues:
-        """The elements from `first` on of a flattened tensor."""
+        """Place the elements of a flattened tensor from `first` on."""
         dtype, rows = tensor.spec.dtype, StridedRows.whole(values.numel)
         origin = tensor.begin + first * dtype.itemsize
         return cls(path=tensor.path, origin=origin, dtype=dtype, rows=rows, values=values, owner=owner)
 
     @classmethod
     def runs(cls, tensor: StoredTensor, shard: TensorShard) -> Iterator[PlacedValues]:
-        """Each contiguous run of elements of a shard of a tensor."""
+        """Yield each contiguous run of elements of a tensor's shard."""
         for run in shard.region.runs(shard.interval):
             first = run.local - shard.interval.start
             yield cls.stored(tensor, run.logical, shard.values.slice(first, first + run.length), shard.owner)
 
     @property
     def interval(self) -> Interval:
-        """The elements, counted in the selection."""
+        """The elements' interval within the selection."""
         return Interval(start=self.first, end=self.first + self.values.numel)
 
     @property
@@ -152,23 +149,23 @@ class PlacedValues:
         return self.values.numel * self.dtype.itemsize
 
     def cut(self, window: Interval) -> PlacedValues:
-        """The elements that lie in bytes `window` of the file, which may be longer and must cut no element."""
+        """Cut out the elements in the file's bytes `window`, which may be longer but must not split an element."""
         start, end = (self.rows.before((b - self.origin) // self.dtype.itemsize) for b in (window.start, window.end))
         inside = self.interval.intersect(Interval(start=start, end=max(start, end))).after(self.first)
         return replace(self, first=self.first + inside.start, values=self.values.slice(inside.start, inside.end))
 
     def to_bytes(self) -> bytes:
-        """The bytes of all elements, one after the other."""
+        """Return the bytes of all elements, in order."""
         out = torch.empty(self.nbytes, dtype=torch.uint8)
         self.fill(out)
         return out.numpy().tobytes()
 
     def fill(self, out: torch.Tensor) -> None:
-        """Put the bytes of all elements, one after the other, into `out`, `[nbytes]` uint8."""
+        """Copy the bytes of all elements, in order, into `out`, `[nbytes]` uint8."""
         self.values.copy_to(out.view(self.dtype))
 
     def take(self, data: torch.Tensor, begin: int) -> None:
-        """Take the elements that lie in `data`, the bytes of the file from `begin` on, 1-D uint8 that cut no element."""
+        """Copy elements from `data`, 1-D uint8, which is the file's bytes from `begin` on and splits no element."""
         window = Interval(start=max(self.begin, begin), end=min(self.end, begin + data.numel()))
         part, data = self.cut(window), data[window.start - begin : window.end - begin]
         if part.nbytes != data.numel():

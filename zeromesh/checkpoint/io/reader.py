@@ -1,4 +1,4 @@
-"""Reads what a layout needs of a checkpoint, and verifies every piece that it reads before it uses a byte of it."""
+"""Reads the bytes of a checkpoint that a layout needs, and verifies every piece before use."""
 
 import os
 import stat
@@ -22,36 +22,36 @@ from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
 MAX_CONTENT_BYTES = 256 << 20
-"""Most bytes of a file that is read into memory as a whole."""
+"""The largest file, in bytes, that is read into memory as a whole."""
 _STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PAYLOADS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".metadata", ".distcp", ".gguf"}
 )
-"""Kinds of files that hold weights somewhere. One that the manifest does not name comes from elsewhere."""
+"""Suffixes of files that hold weights. Such a file that the manifest does not list is foreign."""
 
 
 class OpenedCheckpoint(ABC):
-    """A checkpoint that can be read, whole or in parts on several hosts."""
+    """A readable checkpoint, whole or in parts on several hosts."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self.source = Path(manifest.source)
-        """The directory that has the frozen weights that the checkpoint does not hold."""
+        """The directory of frozen weights that the checkpoint only refers to."""
         self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in manifest.tensors}
 
     def tensor(self, kind: str, name: str) -> StoredTensor | None:
-        """A stored tensor, under its own name or that of a tied one."""
+        """Look up a stored tensor by its own name or that of a tied tensor."""
         return self._tensors.get((kind, name)) or self._tensors.get((kind, self.manifest.aliases.get(name, name)))
 
     def path_of(self, path: str) -> Path:
-        """The place of a file of the manifest: in the checkpoint, or in the source of the frozen weights."""
+        """Return the path of a file of the manifest: in the checkpoint, or in the source of the frozen weights."""
         away = self.manifest.is_elsewhere(path)  # The cache of the Hub has links to its files.
         return (self.source / path.removeprefix(manifests.SOURCE)).resolve() if away else self.directory / path
 
     def pieces(self) -> list[ChecksumPiece]:
-        """Every piece of every file, those of a file in order."""
+        """List every piece of every file, in order within each file."""
         return [piece for record in self.manifest.files.values() for piece in record.pieces]
 
     def verify(self) -> None:
@@ -59,7 +59,7 @@ class OpenedCheckpoint(ABC):
         self.stream(self.pieces(), lambda piece, data: None)
 
     def content(self, path: str) -> bytes:
-        """All bytes of a small file, verified. Raises `CheckpointError`."""
+        """Return all bytes of a small file, verified. Raises `CheckpointError`."""
         record = self.manifest.files.get(path)
         if record is None:
             raise CheckpointError(f"{self.directory} has no {path}")
@@ -72,11 +72,11 @@ class OpenedCheckpoint(ABC):
         return b"".join(found[begin] for begin in sorted(found))
 
     def document(self, path: str) -> dict[str, Any]:
-        """A JSON object among the files, verified. Raises `CheckpointError`."""
+        """Read a JSON object from a file, verified. Raises `CheckpointError`."""
         return parse_json(self.directory / path, self.content(path))
 
     def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None]) -> None:
-        """Fill all targets, only with bytes that were verified. `on_progress` is called after every piece. Raises as `stream`."""
+        """Fill all targets with verified bytes. `on_progress` is called after every piece. Raises as `stream`."""
         users: dict[ChecksumPiece, list[PlacedValues]] = {}
         for target in targets:
             if target.values.numel:
@@ -95,7 +95,7 @@ class OpenedCheckpoint(ABC):
         self.stream(sorted(users, key=lambda piece: (piece.path, piece.begin)), use)
 
     def tensors_in(self, pieces: Sequence[ChecksumPiece]) -> list[str]:
-        """The names of the tensors that have a byte in pieces of one file, in the file's order."""
+        """List the names of the tensors that have a byte in pieces of one file, in the file's order."""
         tensors = sorted(
             (each for each in self.manifest.tensors if each.path == pieces[0].path), key=lambda each: each.begin
         )
@@ -112,13 +112,13 @@ class OpenedCheckpoint(ABC):
 
 
 class CheckpointReader(OpenedCheckpoint):
-    """A checkpoint whose manifest is sound and whose files are all there, at their sizes.
+    """A checkpoint with a valid manifest, whose files all exist with their sizes.
 
-    `parts` True takes also a part of a checkpoint. `checked` False takes that, and directories whose files are not right
-    (`problems` says how): for tools that look closer. `manifest` takes the place of the directory's.
+    `parts` True also accepts a part of a checkpoint. `checked` False accepts that and directories with wrong files, which
+    `problems` lists, for diagnostic tools. `manifest` replaces the directory's.
 
     Raises:
-        CheckpointError: at construction, that names the first thing that is wrong.
+        CheckpointError: at construction, naming the first problem.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class CheckpointReader(OpenedCheckpoint):
         use: Callable[[ChecksumPiece, torch.Tensor], None],
         failed: Callable[[ChecksumPiece, ZeromeshError], None] | None = None,
     ) -> None:
-        """As `OpenedCheckpoint.stream`, in order, a few ahead; `failed` takes the pieces that are not what was written, and why."""
+        """Stream as `OpenedCheckpoint.stream`, in order and a few ahead; `failed` receives damaged pieces and their errors."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
                 raise CheckpointError(
@@ -190,10 +190,8 @@ class CheckpointReader(OpenedCheckpoint):
         raise CheckpointError(problem + cure if away else problem)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.
-
-        Of a part, files that have no piece in it may be absent. Files of the source of frozen weights are looked at when read.
-        """
+        """Yield path and problem of files that are no plain files of their sizes, or hold weights and are foreign. Files without
+        a piece in a part may be absent. Files of the source of frozen weights are checked when read."""
         for path, record in self.manifest.files.items():
             if (record.pieces or self.manifest.part[1] == 1) and not self.manifest.is_elsewhere(path):
                 problem = self._problem(path, record.nbytes)
@@ -228,10 +226,8 @@ def copy_file(
     folder: Path,
     on_progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write what checkpoints, parts of one or a whole, have of a file into `folder`; `on_progress` gets the bytes of each piece.
-
-    Raises as `stream`.
-    """
+    """Copy a file from checkpoints, which are parts of one or a whole, into `folder`; `on_progress` receives the bytes of each
+    piece. Raises as `stream`."""
     records = [(each, each.manifest.files[path]) for each in readers if path in each.manifest.files]
     (folder / path).parent.mkdir(exist_ok=True)
     with PositionalFile(folder / path, write=True, size=records[0][1].nbytes) as file:
@@ -246,7 +242,7 @@ def copy_file(
 
 
 def manifest_of(directory: Path) -> tuple[str, Manifest]:
-    """A directory's manifest, and a checksum that tells it from any other."""
+    """Read a directory's manifest, with a checksum that identifies it."""
     path = directory / manifests.NAME
     try:
         raw = read_whole(path, manifests.MAX_BYTES)

@@ -1,10 +1,10 @@
-"""Exchanges columns for rows: what tensor ranks hold inside of a tensor's rows becomes runs of a file before it is written.
+"""Exchanges columns for rows: tensor ranks' columns of a tensor become contiguous runs of a file before they are written.
 
     each row of the tensor    rank 0 | rank 1 | rank 0 | rank 1        as tensor parallelism divides it
     after the exchange        rows 0 to n: rank 0,  rows n to 2n: rank 1
 
-In a file, which has whole tensors, the ranks' bytes would otherwise alternate in runs of a few KB, each with a checksum of its own.
-Each rank gets as many rows as the others, as a copy in the host's memory that no update changes. It goes when it has been written.
+A file has whole tensors, in which the ranks' bytes would otherwise alternate in runs of a few KB, each with a separate checksum.
+Each rank gets about as many rows as the others, as a copy in host memory that no update changes and that is freed once written.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,13 +23,13 @@ from zeromesh.offload import TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
 
 LONGEST_ROW = 512 << 10
-"""Bytes. Runs of longer rows are few enough to be pieces of their own."""
+"""The longest row, in bytes, that is exchanged. Runs of longer rows are few enough to be separate pieces."""
 
 
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
-    """Return the shards that this rank writes after the exchange over the tensor axis; all its ranks call it.
+    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it.
 
-    Rows that some rank has no part of, such as the first and the last one of a shard, stay where they are.
+    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are.
 
     Raises:
         StorageError: after the exchange, where this rank could not read its own values.
@@ -61,7 +61,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
         try:
             if there is None:
                 given.read(0, values).wait()
-        except StorageError as error:  # The other ranks go on, and this one with them.
+        except StorageError as error:  # The other ranks go on, so this rank must too.
             failures.append(error)
         whole = _exchange(values, rows, cuts, [part["columns"] for part in parts], axis)
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
@@ -73,7 +73,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
 
 
 def _describe(rows: StridedRows, interval: Interval) -> dict[str, Any]:
-    """Tell other ranks which columns this one has, and of which rows all of them."""
+    """Describe this rank's columns, and the rows of which it holds all those columns, to the other ranks."""
     first, last = -(-interval.start // rows.taken), interval.end // rows.taken
     columns = [[each.start, each.end] for each in rows.columns]
     return {"taken": rows.taken, "first": first, "last": last, "columns": columns}
@@ -86,13 +86,13 @@ def _exchange(
     columns: Sequence[Sequence[Sequence[int]]],
     axis: ProcessSet,
 ) -> torch.Tensor:
-    """Return the whole rows of this rank, flat and on the CPU, given its columns of all; each rank's begin at one of `cuts`."""
+    """Exchange columns for rows, flat and on the CPU: returns this rank's whole rows, where rank r's rows start at `cuts[r]`."""
     count = cuts[axis.index + 1] - cuts[axis.index]
     widths = [[end - begin for begin, end in each] for each in columns]
     received = values.new_empty(count * sum(map(sum, widths)))
     gets = [count * sum(each) * values.itemsize for each in widths]
     gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
-    # Of bytes a collective changes no bit, NaNs' neither.
+    # Sent as bytes, so that no bit changes, not even of NaNs.
     out, given = received.view(torch.uint8), values.view(torch.uint8)
     what = "rows of divided tensors"
     axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives).wait()

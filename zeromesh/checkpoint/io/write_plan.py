@@ -1,13 +1,13 @@
-"""Which bytes each rank writes: contiguous runs, of which whole disk blocks are made.
+"""Assigns the bytes of files to ranks: contiguous runs, which are rounded to whole disk blocks.
 
-Each whole block has one writer, the rank that has the block's first byte. It gets the other ranks' bytes of the block beforehand:
+Each whole block has one writer, the rank of the block's first byte, which first receives the other ranks' bytes of the block:
 
     block           |      0      |      1      |      2      |
     elements of     | rank 0               | rank 1           |
     sent to rank 0                |  r1's  |
     written by      | rank 0      | rank 0      | rank 1      |
 
-What a rank writes is cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
+Each rank's bytes are cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ from zeromesh.intervals import Interval
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePiece:
-    """Bytes `where` of a file, which `sources` fill."""
+    """Bytes `where` of a file, which are copied from `sources`."""
 
     path: str
     where: Interval
@@ -38,27 +38,27 @@ class WritePiece:
 
     @property
     def owners(self) -> frozenset[int]:
-        """Buckets whose update changes some of the elements."""
+        """Numbers of the buckets whose update changes some of the elements."""
         return frozenset(source.owner for source in self.sources if source.owner is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePlan:
-    """The plan of one rank's writes: contiguous `runs` by file and in order."""
+    """One rank's planned writes: contiguous `runs` by file, in order."""
 
     files: Sequence[FileLayout]
     runs: Mapping[str, Sequence[PlacedValues]]
 
     @classmethod
     def of(cls, files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: int) -> Self:
-        """Plan the writes of a rank's shards; rank 0 writes the headers too."""
+        """Plan the writes of a rank's shards; rank 0 also writes the headers."""
         tensors = {(each.spec.kind, each.spec.name): each for file in files for each in file.tensors}
         headers = [PlacedValues.of_bytes(file.path, 0, file.header) for file in files] if rank == 0 else []
         runs = (PlacedValues.runs(tensors[shard.spec.kind, shard.spec.name], shard) for shard in shards)
         return cls(files=files, runs=_by_file(chain(headers, *runs)))
 
     def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
-        """Return this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
+        """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
         found = []
         for path, runs in self.runs.items():
             for edge in starts_in_blocks_of_others(_extents(runs)):
@@ -67,10 +67,8 @@ class WritePlan:
         return found
 
     def pieces(self, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]) -> list[WritePiece]:
-        """Return the pieces that this rank writes, those that change first first, given the bytes that the other ranks have for it.
-
-        `order` has the position of each owner in the next update.
-        """
+        """List the pieces that this rank writes, with the bytes received from other ranks, those that are updated first at the
+        front. `order` has the position of each owner in the next update."""
         content = _by_file(chain(*self.runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
         sizes = {file.path: file.nbytes for file in self.files}
         found = []

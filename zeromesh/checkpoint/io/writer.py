@@ -1,9 +1,9 @@
-"""Streams a rank's part of a checkpoint from live shards to files: fill a staging buffer, checksum it, write it.
+"""Streams a rank's part of a checkpoint from live shards to files through staging buffers, with checksums.
 
-There is no second copy of the state but of what tensor ranks have exchanged (`row_exchange`), until that is written: a save takes
-a few staging buffers of memory. What the next update changes first is written
-first, and the update waits for what is not copied yet (`release`). From a device it is copied beside training, on a stream that
-comes after what was launched when the save began, into pinned memory.
+The state is not copied as a whole, except rows exchanged between tensor ranks (`row_exchange`), so a save takes a few staging
+buffers of memory. Elements that the next update changes first are written first, and the update waits for elements that are not
+copied yet (`release`). A device's elements are copied into pinned memory beside training, on a stream that is ordered after all
+work launched before the save.
 """
 
 import threading
@@ -34,7 +34,7 @@ _PROGRESS_SECONDS = 0.2
 
 
 def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Future[Any]:
-    """Do work in a thread of that name; the future has what it returns or raises."""
+    """Run work in a thread of that name; the future has its result or error."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -51,20 +51,20 @@ class ShardWriter:
     """Writes one rank's pieces of a checkpoint in a thread: `start`, then `release` before each update, and `join` at the end."""
 
     def __init__(self, directory: Path, pieces: Sequence[WritePiece], rank: int, device: torch.device = CPU) -> None:
-        """`pieces` are written in this order. `device` is where this rank computes."""
+        """`pieces` are written in this order. `device` is this rank's compute device."""
         self._directory = directory
         self._device = device
         self._pieces = deque(pieces)
         self._rank = rank
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
-        """By owner, the pieces with its elements that are not copied yet."""
+        """The number of pieces with elements of each owner that are not copied yet."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
         self._done = 0
         self._written: Future[Any] = Future()
 
     def start(self) -> Future[Any]:
-        """Begin to write, in a thread of its own; returns what is done when nothing more is to be written."""
+        """Begin to write in a thread; the future is done when all writing has ended."""
         work = self._write_all
         if is_accelerator(self._device):
             work = partial(self._write_beside, accelerator.record(accelerator.current_stream(self._device)))
@@ -72,10 +72,8 @@ class ShardWriter:
         return self._written
 
     def release(self, owner: int, on_progress: Callable[[], None]) -> float:
-        """Return when the elements of `owner` may change, because they have been copied or the save has failed.
-
-        `on_progress` is called now and then while writing goes on. Returns the seconds that were waited.
-        """
+        """Wait until the elements of `owner` may change, because they were copied or the save has failed. `on_progress` is called
+        now and then while writing goes on. Returns the seconds waited."""
         if not self._left.get(owner):
             return 0.0
         return self._wait(lambda: not self._left.get(owner), on_progress)
@@ -84,7 +82,7 @@ class ShardWriter:
         """Wait until everything is on the disk; returns the pieces that this rank has written.
 
         Raises:
-            StorageError, CheckpointError, OSError: for what went wrong in the thread.
+            StorageError, CheckpointError, OSError: for the failure of the thread.
         """
         self._wait(self._written.done, on_progress)
         self._written.result()
@@ -102,7 +100,7 @@ class ShardWriter:
         return time.monotonic() - began
 
     def _write_beside(self, launched: torch.Event) -> None:
-        """Write what a device holds once it has done what was `launched`, and no later."""
+        """Write from a device, on a stream that waits for `launched` and for nothing later."""
         with accelerator.beside(launched):
             self._write_all()
 
@@ -116,7 +114,7 @@ class ShardWriter:
                 }
                 in_flight: deque[Future[None]] = deque()
                 while self._pieces:
-                    piece = self._pieces.popleft()  # With its memory, where that is a copy.
+                    piece = self._pieces.popleft()  # Dropped here with its memory, if that is a copy.
                     buffer = pool.take()
                     data = buffer[: piece.where.length]
                     self._fill(piece, data)
@@ -133,7 +131,7 @@ class ShardWriter:
                 self._changed.notify_all()
 
     def _fill(self, piece: WritePiece, data: torch.Tensor) -> None:
-        """Copy the bytes of a piece into `data`; the elements may change afterwards."""
+        """Copy the bytes of a piece into `data`; afterwards the elements may change."""
         filled = 0
         for source in piece.sources:
             first = source.begin - piece.where.start

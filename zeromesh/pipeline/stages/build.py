@@ -1,8 +1,8 @@
-"""A rank's stages: the model itself, unmodified, with everything that belongs to other stages stubbed in place.
+"""A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages.
 
-Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are gone from the model,
-so whatever looks at its parameters sees this rank's alone. A model runs as it always does, from the batch: masks, positions and
-rotary embeddings are its own.
+Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are removed from the
+model, so that iterating over its parameters gives this rank's alone. The model runs unmodified from the batch: it computes masks,
+positions and rotary embeddings itself.
 """
 
 from __future__ import annotations
@@ -30,19 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tie:
-    """A parameter with several names, some of which belong to different stages: each of these has a copy, whose gradients are
-    to be summed and counted once."""
+    """A parameter whose names are in different stages, each with a copy; the copies' gradients are summed and counted once."""
 
     names: tuple[str, ...]
-    """In the order of the model; the first one is its name in checkpoints."""
+    """The names in the order of the model; the first one is the name in checkpoints."""
     held: Mapping[int, str]
-    """For each stage that has a copy: the first of its names there."""
+    """The copy's first name in each stage that has a copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ModuleSite:
-    """The place of a module in the model, and the stage that runs it."""
-
     parent: nn.Module
     leaf: str
     module: nn.Module
@@ -54,11 +51,11 @@ class _ModuleSite:
 
 
 def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Count the blocks of each stage in the cut whose most expensive stage costs least; among those, the one whose costs have the
-    least sum of squares.
+    """Count the blocks of each stage in the cut whose most expensive stage is cheapest; ties are resolved by the least sum of
+    squares of stage costs.
 
-    `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is what comes before the blocks (the embedding),
-    `last` what comes after them (the head), in the same unit.
+    `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is the cost of the modules before the blocks
+    (the embedding), `last` that of the modules after them (the head), in the same unit.
 
     Raises:
         LayoutError: with fewer blocks than stages, or a cost that is negative.
@@ -75,7 +72,7 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     def cost(start: int, end: int, stage: int) -> float:
         return sums[end] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[end]: the blocks before `end` in the stages so far, as (largest stage, sum of squares, ends of stages)
+    # best[end]: the cut of the blocks before `end` into the stages so far, as (largest stage, sum of squares, ends of stages)
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -92,17 +89,17 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
 
 
 Balance = Literal["parameters", "flops"]
-"""The quantity that is even among stages: the parameters, and so the memory, or the multiplications of a token, and so the time."""
+"""The balanced quantity: parameters, and so memory, or multiplications per token, and so time."""
 
 
 def block_costs(
     model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters"
 ) -> tuple[list[float], float, float]:
-    """Compute the cost of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A
-    tied weight counts at both ends: both stages hold it.
+    """Compute the costs of each block, of the modules before the blocks, and of those after, as `cut_by_cost` takes them. A tied
+    weight counts at both ends, as both stages hold it.
 
-    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token meets, of an
-    embedding, which is looked up, none; those between tokens (attention) are left out, which are the same in all blocks.
+    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token is routed to, and
+    none of an embedding, which is looked up. Those of attention scores are left out, as they are alike in all blocks.
     """
 
     def size(name: str) -> float:
@@ -116,7 +113,7 @@ def block_costs(
 
 
 def _products(model: nn.Module, module: nn.Module) -> float:
-    """Multiplications that a token takes part in by a module's own weights."""
+    """Count the multiplications per token by a module's own weights."""
     if isinstance(module, nn.Embedding):
         return 0.0
     config = getattr(model, "config", None)
@@ -134,8 +131,8 @@ def _products(model: nn.Module, module: nn.Module) -> float:
 def plan_cut(
     model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
 ) -> tuple[int, ...]:
-    """Decide how many blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide
-    the same, since a cut depends on the model alone.
+    """Choose the number of blocks of each stage: `counts` if given, else so that stages cost about the same. All ranks choose
+    alike, since the cut depends on the model alone.
 
     Raises:
         LayoutError: for counts that are not the model's, or more stages than blocks.
@@ -152,15 +149,13 @@ def plan_cut(
 
 
 def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
-    """Copy the modules outside the blocks without memory, for the shapes of what other stages compute."""
+    """Copy the modules outside the blocks to the meta device, to compute the shapes of other stages' results."""
     return {name: meta_copy(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
 
 
 class Stages:
-    """The chunks of one rank, made from a model that nobody else uses meanwhile.
-
-    `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
-    """
+    """The chunks of one rank, made from a model that nothing else uses meanwhile. `own` has the stage of each chunk, in order.
+    Outside of `chunk` all modules of all own chunks are in the model."""
 
     def __init__(
         self,
@@ -171,16 +166,16 @@ class Stages:
         outside: Mapping[str, nn.Module] | None = None,
         shares: SequenceShares | None = None,
     ) -> None:
-        """`counts` has the number of blocks of each stage, as `plan_cut` gives them; `outside` has what `copies_outside` made of a
-        model whose layers have been divided since; `shares` of the sequence are what blocks pass on."""
+        """`counts` are the blocks of each stage, from `plan_cut`; `outside` is the result of `copies_outside`, taken before
+        layers were divided; `shares` are the sequence shares that blocks pass on."""
         self.model = model
         self.own = tuple(own)
         self.count = len(counts)
         self.ranges = tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
-        """The indices of each stage's blocks."""
+        """The range of block indices of each stage."""
         self._anatomy = anatomy
         self._stages = {f"{anatomy.blocks}.{index}": n for n, blocks in enumerate(self.ranges) for index in blocks}
-        """The stage of each module that belongs to one, by its name."""
+        """The stage of each module that belongs to one, by the module's name."""
         self._stages |= dict.fromkeys(anatomy.before, 0) | dict.fromkeys(anatomy.after, self.count - 1)
         self._slot = StageSlot(anatomy.count - 1, shares)
         outside = outside or copies_outside(model, anatomy)
@@ -194,7 +189,6 @@ class Stages:
         self._remove_foreign()
 
     def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_ModuleSite]:
-        """Find every module that belongs to one stage."""
         anatomy, places = self._anatomy, []
         for name, stage in self._stages.items():
             module = self.model.get_submodule(name)
@@ -210,7 +204,7 @@ class Stages:
         return places
 
     def stage_of(self, name: str) -> int:
-        """Find the stage that a parameter's name belongs to, whatever rank has it. Raises LayoutError for a name without one."""
+        """Find the stage of a parameter by its name, on any rank. Raises LayoutError for a name without a stage."""
         for module, stage in self._stages.items():
             if name.startswith(f"{module}."):
                 return stage
@@ -227,7 +221,6 @@ class Stages:
         return tuple(ties)
 
     def _remove_foreign(self) -> None:
-        """Remove what no own chunk has from the model, with its memory."""
         meta: dict[int, nn.Parameter] = {}
         for place in self._places:
             if place.stage in self.own:
@@ -240,8 +233,8 @@ class Stages:
 
     @contextmanager
     def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
-        """Have the model run as this chunk inside the block, from what the stage before has sent; none for the first stage.
-        `balance`: the experts' loss is wanted, if the model has it."""
+        """Inside the block the model runs as this chunk, on the tensors `received` from the previous stage; none for the first
+        stage. `balance`: compute the experts' balance loss, if the model has one."""
         stage = self.own[chunk]
         names = self._balance if balance else None
         slot, blocks = self._slot, self.ranges[stage]
@@ -257,21 +250,21 @@ class Stages:
             self._arrange(None)
 
     def _arrange(self, stage: int | None) -> None:
-        """Put into the model the modules that a stage runs; None: those of all own stages."""
+        """Put a stage's modules into the model; None: those of all own stages."""
         if len(self.own) > 1:
             for place in self._places:
                 if place.stage in self.own:
                     place.put(real=stage is None or place.stage == stage)
 
     def is_last(self, chunk: int) -> bool:
-        """Return True if a chunk ends with the head: then the model itself is called, inside `chunk`, with labels and all."""
+        """Return True if a chunk ends with the head: then the model itself is called inside `chunk`, labels included."""
         return self.own[chunk] == self.count - 1
 
     def forward(
         self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
     ) -> tuple[torch.Tensor, ...]:
-        """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
-        and for experts, with `balance`, the router logits of all layers so far `[layers, tokens, experts]`.
+        """Run a chunk that is not the last stage; returns the tensors for the next stage: the hidden state `[batch, sequence,
+        hidden]`, and for experts, with `balance`, the router logits of all layers so far `[layers, tokens, experts]`.
 
         Raises:
             PhaseError: when the model did not run its blocks.
@@ -287,7 +280,7 @@ class Stages:
         return hidden, torch.stack((*(received[1] if received else ()), *output.router_logits))
 
     def restore(self) -> None:
-        """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
+        """Restore the whole model. Parameters of other stages are on the meta device, and tied ones are tied again."""
         while self._undo:
             self._undo.pop()()
         for place in self._places:
@@ -310,10 +303,10 @@ _BALANCE = "load_balancing_loss_func"
 
 
 def _balance_names(model: nn.Module) -> dict[str, Any] | None:
-    """The globals in which a model of transformers finds the function of its load-balancing loss; None where it has no such loss.
+    """Return the globals that hold the load-balancing loss function of a transformers model; None for a model without one.
 
-    That loss is a product of sums over the layers of the whole model, so it is no sum over stages: the router logits of earlier
-    stages travel with the hidden state, and the last stage gives the function all of them.
+    The balance loss is a product of sums over all layers, so it is no sum over stages: the router logits of earlier stages travel
+    with the hidden state, and the last stage passes all of them to the function.
 
     Raises:
         LayoutError: for a model whose function is not known.
@@ -330,7 +323,7 @@ def _balance_names(model: nn.Module) -> dict[str, Any] | None:
 
 @contextmanager
 def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
-    """Count the router logits of `earlier` stages in the model's own balance loss inside the block."""
+    """Inside the block, include the router logits of `earlier` stages in the model's balance loss."""
     function = names[_BALANCE]
     names[_BALANCE] = lambda logits, *args, **kwargs: function((*earlier, *logits), *args, **kwargs)
     try:

@@ -1,9 +1,9 @@
-"""Finds out what a model is made of, for a pipeline: blocks, what runs before and after them, their arguments and results.
+"""Analyses a model for a pipeline: its blocks, the modules before and after them, their arguments and results.
 
-The model is run once without values: parameters stand on the meta device, so that this needs no memory and does not care whether
-the model has any yet. Where the model asks for a value (is anything masked?) the answer is yes; a module inside a block that cannot
-go on without values (an expert that picks its tokens) is assumed to return something like its input. What is computed from the
-embedding is followed through all operators, so a model whose later blocks need more than the hidden state is refused here.
+The model is run once with parameters on the meta device, which needs no memory and no initialized weights. If the model reads a
+value (is anything masked?), the answer is yes; a module inside a block that cannot run without values (an expert that picks its
+tokens) is assumed to return a tensor like its input. Tensors computed from the embedding are tracked through all operators, so a
+model whose later blocks need more than the hidden state is refused here.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from zeromesh.overrides import override, tensors_put_aside
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOutput:
-    """The structure that a block returns, and which of its leaves is the hidden state."""
+    """The structure that a block returns, and the index of the leaf that is the hidden state."""
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -32,7 +32,7 @@ class BlockOutput:
     place: int
 
     def around(self, hidden: torch.Tensor) -> Any:
-        """Rebuild the structure with another hidden state, and without what else the block computes."""
+        """Rebuild the structure with another hidden state, and None for the block's other tensors."""
         leaves = list(self.leaves)
         leaves[self.place] = hidden
         return pytree.tree_unflatten(leaves, self.structure)
@@ -40,29 +40,29 @@ class BlockOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anatomy:
-    """How a model that can be cut is made. Names are FQNs."""
+    """The parts of a model that a pipeline can cut. Names are FQNs."""
 
     body: str
-    """The module that runs the blocks and returns what the head takes; empty for the model itself."""
+    """The module that runs the blocks and returns the head's input; empty for the model itself."""
     blocks: str
     """The list of blocks."""
     count: int
     hidden_argument: int | str
-    """The argument of a block that is the hidden state: a position, or a name."""
+    """The block argument that is the hidden state: a position, or a name."""
     outputs: tuple[BlockOutput, ...]
     """The structure that each block returns."""
     before: tuple[str, ...]
     """Modules with parameters that run before the blocks; they belong to the first stage."""
     after: tuple[str, ...]
-    """Those that run after them, or not at all; they belong to the last stage."""
+    """Modules with parameters that run after the blocks, or not at all; they belong to the last stage."""
     reshapes: bool
-    """True if some block returns a hidden state of another shape than the block before it, as stages of pictures do."""
+    """True if some block changes the shape of the hidden state, as in image models with several resolutions."""
     idle: tuple[str, ...]
-    """Those of the body that did not run at all: which stage could run them is not known."""
+    """Modules of the body that did not run at all, so that their stage is unknown."""
 
 
 def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anatomy:
-    """Find out how a model runs.
+    """Run a model on the meta device to find its parts.
 
     `example` is a batch, by default token ids alone; its values do not matter.
 
@@ -91,7 +91,8 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
 
 
 def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]) -> Anatomy:
-    """The anatomy of a model with these blocks. Modules of which parts run without them, as those of a list do, are taken apart."""
+    """Return the anatomy of a model with these blocks. A module whose parts run without it, such as a list, is split into
+    them."""
     opened: set[str] = set()
     while True:
         recorder = _Recorder(model, body, blocks, _outside(model, blocks, opened))
@@ -113,35 +114,35 @@ _REFUSED = {
     "layerdrop": "it leaves out blocks at random, each rank others",
     "num_kv_shared_layers": "its last blocks use keys and values of earlier ones",
 }
-"""The reasons why a pipeline cannot run a model, by the number or flag of its configuration that they follow from."""
+"""The reason why a pipeline cannot run a model, by the configuration key that implies it."""
 
 _WITHOUT_VALUES = (RuntimeError, NotImplementedError, TypeError, ValueError)
-"""Errors of a module that asks for values, and of what is around it, which gets a tensor in place of its results."""
+"""Errors of a module that reads values on the meta device, whose result is then replaced by a tensor."""
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
 
 
 def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a batch the body takes: not what the model's forward names and the body's does not (labels). A model that is
-    its own body goes without labels where it can: the last stage alone makes a loss."""
+    """Select the items of a batch that the body's forward takes, without those that only the model's forward names (labels). A
+    model that is its own body gets no labels if it accepts that: only the last stage computes a loss."""
     named = inspect.signature(body.forward).parameters
     if body is model:
         own = {"labels"} if "labels" in named and named["labels"].default is None else set()
     elif not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
-        return dict(batch)  # A wrapper, which hands on all of its arguments.
+        return dict(batch)  # A wrapper that passes on all of its arguments.
     else:
         own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
 
 
 def _body(model: nn.Module) -> str:
-    """The name of what transformers calls the base model; of the model itself where there is none."""
+    """Name the base model of transformers; empty if the model is its own base."""
     base = getattr(model, "base_model", None)
     return next((name for name, module in model.named_modules() if module is base), "")
 
 
 def _block_lists(model: Any, body: str) -> list[str]:
-    """The lists that may be that of the blocks, the likeliest first: of a model of several towers those of the decoder, then one of
-    as many modules as the configuration says, then the largest."""
+    """List candidates for the list of blocks, the likeliest first: the decoder's lists in a model of several towers, then a list
+    as long as the configuration says, then the largest."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
@@ -162,7 +163,7 @@ def _block_lists(model: Any, body: str) -> list[str]:
 
 
 def _outside(model: nn.Module, blocks: str, opened: Collection[str] = ()) -> list[str]:
-    """The outermost modules with parameters that do not contain the blocks, and those inside of the `opened` ones."""
+    """List the outermost modules with parameters that do not contain the blocks, and those inside the `opened` modules."""
     parts = blocks.split(".")
     around = [".".join(parts[:end]) for end in range(len(parts))]
     found: list[str] = []
@@ -181,7 +182,7 @@ def _outside(model: nn.Module, blocks: str, opened: Collection[str] = ()) -> lis
 
 
 class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions about values that are not there, and marks what is computed from what is marked."""
+    """Answers operators that read values of meta tensors, and marks all tensors computed from marked ones."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -210,41 +211,40 @@ def _is_marked(leaf: Any) -> bool:
 
 
 class _Recorder:
-    """One trial run of the model, and what it has shown."""
+    """One trial run of a model, and its record of the modules that ran."""
 
     def __init__(self, model: nn.Module, body: str, blocks: str, outside: Sequence[str]) -> None:
         self._model, self._body, self._blocks, self._outside = model, body, blocks, outside
         self._list = list(model.get_submodule(blocks).children())
         self._places: list[int | str] = []
-        """The arguments in which blocks found the output of the block before."""
+        """The position or name of each later block's hidden state."""
         self._outputs: list[Any] = []
         self._leaf = 0
-        """Which leaf of a block's output is the hidden state."""
+        """The index of the hidden state among the leaves of a block's output."""
         self._order: list[int] = []
         self._guess = ""
-        """The first module in a block that did not run without values, so that its results are guessed, and its error."""
-        self._when: dict[str, set[int]] = {}
-        """For each module outside: how many blocks had begun when it ran."""
+        """The first module in a block that could not run without values, so that its result is guessed, and its error."""
+        self._begun: dict[str, set[int]] = {}
+        """The numbers of blocks that had begun when each module outside the blocks ran."""
         self._running = ""
-        """The module outside that is running."""
         self.alone: set[str] = set()
-        """Those of which a part ran while they did not."""
+        """Modules of which a part ran while they did not."""
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
-        """Run the body on the meta device; returns its output."""
         body = self._model.get_submodule(self._body)
         meta = {
             name: torch.empty_like(tensor, device="meta")
             for name, tensor in [*body.named_parameters(), *body.named_buffers()]
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
-        # Tensors that modules put aside for later calls, as rotary positions do, have no values here.
+        # Tensors that modules cache for later calls, such as rotary embeddings, have no values here.
         with tensors_put_aside(body), torch.no_grad(), self._watched(body), WithoutValues():  # type: ignore[no-untyped-call]
             return functional_call(body, meta, args=(), kwargs=batch)
 
     @contextmanager
     def _watched(self, body: nn.Module) -> Iterator[None]:
-        """Record when modules run in evaluation mode. Their `forward` is wrapped, not hooked: hooks stay as they are."""
+        """Record when modules run, in evaluation mode. Their `forward` is wrapped rather than hooked, to leave hooks
+        unchanged."""
         wraps = [(module, self._of_block(index, module.forward)) for index, module in enumerate(self._list)]
         for name in self._outside:
             module = self._model.get_submodule(name)
@@ -279,7 +279,7 @@ class _Recorder:
         return wrapped
 
     def _tolerant(self, module: nn.Module) -> Callable[..., Any]:
-        """Wrap a module inside a block: where it cannot run without values, its result is assumed to be like its first argument."""
+        """Wrap a module inside a block: if it cannot run without values, its result is assumed to be like its first argument."""
         forward = module.forward
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -292,8 +292,8 @@ class _Recorder:
         return wrapped
 
     def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
-        """Check the arguments of a later block: the hidden state may depend on what runs before the blocks, nothing else. Returns
-        them with a hidden state that bears no mark; the one that the block before has returned keeps its own."""
+        """Check the arguments of a later block: the hidden state alone may depend on modules before the blocks. Returns the
+        arguments with an unmarked copy of the hidden state."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
@@ -318,7 +318,7 @@ class _Recorder:
     def _of_outside(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             begun = len(self._order)
-            self._when.setdefault(name, set()).add(begun)
+            self._begun.setdefault(name, set()).add(begun)
             if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
                 raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
             before, self._running = self._running, name
@@ -339,7 +339,6 @@ class _Recorder:
         return wrapped
 
     def conclude(self, output: Any) -> Anatomy:
-        """Return what the run has shown, or refuse the model."""
         if self.alone:
             raise refusal(self._model, f"parts of {min(self.alone)} run without it")
         count = len(self._list)
@@ -349,7 +348,7 @@ class _Recorder:
             raise refusal(self._model, "what comes after the blocks is computed from parameters of the first stage")
         if len(set(self._places)) > 1:
             raise refusal(self._model, "its blocks take the hidden state in different places")
-        for name, when in self._when.items():
+        for name, when in self._begun.items():
             if not (when == {0} or when == {count}):
                 raise refusal(self._model, f"{name} runs between blocks, or both before and after them")
         return Anatomy(
@@ -359,9 +358,9 @@ class _Recorder:
             hidden_argument=self._places[0] if self._places else 0,
             outputs=tuple(map(self._form, self._outputs)),
             reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
-            before=tuple(name for name in self._outside if self._when.get(name) == {0}),
-            after=tuple(name for name in self._outside if self._when.get(name) != {0}),
-            idle=tuple(name for name in self._outside if name not in self._when and name.startswith(self._body)),
+            before=tuple(name for name in self._outside if self._begun.get(name) == {0}),
+            after=tuple(name for name in self._outside if self._begun.get(name) != {0}),
+            idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
         )
 
     def _form(self, output: Any) -> BlockOutput:
@@ -373,7 +372,7 @@ class _Recorder:
 
 
 def _like_first(arguments: Any) -> torch.Tensor:
-    """A tensor like the first one among arguments. Raises the error in force where there is none."""
+    """Return a tensor like the first one among the arguments, or re-raise the current error if there is none."""
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         raise

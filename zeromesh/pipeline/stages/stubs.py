@@ -1,14 +1,14 @@
-"""Modules that stand in a stage for those of others. They hold no parameters, and have the attributes of what they stand for.
+"""Stub modules that stand for modules of other stages. Stubs have no parameters, and the attributes of the modules they replace.
 
 For a stage with blocks 2 and 3 of six:
 
     embedding   0      1       2   3   4        5      norm  head
     NaN         pass   inject  own own capture  pass   NaN   not run
 
-Inject returns the hidden state that the stage received, capture keeps the one to send. What a NaN stub returns is used by nothing
-in a model that can be cut; in another the loss is NaN instead of silently wrong.
+Inject returns the hidden state that the stage received, and capture keeps the one to send. In a model that can be cut, nothing
+uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong.
 
-Where tensor ranks pass on shares of the sequence, inject and capture have shares; the model gets a whole one from its last block.
+If tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 
 class StageSlot:
-    """Holds what passes in and out of the stage that is running. Stubs of a model share one."""
+    """The tensors that enter and leave the running stage. All stubs of a model share one."""
 
     def __init__(self, last: int, shares: SequenceShares | None) -> None:
         self.last = last
-        """The last of all blocks."""
+        """The index of the model's last block."""
         self.shares = shares
-        """None where blocks pass on the whole sequence."""
+        """None if blocks pass on the whole sequence."""
         self.inject_at = -1
-        """The block that returns what was received; -1: none."""
+        """The index of the block that returns the received hidden state; -1 for none."""
         self.capture_at = -1
         self.received: torch.Tensor | None = None
         self.captured: torch.Tensor | None = None
 
 
 class Stub(nn.Module):
-    """Stands for a module of another stage: attributes that it has not are those of that module."""
+    """A stand-in for a module of another stage, to which it delegates missing attributes."""
 
     def __init__(self, foreign: nn.Module) -> None:
         super().__init__()
-        # In a tuple it is no submodule, so that its parameters are not the model's.
+        # A module in a tuple is no submodule, so its parameters are not the model's.
         self._foreign = (foreign,)
         self.training = foreign.training
 
@@ -62,7 +62,7 @@ class Stub(nn.Module):
 
 
 class BlockStub(Stub):
-    """Stands for block `index`. `argument` is the position or name of a block's hidden state among its arguments."""
+    """A stub for block `index`. `argument` is the position or name of the hidden state among a block's arguments."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class BlockStub(Stub):
         slot: StageSlot,
         shape: NanStub | None = None,
     ) -> None:
-        """`shape` tells the shapes of what the block returns; None where its hidden state keeps its shape."""
+        """`shape` tells the shapes of the block's results; None if the hidden state keeps its shape."""
         super().__init__(foreign)
         self._index, self._output, self._argument, self._slot = index, output, argument, slot
         self._shape = (shape,)
@@ -100,7 +100,8 @@ class BlockStub(Stub):
             return pytree.tree_unflatten(leaves, structure)
         cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
         if cache is not None and not getattr(cache, "length_without_layers", False):
-            # Models ask one layer for the length of all, and need not ask one that is here: this one has one too, of width 1.
+            # Models ask one layer's cache for the length, and it may not be one of this stage's: this cache has one too, of width
+            # 1.
             # A layer that keeps a state in place of keys and values has no length.
             layer = next(iter(cache.layers[self._index : self._index + 1]), None)
             if layer is None or hasattr(layer, "update"):
@@ -112,10 +113,10 @@ class BlockStub(Stub):
 
 
 class NanStub(Stub):
-    """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
+    """A stub for a module outside the blocks, which returns NaN in the shapes of the module's results."""
 
     def __init__(self, foreign: nn.Module, shape: nn.Module, slot: StageSlot, *, before: bool) -> None:
-        """`shape` is a copy of it on the meta device, see `meta_copy`. `before`: it stands before the blocks."""
+        """`shape` is the module's copy on the meta device, see `meta_copy`. `before`: the module runs before the blocks."""
         super().__init__(foreign)
         self._slot = slot
         self._copy = (shape,)
@@ -123,7 +124,7 @@ class NanStub(Stub):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        # Models move inputs to the device of a weight, which is not here.
+        # Models move inputs to the device of a weight, which this stage does not have.
         known = [self._slot.received, *leaves]
         devices = (leaf.device for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
         device = next(devices, torch.device("cpu"))
@@ -138,10 +139,8 @@ class NanStub(Stub):
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """NaN (zero for integers) in the shape of `like`. Models take dtypes of masks from it.
-
-        Models may write into what embeddings return. What a head returns is large, and is one number seen in all places.
-        """
+        """Return NaN (zero for integers) in the shape and dtype of `like`, from which models take dtypes of masks. Models may
+        write into the results of embeddings. A head's result is large, and is one number expanded to the shape."""
         shape = like.shape if self._before else ()
         if not like.is_floating_point():
             return torch.zeros(shape, dtype=like.dtype, device=device).expand(like.shape)
@@ -151,6 +150,6 @@ class NanStub(Stub):
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy without memory that tells the shapes of what `module` returns: what is done to that one later, it does not feel."""
+    """Copy a module to the meta device, to compute the shapes of its results; later changes of `module` do not affect it."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(each): torch.empty_like(each, device="meta") for each in tensors}).eval()
