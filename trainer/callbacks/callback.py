@@ -1,4 +1,4 @@
-"""`Callback`: the base class of a user's code that runs at fixed points of a run, reads `RunState` and makes requests."""
+"""`Callback`, the base class of a user's code that runs at fixed points of a run, reads `RunState` and makes requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: which saves a run, removes old checkpoints and resumes, by the configuration."""
+"""`RunCheckpoints`, which saves a run, removes old checkpoints and resumes, by the configuration."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +78,7 @@ class RunCheckpoints:
         self._last_attempts: int | None = None
         """Remaining attempts of the last step's save; None before the last step."""
         self.latest: int | None = None
+        """The step of the newest checkpoint that this process has written or read."""
 
     @property
     def in_flight(self) -> int | None:
@@ -164,6 +165,7 @@ class RunCheckpoints:
     # Saving
 
     def require_room(self) -> None:
+        """Raise `StorageError` if the run's first checkpoint would not fit on the disk."""
         if self._section.every_steps:
             away = {each.spec.name for each in self._frozen.referenced().tensors}
             self._saver.require_room(

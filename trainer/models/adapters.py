@@ -166,6 +166,7 @@ def _multiplies(layer: nn.Module) -> bool:
 
 
 def import_peft() -> Any:
+    """Import and return `peft`. Raises `ConfigError` if it is not installed."""
     try:
         import peft
         import peft.tuners.lora

@@ -170,6 +170,7 @@ _MOST_SECONDS = 30
 """Seconds of CPU time after which describing a model's modules is given up."""
 _SHOWN_NUMBERS = 3
 _MOST_LABELS = 1_000_000
+"""The most labels of a model, as its configuration holds a name for each."""
 
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:

@@ -57,6 +57,7 @@ def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequenc
 
 
 def ends_of(settings: GenerationConfig) -> list[int]:
+    """Return the ids of the end-of-text tokens in generation settings."""
     ends = settings.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 

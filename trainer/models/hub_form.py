@@ -199,6 +199,7 @@ class HubForm:
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
+        """The tensors that `of` yields by name, on the meta device in the model's dtypes."""
         return {name: tensor for group in self._groups for name, tensor in group.outputs.items()}
 
     def _in_files(self, weights: Named) -> Named:

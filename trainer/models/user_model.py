@@ -106,6 +106,7 @@ class ForwardInputs:
     """The fields that a model's forward takes from a batch."""
 
     model: str
+    """The name of the model's class."""
     fields: frozenset[str] | None
     """Fields that forward accepts; None accepts any."""
     named: frozenset[str]

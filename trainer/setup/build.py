@@ -1,4 +1,4 @@
-"""`build_run`: which turns a configuration and the user's inputs into a run that can train, evaluate and save."""
+"""`build_run`, which turns a configuration and the user's inputs into a run that can train, evaluate and save."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -379,7 +379,7 @@ class _WatchedSource:
 def _check_first_batches(
     feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
 ) -> list[str]:
-    """Check the first batch of each dataset before anything large is allocated; returns notes. Raises `ConfigError` or `DataError`."""
+    """Check each dataset's first batch before anything large is allocated; returns notes. Raises `ConfigError` or `DataError`."""
     _check_settings(config, forward, loss, inputs, text=feeds.data.tokenizer is not None)
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
@@ -416,7 +416,7 @@ def _goes_on(config: TrainerConfig) -> bool:
 def _check_settings(
     config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs, *, text: bool
 ) -> None:
-    """Raise `ConfigError` for settings that conflict with the model, its loss or the user's inputs; `text` is True for text files."""
+    """Raise `ConfigError` for settings that conflict with the model, its loss or the inputs; `text` is True for text files."""
     if inputs.compute_loss is not None:
         late = "needs the number of targets before forward, and compute_loss counts them after it"
         if config.optimizer.in_backward:

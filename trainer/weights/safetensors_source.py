@@ -81,7 +81,9 @@ class Matched:
     """Names in the file of tensors that are stored unchanged."""
     converted: Mapping[str, Conversion]
     new: tuple[str, ...]
+    """Parameters of a new head, which are in no file."""
     unused: tuple[str, ...]
+    """File tensors of another head."""
 
     def provides(self, name: str) -> bool:
         return name in self.direct or name in self.converted
