@@ -112,10 +112,9 @@ class ModelSection(Section):
 
     @property
     def loss_mode(self) -> Literal["auto", "native", "liger"]:
-        """The way to compute the model's own loss, where no function of a person's computes it."""
+        """The computation of the model's own loss; native if a user's function computes the loss."""
         return "native" if isinstance(self.loss, NamedFunction) else self.loss
 
     @property
     def named(self) -> NamedFunction | None:
-        """The function that returns the model, with its arguments."""
         return None if self.python is None else NamedFunction(python=self.python, **(self.config or {}))

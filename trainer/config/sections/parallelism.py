@@ -24,12 +24,12 @@ LEAST_STAGING = 4 << 20
 
 
 class TierShare(Section):
-    """The tier in which something rests, or a tier and the part of it that rests there; what is left stays on the device."""
+    """The tier that holds a state, or a tier and the fraction that it holds; the rest stays on the device."""
 
     tier: Literal["none", "host", "file"] = "none"
     """The tier."""
     fraction: Annotated[Number, Field(gt=0.0, le=1.0)] = 1.0
-    """The part of it that rests there."""
+    """The fraction that the tier holds."""
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +42,7 @@ class TierShare(Section):
 
 
 class GradientShare(TierShare):
-    """The same; `auto` is where the optimizer state rests."""
+    """The tier and fraction of gradients; `auto` takes those of the optimizer state."""
 
     tier: Literal["auto", "none", "host", "file"] = "auto"  # type: ignore[assignment]
     """The tier."""
@@ -52,7 +52,7 @@ _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
 
 
 class OffloadSection(Section):
-    """The data that rests outside the device's memory, and comes only when it is needed. Nothing that is computed changes."""
+    """The states that are kept outside the device's memory until they are needed. Results do not change."""
 
     optimizer: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Master weights and moments, at any stage."""
@@ -61,7 +61,7 @@ class OffloadSection(Section):
     parameters: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Parameters between their uses, at stage 3."""
     activations: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
-    """Inputs of recomputed blocks until backward; a fraction is that of the first blocks."""
+    """Inputs of recomputed blocks until backward; a fraction counts the first blocks."""
     update: Literal["auto", "host", "device"] = "auto"
     """Processor that computes updates whose states are not in an accelerator's memory: the CPU (host), or the device; auto tries
     both once."""
@@ -69,17 +69,17 @@ class OffloadSection(Section):
     """Directory of the files of the file tier, best on a local NVMe disk; several are used in turn, stripe by stripe. null:
     `offload` in the run's directory."""
     checksums: bool = False
-    """Verify what is read from files by checksums that stay in memory."""
+    """Verify data read from files by checksums that stay in memory."""
     staging: Annotated[
         Literal["auto"] | Annotated[Whole, BeforeValidator(bytes_from_text), Field(ge=LEAST_STAGING)],
         Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
     ] = "auto"
-    """Bytes of all buffers of a rank between where states rest and the optimizer. auto: 64MiB on a CPU, a 64th of an accelerator's
-    memory."""
+    """Bytes of all staging buffers of a rank between the offload tier and the optimizer. auto: 64MiB on a CPU, a 64th of an
+    accelerator's memory."""
 
 
 AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
-"""The keys that a plan may decide. `parallel` is its axes, schedule and chunks, as far as they are not given."""
+"""Keys that a plan may decide. `parallel` means its axes, schedule and chunks, unless given."""
 
 
 class ParallelSection(Section):
@@ -114,11 +114,11 @@ class ParallelSection(Section):
     """Quantity that stages get about equal shares of: parameters, which is even in memory, or multiplications of a token, which is
     even in time where the head is large."""
     order: Literal["topology", "launch"] = "topology"
-    """How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched."""
+    """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """CPUs near its GPU to which each rank is bound, as by torchrun's option of this name; null: all that it may use."""
     transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+    """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     timeout_seconds: Seconds = 60.0
     """Seconds without progress after which a wait ends with an error that names the late rank. Ranks wait five times as long for
     each other at the start."""
@@ -141,11 +141,11 @@ class PrecisionSection(Section):
     """The dtypes of each role. They are printed once at the start of a run."""
 
     compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Forward and backward, and the parameters that they read."""
+    """Dtype of forward and backward, and of the parameters that they read."""
     master: Literal["float32", "float64"] = "float32"
-    """Master weights and optimizer state."""
+    """Dtype of master weights and optimizer state."""
     reduce: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Sums of gradients over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
+    """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
     bytes between accelerators."""
     tf32: bool = False
     """Products and convolutions of float32 in TF32, on GPUs that have it: much faster, with 10 bits of fraction."""
@@ -157,12 +157,12 @@ class PrecisionSection(Section):
 
 
 class ZeroSection(Section):
-    """The partitioning of optimizer state, gradients and parameters, and how they move."""
+    """The partitioning of optimizer state, gradients and parameters, and their communication."""
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = 3
     """Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     prefetch: CountOrOff = 1
-    """Units gathered ahead of the one that computes. 0 = off."""
+    """Units gathered ahead of the computing one. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
     """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: those that take no more memory."""
     reduce_once: bool = False
