@@ -95,10 +95,14 @@ def make_loss(
 ) -> Loss:
     """Return the loss of `model`, which is undivided, may be on the meta device, and is not run.
 
-    Args: | mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a |
-    small copy gives the model's own loss and gradients; `native` always takes the model's own. | compute_loss: a user's loss
-    function, which is taken as is. | smoothing: the share of each target that is spread over all classes; the loss is then computed
-    from the model's logits. | |Raises: | ConfigError: for smoothing of a loss with unknown targets, and for models without a loss.
+    Args:
+        mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a
+            small copy gives the model's own loss and gradients; `native` always takes the model's own.
+        compute_loss: a user's loss function, which is taken as is.
+        smoothing: the share of each target that is spread over all classes; the loss is then computed from the model's logits.
+
+    Raises:
+        ConfigError: for smoothing of a loss with unknown targets, and for models without a loss.
     """
     if smoothing:
         return _smoothed_loss(model, compute_loss, smoothing)

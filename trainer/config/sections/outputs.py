@@ -112,7 +112,7 @@ class ProfileSection(Section):
 
 
 class RunSection(Section):
-    """The run's name, length, logging, evaluation and seeds."""
+    """The name, length, logging, evaluation and seeds of a run."""
 
     name: Annotated[
         str,
