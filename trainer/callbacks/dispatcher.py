@@ -1,11 +1,11 @@
 """Dispatch of a run's events to its callbacks, and their requests.
 
-Callbacks of transformers get transformers' objects: `TrainingArguments` that say what the configuration says, a `TrainerState`
-that follows the run, and a `TrainerControl` with the run's next actions as flags, which they may change. No other
-change affects the run. Events have the order and the arguments of transformers' Trainer.
+Callbacks of transformers get transformers' objects: `TrainingArguments` derived from the configuration, a `TrainerState` that
+follows the run, and a `TrainerControl` with the run's next actions as flags, which they may change. No other change affects the
+run. Events have the order and the arguments of transformers' Trainer.
 
-The real optimizer and scheduler are partitioned, or do not exist. Their stand-ins have the learning rate alone, and there is
-no stand-in for data loaders: access to a missing attribute raises an error.
+The real optimizer and scheduler are partitioned, or do not exist. Their stand-ins have the learning rate alone, and there is no
+stand-in for data loaders: access to a missing attribute raises an error.
 """
 
 import math

@@ -58,7 +58,7 @@ class FrozenWeights:
         self._wanted = how == "reference" or (how == "auto" and is_adapted(engine.model))
         self._reader: CheckpointReader | None = None
         """Reader of the source under the engine's weight names, with checksums; None before the first checkpoint."""
-        self._same: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._unchanged: dict[tuple[str, int], tuple[int, ...]] = {}
         """Shards that equal the source, by name and first element, with their digest and the file's identity."""
 
     def referenced(self) -> Manifest:
@@ -120,13 +120,13 @@ class FrozenWeights:
         values, file = shard.values.load(self._engine.mesh.device), reader.path_of(tensor.path).stat()
         key = (shard.spec.name, shard.interval.start)
         now = (int(digest(values)), file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
-        if self._same.get(key) != now:
+        if self._unchanged.get(key) != now:
             there = torch.empty(shard.interval.length, dtype=shard.spec.dtype)
             places = places_of(reader, [replace(shard, values=TieredTensor.of(there))])
             reader.read(places, lambda: self._engine.mesh.post(Activity.SAVE))
             if not torch.equal(tensor_bytes(there), tensor_bytes(values.to("cpu", shard.spec.dtype))):
                 return False
-            self._same[key] = now
+            self._unchanged[key] = now
         return True
 
 

@@ -240,9 +240,9 @@ class BatchRules:
         with ending_children():
             samples = []
             for index in indices:
-                with _noted("in sample", [index]):
+                with _with_note("in sample", [index]):
                     samples.append(self._reduced(dataset[index], index))
-            with _noted("in a batch of the samples", indices):
+            with _with_note("in a batch of the samples", indices):
                 batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -283,7 +283,7 @@ class BatchRules:
 
 
 @contextmanager
-def _noted(where: str, indices: Sequence[int]) -> Iterator[None]:
+def _with_note(where: str, indices: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except Exception as error:

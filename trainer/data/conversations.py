@@ -32,7 +32,7 @@ from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokeniz
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NEARLY = 0.9
+_ENDING_SHARE = 0.9
 """The least share of the answers that end with the token reported by `Renderer.ending`."""
 
 
@@ -170,7 +170,7 @@ class Renderer:
                 found.update(own.tolist() if len(own) == 1 else said[-1:].tolist() if ends else [])
                 count += 1
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
-        return token if times > _NEARLY * count else None
+        return token if times > _ENDING_SHARE * count else None
 
     def _messages(self, row: Row, name: str, value: Any) -> Messages:
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):

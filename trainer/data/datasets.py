@@ -44,7 +44,7 @@ _VERSION = 5
 _LARGE = 16 << 20
 """Bytes of input files above which several processes tokenize conversations."""
 _MOST_PROCESSES = 32
-_ASKED = 64
+_SEARCHED_ROWS = 64
 """The number of rows that are searched for the token that ends an answer."""
 
 Sequences = PackedDataset | ConversationDataset
@@ -132,7 +132,7 @@ class _DatasetLoader:
         if section.rows.answers:
             with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
                 renderer = self._renderer(section)
-                ending = renderer.ending(islice(renderer.rows(source, []), _ASKED))
+                ending = renderer.ending(islice(renderer.rows(source, []), _SEARCHED_ROWS))
                 self.endings.update([ending] if ending is not None else [])
         self.notes.extend(source.notes)
         train, evaluation = self._pack(section, text, 0, kept, where), None
@@ -229,7 +229,7 @@ class _DatasetLoader:
             processes = min(available_cores(), _MOST_PROCESSES) if size > _LARGE and form.answers else 0
             for row in encode_rows(renderer.rows(source, skipped), renderer, processes):
                 counts["rows"] += 1
-                taken = _counted(row, renderer.limit, counts) if form.answers else row
+                taken = _cut(row, renderer.limit, counts) if form.answers else row
                 if not (taken.text_bytes if form.joined else taken.ids.size):
                     continue
                 apart = is_held_out(row.key, fraction)
@@ -316,13 +316,13 @@ class _DatasetLoader:
             note += f"; {len(self.classes)} classes: {some(self.classes, 8)}"
         elif not first:  # The counts below cover all rows, so one note has them.
             note += f"; targets of the loss are {counts['targets']:,} tokens of all rows"
-            note += "".join(f"; {line.format(counts[kind])}" for kind, line in _LOST.items() if counts[kind])
-        loud = labelled or (not first and any(counts[kind] for kind in _LOST))
+            note += "".join(f"; {line.format(counts[kind])}" for kind, line in _ROW_NOTES.items() if counts[kind])
+        loud = labelled or (not first and any(counts[kind] for kind in _ROW_NOTES))
         self.notes.append(note if loud else Detail(note))
         return found
 
 
-_LOST = {
+_ROW_NOTES = {
     "cut": "{:,} rows are longer than data.sequence_length and are cut",
     "without a target": "{:,} have no target and are left out",
     "inside": "in {:,} an answer begins or ends inside of a token, which is no target then",
@@ -330,7 +330,7 @@ _LOST = {
 """Messages about rows that were cut or lost, by the name of their count."""
 
 
-def _counted(row: EncodedRow, limit: int, counts: Counter[str]) -> EncodedRow:
+def _cut(row: EncodedRow, limit: int, counts: Counter[str]) -> EncodedRow:
     """Cut a row to `limit` tokens, empty it if no target remains, and update `counts`."""
     ids, targets = row.ids[:limit], row.targets[:limit]
     learnt = int(targets[1:].sum())

@@ -16,9 +16,9 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, Sam
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
-_COMPARED = 65536
+_COMPARED_ELEMENTS = 65536
 """The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
-_TRIED = 100
+_SEARCHED_BATCHES = 100
 """The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
 
 
@@ -108,9 +108,9 @@ class Feed:
         `labels` passes: the loss may use other fields.
         """
         plan = replace(self.plan, data_ranks=1)
-        steps = _TRIED if isinstance(self.dataset, StreamedDataset) else 1
+        steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:
-            steps = min(_TRIED, -(-plan.epoch_size // plan.global_size))
+            steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
             for step, turn in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
                 indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
@@ -192,7 +192,7 @@ def require_same_batches(
         return
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
-    own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED) for part in parts]])]
+    own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
     rows = mesh.world.gather_integers(own)
     others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
     if others:

@@ -41,13 +41,13 @@ from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import Microbatch
 from zeromesh.trainer.data.streaming import StreamedDataset
 
-_MOST = 4
+_MOST_WORKERS = 4
 """The most workers of a rank that `auto` starts, enough for most tokenizers and images."""
-_AHEAD = 128
+_MOST_AHEAD = 128
 """The most microbatches that are prefetched; each tensor of them holds a file descriptor until it is used."""
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
-_ASK = signal.SIGRTMAX
+_STACK_SIGNAL = signal.SIGRTMAX
 """The signal that asks a worker for its stack; schedulers do not send it."""
 _PR_SET_PDEATHSIG = 1
 
@@ -75,7 +75,7 @@ class Workers:
         """
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
-        automatic = min(_MOST, available_cores() // local_ranks) if on_device and not childless else 0
+        automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
         count = automatic if wanted == "auto" else wanted
         if count and childless:
             raise ConfigError(
@@ -99,7 +99,7 @@ class _Task(NamedTuple):
     place: int | None
 
 
-class _Made(NamedTuple):
+class _Result(NamedTuple):
     """The result of a task: a batch and, if asked for, the stream state; or the type and text of an error."""
 
     batch: Batch
@@ -143,7 +143,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         count = min(workers.count, 1 if self._stream is not None else tasks)
         self._workers = Workers(count=count, timeout_seconds=workers.timeout_seconds, pinned=workers.pinned)
         self._group: _WorkerGroup | None = None
-        self._maker = _Maker(feed, state)
+        self._maker = _BatchMaker(feed, state)
         self._place: tuple[int, int] = (0, 0)
         """The step and turn of the next prefetched microbatch."""
 
@@ -176,7 +176,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         else:
             if self._group is None or self._place != (step, turn):
                 self.close()
-                self._maker = _Maker(self.feed, self._state)
+                self._maker = _BatchMaker(self.feed, self._state)
                 self._group = _WorkerGroup(self._tasks(step, turn), self._maker, self._workers)
             made = self._group.next(self._waiting, self._stream)
             self._place = (step, turn + 1) if turn + 1 < self.feed.plan.accumulation else (step + 1, 0)
@@ -207,7 +207,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
                 )
 
 
-class _Maker(Dataset[_Made]):
+class _BatchMaker(Dataset[_Result]):
     """Dataset of torch's `DataLoader` whose items are the results of tasks; a worker returns errors as text, since not every error
     pickles."""
 
@@ -216,19 +216,19 @@ class _Maker(Dataset[_Made]):
         self._state = state
         self._begun = False
 
-    def __getitem__(self, task: _Task) -> _Made:
+    def __getitem__(self, task: _Task) -> _Result:
         try:
             made = self.make(task)
             _require_sendable(made.batch, task)
             return made
         except ZeromeshError as error:
-            return _Made({}, failure=(type(error), str(error)))
+            return _Result({}, failure=(type(error), str(error)))
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises
             where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
             shown = "".join(traceback.format_exception(error)).rstrip()
-            return _Made({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
+            return _Result({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, task: _Task) -> _Made:
+    def make(self, task: _Task) -> _Result:
         """Make the batch first and the stream state after, as the batch is read with its own random numbers."""
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
@@ -241,7 +241,7 @@ class _Maker(Dataset[_Made]):
         batch = self.feed.fetch(task.microbatch)
         state = stream.state(task.place) if stream is not None and task.place is not None else None
         self._begun = True
-        return _Made(batch, state)
+        return _Result(batch, state)
 
 
 def _require_sendable(batch: Batch, task: _Task) -> None:
@@ -265,16 +265,16 @@ def _require_sendable(batch: Batch, task: _Task) -> None:
 class _WorkerGroup:
     """A `DataLoader` with running workers, and their failures."""
 
-    def __init__(self, tasks: Iterator[_Task], work: _Maker, workers: Workers) -> None:
+    def __init__(self, tasks: Iterator[_Task], work: _BatchMaker, workers: Workers) -> None:
         self._timeout = workers.timeout_seconds
         self._report = os.memfd_create("zeromesh-data-workers")
         """The file descriptor to which a worker writes its stack."""
-        ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
+        ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _MOST_AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings(), without_states():
             warnings.simplefilter("ignore")  # of more workers than cores, which may wait for disks
-            loader: DataLoader[_Made] = DataLoader(
+            loader: DataLoader[_Result] = DataLoader(
                 work,
                 sampler=tasks,
                 batch_size=None,
@@ -287,7 +287,7 @@ class _WorkerGroup:
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # without it, torch draws from the user's generator
             )
-            self._iterator: Iterator[_Made] | None = iter(loader)
+            self._iterator: Iterator[_Result] | None = iter(loader)
         if threading.current_thread() is threading.main_thread() and on_child is not None:
             # torch's handler raises an error wherever this process is when a worker ends, amid a collective for instance.
             signal.signal(signal.SIGCHLD, on_child)
@@ -295,7 +295,7 @@ class _WorkerGroup:
         # Workers ignore SIGTERM, and an exiting interpreter waits for its children.
         Finalize(self, _kill, args=(self._processes,), exitpriority=1)
 
-    def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Made:
+    def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Result:
         """Return the result of the next task. Raises `DataError` if a worker died or hangs. A worker that re-reads `stream` gets
         the timeout anew for each piece."""
         began, read = time.monotonic(), 0
@@ -337,12 +337,12 @@ class _WorkerGroup:
         signal, not by a timer of its own: if the parent has such a timer of `faulthandler`, the child waits forever for a thread
         that a fork does not copy."""
         os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
-        os.kill(process.pid or 0, _ASK)
+        os.kill(process.pid or 0, _STACK_SIGNAL)
         until, text, before = time.monotonic() + 1.0, "", None
         while time.monotonic() < until and (not text or text != before):
             time.sleep(0.05)
             before, text = text, os.pread(self._report, 1 << 14, 0).decode(errors="replace")
-        making, mark, _ = text.partition(f" in {_Maker.__getitem__.__name__}\n")
+        making, mark, _ = text.partition(f" in {_BatchMaker.__getitem__.__name__}\n")
         waiting = not mark and " in _worker_loop\n" in text
         return "" if waiting else (making + mark).partition("\n")[2].rstrip()
 
@@ -377,7 +377,7 @@ def _ending(code: int) -> str:
 
 def _begin(parent: int, report: int, worker: int) -> None:
     """Start a worker, which dies with its parent and ignores the stop signals of the run."""
-    faulthandler.register(_ASK, report, all_threads=False)
+    faulthandler.register(_STACK_SIGNAL, report, all_threads=False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

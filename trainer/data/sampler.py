@@ -220,7 +220,7 @@ class MixedOrder:
     def dataset_index(self, sample: int) -> int:
         """Return the index of global sample `sample` in the concatenated datasets."""
         cycle, place = divmod(sample, sum(self.weights))
-        parts, turns = _dealt(self.weights)
+        parts, turns = _mixture_table(self.weights)
         part = int(parts[place])
         # Each part has its own seed; else parts of equal length would share an order.
         order = SampleOrder(length=self.lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
@@ -248,7 +248,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _dealt(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _mixture_table(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the part of each of sum(weights) places, and its index within the part. Turn k of a part comes at the time (k + 1/2) /
     weight; ties go to the earlier part."""
     parts = np.repeat(np.arange(len(weights)), weights)

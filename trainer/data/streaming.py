@@ -62,11 +62,11 @@ class StreamedDataset:
         self._epoch = 0
         self._next = 0
         """The index of the next sample."""
-        self._begun = 0
+        self._epoch_start = 0
         """The index of the first sample of the current epoch."""
         self._chain = 0
         """The CRC-32 digest of all samples before the next one."""
-        self._told = True
+        self._digested = True
         """False once a sample had a part without a digest."""
         self._recent: dict[int, Any] = {}
         self._places: dict[int, dict[str, Any]] = {}
@@ -89,8 +89,8 @@ class StreamedDataset:
         while self._next < start:
             self._read(start)
         if self._next == start:
-            self._note_place()
-        proved = [place for at, place in self._places.items() if self._told and at <= start - self._proof]
+            self._save_place()
+        proved = [place for at, place in self._places.items() if self._digested and at <= start - self._proof]
         return {**self._places[start], "earlier": proved[-1] if proved else None}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
@@ -109,13 +109,13 @@ class StreamedDataset:
         if first is not None and first.get("stream") is not None:
             try:
                 self._restart(first)
-                if self._leads_to(state, line):
+                if self._replays_to(state, line):
                     return
             except Exception as error:  # noqa: BLE001 - the user's code, and the stream can be read without its state
                 _LOG.debug("a state of the training stream: %s", summary(error))
             self._iterator, line = None, _INEXACT
         self.begin_again()
-        if not self._leads_to(state, line if line == _INEXACT else _AGAIN):
+        if not self._replays_to(state, line if line == _INEXACT else _AGAIN):
             raise DataError(
                 f"train_dataset: the samples before sample {state['position']} of the stream are not what they were when the "
                 "checkpoint was written; a run that goes on needs the same data in the same order"
@@ -127,7 +127,7 @@ class StreamedDataset:
         if self._iterator is not self._source:
             self._restart()
 
-    def _leads_to(self, state: Mapping[str, Any], line: int) -> bool:
+    def _replays_to(self, state: Mapping[str, Any], line: int) -> bool:
         """Read up to the place of `state`; return True if the digest of the samples matches."""
         start, position = self._next, state["position"]
         self.reading[0], self.reading[1], self.reading[2] = line, 0, max(0, position - start)
@@ -151,7 +151,7 @@ class StreamedDataset:
         self._recent.clear()
         self._places.clear()
         place = place or {**dict.fromkeys(_NUMBERS, 0), "stream": self._beginning}
-        self._next, self._chain, self._epoch, self._begun = (place[name] for name in _NUMBERS)
+        self._next, self._chain, self._epoch, self._epoch_start = (place[name] for name in _NUMBERS)
         self._open(place["stream"])
 
     def _open(self, state: Any = None) -> None:
@@ -167,11 +167,11 @@ class StreamedDataset:
             # The seed is that of the block, not of a microbatch, so that all ranks read the same samples.
             seed_all(number_of(f"{self._seed}/stream/{start}"))
             if self._next == start:
-                self._note_place()
+                self._save_place()
             while self._next < min(start + self.block, until):
                 sample = self._sample()
                 for name, content in _contents(sample):
-                    self._told &= content is not None
+                    self._digested &= content is not None
                     self._chain = crc32(content or b"", crc32(name, self._chain))
                 self._recent[self._next] = sample
                 self._recent.pop(self._next - 2 * self.block, None)
@@ -182,17 +182,17 @@ class StreamedDataset:
             try:
                 return next(cast("Iterator[Any]", self._iterator))
             except StopIteration:
-                if self._next == self._begun:
+                if self._next == self._epoch_start:
                     none = "train_dataset has no samples, or is a generator, which is read but once"
                     raise DataError(f"{none}; give at least one sample, or a list of them") from None
-                self._epoch, self._begun = self._epoch + 1, self._next
+                self._epoch, self._epoch_start = self._epoch + 1, self._next
                 self._open()
 
-    def _note_place(self) -> None:
+    def _save_place(self) -> None:
         """Save the state before the next sample, and drop states that are no longer needed."""
         if self._iterator is None:
             self._open()
-        numbers = dict(zip(_NUMBERS, (self._next, self._chain, self._epoch, self._begun), strict=True))
+        numbers = dict(zip(_NUMBERS, (self._next, self._chain, self._epoch, self._epoch_start), strict=True))
         self._places[self._next] = {**numbers, "stream": self._source_state()}
         recent, apart = self._next - 3 * self.block, -(-self._proof // 4 // self.block) * self.block
         for at in [each for each in self._places if each <= recent]:

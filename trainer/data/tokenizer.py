@@ -243,12 +243,12 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeE
 """The errors that rendering a chat template raises."""
 _TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 _CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
-_ASKED, _TOLD = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-_TRIED: tuple[list[dict[str, Any]], ...] = (
-    [_ASKED],
-    [{"role": "system", "content": "Be brief."}, _ASKED, _TOLD],
-    [_ASKED, _TOLD] * 20,
-    [_ASKED, {**_TOLD, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _TOLD],
+_QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+_SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
+    [_QUESTION],
+    [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
+    [_QUESTION, _ANSWER] * 20,
+    [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _ANSWER],
 )
 """Sample conversations by which chat templates are tried."""
 
@@ -275,7 +275,7 @@ def require_bounded(
             signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            for messages, tools in product((*own, *_TRIED), (None, [_TOOL])):
+            for messages, tools in product((*own, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
                 with suppress(*TEMPLATE_ERRORS):  # The use of the template reports these.
                     code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
@@ -338,7 +338,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._told = 0
+        self._returned = 0
         """The number of characters of the text of `_tokens` that were returned."""
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
@@ -346,11 +346,11 @@ class TextStream:
         self._tokens += tokens
         text = self._decode(self._tokens)
         end = len(text if last else text.rstrip(_UNFINISHED))
-        new = text[self._told : end]
-        self._told = max(self._told, end)
+        new = text[self._returned : end]
+        self._returned = max(self._returned, end)
         if len(self._tokens) > 2 * _KEPT_TOKENS and end == len(text):
             # Some tokens stay, as many decoders leave out the space before the first one. They may not begin within a character.
             kept = self._decode(self._tokens[-_KEPT_TOKENS:])
             if kept and text.endswith(kept):
-                self._tokens, self._told = self._tokens[-_KEPT_TOKENS:], len(kept)
+                self._tokens, self._returned = self._tokens[-_KEPT_TOKENS:], len(kept)
         return new

@@ -65,7 +65,7 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
     name, private = hub.repository or trainer.config.run.name, hub.private if private is None else private
 
     def make() -> str:
-        with _told(
+        with _library_errors(
             token,
             lambda why: ConfigError(
                 f"the repository {name!r} of the Hub cannot be written to: {why}; {_TOKEN}", where="hub.repository"
@@ -104,7 +104,9 @@ def push(
 
     def work() -> None:
         cure = f"It is in {directory}: upload it with `hf upload {repository} {directory}`"
-        with _told(token, lambda why: StorageError(f"the model could not be uploaded to {repository}: {why}. {cure}")):
+        with _library_errors(
+            token, lambda why: StorageError(f"the model could not be uploaded to {repository}: {why}. {cure}")
+        ):
             commits.append(while_posting(trainer.mesh, upload))
 
     trainer.mesh.world.all_or_raise("upload to the Hub", work, StorageError, first=True)
@@ -116,7 +118,7 @@ def push(
 
 
 @contextmanager
-def _told(token: str | None, error: Callable[[str], ZeromeshError]) -> Iterator[None]:
+def _library_errors(token: str | None, error: Callable[[str], ZeromeshError]) -> Iterator[None]:
     """Convert errors inside the block to `error` of their description, without secrets."""
     try:
         yield

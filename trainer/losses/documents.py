@@ -60,7 +60,7 @@ def _difference(model: Any | None) -> str:
     pairs = list(zip(alone, _DOCUMENTS, strict=True))
     if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in pairs):
         return ""
-    name = next(filter(None, (_mixing(together, calls, *where) for calls, where in pairs)), "")
+    name = next(filter(None, (_first_mixing_module(together, calls, *where) for calls, where in pairs)), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
@@ -89,7 +89,7 @@ def _calls(small: Any, document: int | None = None) -> _Calls:
     return [*made, ("", [found[0] if logits is None else logits])]
 
 
-def _mixing(together: _Calls, alone: _Calls, row: int, begin: int, length: int) -> str:
+def _first_mixing_module(together: _Calls, alone: _Calls, row: int, begin: int, length: int) -> str:
     """Return the first module whose outputs differ beside another document."""
     left: dict[str, list[Sequence[Tensor]]] = {}
     for name, found in alone:

@@ -1,11 +1,11 @@
 """The attention implementation of a transformers model, and the document boundaries that it gets for packed sequences.
 
-Documents that are packed into one sequence are known by positions that begin anew. What separates them costs
+Packed documents are recognised by position ids that restart. Their separation costs
 
     eager, sdpa       a mask of [batch, 1, sequence, sequence], with which sdpa takes a kernel that is slower than flash attention
-    flex_attention    a mask of blocks, which transformers makes of the positions
-    flash_attention   nothing: the kernel is told where documents begin. transformers finds that out by itself for a batch of one
-                      sequence alone, and asks the device in every layer; so it is told here, from positions on the CPU
+    flex_attention    a mask of blocks, which transformers derives from the position ids
+    flash_attention   nothing, as the kernel takes document boundaries. transformers derives them for a batch of one sequence
+                      only, and synchronises the device in every layer; here they come from position ids on the CPU
 """
 
 from __future__ import annotations
@@ -92,12 +92,9 @@ def _require_flash(name: str, compute: torch.dtype, device: torch.device) -> Non
 def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention.
 
-    Where `position_ids` `[batch, sequence]` begin anew inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
+    For `position_ids` `[batch, sequence]` that restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
     of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
-    longest. Other batches are unchanged.
-
-    Raises:
-        ConfigError: for a model whose forward takes no further keywords.
+    longest. Other batches are unchanged. Raises `ConfigError` for a model whose forward takes no further keywords.
     """
     inside, positions = pretrained_of(model), batch.get("position_ids")
     if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):

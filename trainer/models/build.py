@@ -160,8 +160,8 @@ _ALSO_KNOWN = {
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
 """Keys without a field that every configuration accepts, and older names of fields."""
-_MANY = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
-_MOST = 10_000
+_MODULE_COUNTS = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
+_MOST_MODULES = 10_000
 """The most layers, experts or stages of a model; more take minutes to build, and no model has them."""
 _MOST_ELEMENTS = 2**62
 _MOST_MEMORIES = 1000
@@ -418,7 +418,7 @@ def _check_values(made: Any) -> None:
     problems += [
         f"{name} is {value}; at most {most} are built"
         for name, value in _numbers(made.to_dict())
-        if value > (most := _MOST if _MANY.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
+        if value > (most := _MOST_MODULES if _MODULE_COUNTS.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
     ]
     if not getattr(made, "return_dict", True):
         problems.append("return_dict is false, and outputs are read by their names; leave it out, or set it to true")

@@ -162,7 +162,7 @@ class HubForm:
             for name, first in canonical_names(model).items()
             if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
         }
-        """Layers tied to a module that adapters train a copy of, which keep the old weights, by the names of those."""
+        """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
         self._counts = Counter(self.layer_of.values())
         plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
         plain |= {name: tensors[first] for first, name in self._outside.items()}

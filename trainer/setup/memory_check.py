@@ -21,9 +21,9 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryBytes, MemoryModel, predict_layouts
 
-_STEP = 0.05
+_FRACTION_STEP = 0.05
 """The step between the tried fractions of offloaded states."""
-_LITTLE = 10
+_TIGHT_DIVISOR = 10
 """The divisor of a device's free memory below which the remainder for activations gives a warning."""
 
 
@@ -190,7 +190,7 @@ def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
             f"which has {room} free"
         ]
     if disk > host.room.disk:
-        fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
+        fractions = (round(count * _FRACTION_STEP, 2) for count in range(round(1 / _FRACTION_STEP) - 1, 0, -1))
         fraction = next((each for each in fractions if host.fits(_with_fraction(options, each))), None)
         fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
         raise StorageError(
@@ -213,7 +213,7 @@ def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
 def _tight(host: _Host, options: ZeroOptions) -> Iterator[str]:
     """Yield a warning if states fit on an accelerator but leave little memory."""
     needs, room = host.needs(options).device, host.room.device
-    if (left := room - needs) * _LITTLE < room:
+    if (left := room - needs) * _TIGHT_DIVISOR < room:
         *others, last = host.advice(options)
         yield (
             f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "

@@ -387,7 +387,7 @@ def _check_first_batches(
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
-        if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):
+        if isinstance(feed.dataset, StreamedDataset) and _resumes(config):
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
         sample = feed.dataset[feed.order.dataset_index(0)]
@@ -408,7 +408,7 @@ def _check_first_batches(
     return notes
 
 
-def _goes_on(config: TrainerConfig) -> bool:
+def _resumes(config: TrainerConfig) -> bool:
     named = config.checkpoint.resume not in ("auto", "never")
     return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
 

@@ -49,7 +49,7 @@ def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -
         text = f"{named.python}: {module} cannot be imported ({summary(error)}"
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             names = [each.stem for place in places for each in Path(place).glob("*.py")]
-            text += f"); it was looked for in {', '.join(places)} and on the import path{_near(str(error.name), names)}"
+            text += f"); it was looked for in {', '.join(places)} and on the import path{_suggestion(str(error.name), names)}"
         else:
             *_, last = traceback.extract_tb(error.__traceback__)
             text += ")" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno})"
@@ -62,12 +62,12 @@ def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -
         if not hasattr(found, name):
             file = getattr(sys.modules[module], "__file__", "built in")
             own = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{named.python}: {module} ({file}) has no {name}{_near(name, own)}", where=where)
+            raise ConfigError(f"{named.python}: {module} ({file}) has no {name}{_suggestion(name, own)}", where=where)
         found = getattr(found, name)
     return found
 
 
-def _near(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or sorted(known)[:8]
     return f"; nearest: {', '.join(near)}" if near else ""
 

@@ -68,7 +68,7 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Dropout of the adapters' inputs."""
     targets: Literal["all-linear"] | Texts | None = None
-    """Ends of the names of layers that get adapters, or all-linear; null: those that PEFT has for the architecture."""
+    """Suffixes of the names of layers that get adapters, or all-linear; null: PEFT's defaults for the architecture."""
 
 
 class ModelSection(Section):
@@ -85,8 +85,8 @@ class ModelSection(Section):
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL)
     )
-    """Hugging Face configuration of a model with random weights. With `source`: fields, such as num_labels, that differ from its
-    own."""
+    """Hugging Face configuration of a model with random weights. With `source`: fields that override the source's, such as
+    num_labels."""
     head: Head = "causal_lm"
     """The task, and so the class of the model; base is the model without a head."""
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
@@ -99,10 +99,9 @@ class ModelSection(Section):
     compile: bool = False
     """Compile each block's forward with torch.compile."""
     loss: Literal["auto", "native", "liger"] | Named = "auto"
-    """auto: cross entropy in chunks of tokens where a start-up check finds it equal to the model's own; native: always the model's
-    own; liger: in chunks by liger-kernel's fused kernels, on GPUs, where a trial finds the same; `{python:
-    package.module:function}`: by a function of the model and a batch, which returns the sum of the loss and how many targets it
-    has."""
+    """The loss. auto: cross entropy in chunks of tokens if a trial finds it equal to the model's; native: the model's; liger: in
+    chunks by liger-kernel's fused kernels, on GPUs, if a trial finds them equal; `{python: package.module:function}`: a function of
+    the model and a batch that returns the sum of the losses and the number of targets."""
 
     @model_validator(mode="before")
     @classmethod

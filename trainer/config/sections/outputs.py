@@ -57,28 +57,28 @@ def name_of_script() -> str:
 
 
 class CheckpointSection(Section):
-    """The checkpoints of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
+    """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
     every_steps: CountOrOff | Literal["epoch"] = 100
-    """Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = none, but those that callbacks ask
-    for."""
+    """Steps between checkpoints, or epoch: after each epoch; the last step is always saved. 0 = only checkpoints that callbacks
+    request."""
     keep_last: CountOrOff = 3
-    """Newest checkpoints that are kept. 0 = all."""
+    """The number of newest checkpoints to keep. 0 = all."""
     keep_best: CountOrOff = 0
-    """Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."""
+    """The number of best checkpoints, by `run.metric`, to keep besides. 0 = off."""
     asynchronous: bool = True
-    """Write while training goes on, straight from the live states."""
+    """Write checkpoints in the background, straight from the live states, while training continues."""
     resume: Literal["auto", "never"] | Text = "auto"
-    """auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a checkpoint or a run
-    starts from there."""
+    """auto resumes from the run's newest complete checkpoint; never refuses to start a run that has checkpoints; a path of a
+    checkpoint or a run starts from that checkpoint."""
     frozen: Literal["auto", "reference", "whole"] = "auto"
-    """Frozen weights in checkpoints: reference names the directory that the model came from, with checksums, in their place, as far
-    as they are there unchanged; whole writes them; auto is reference where adapters are trained, else whole."""
+    """Storage of frozen weights: reference stores the path and checksums of the model's source directory for weights that are
+    unchanged there; whole writes them; auto is reference if adapters are trained, else whole."""
     max_failures: CountOrOff = 3
-    """Saves in a row that may fail before the run ends. 0 = it never ends for that."""
+    """Consecutive failed saves after which the run ends. 0 = never."""
     timeout_seconds: Seconds = 600.0
-    """Seconds that ranks wait for one whose disk takes that long for a single call, and that the end of a run waits for old
-    checkpoints to be removed."""
+    """Seconds that ranks wait for a rank in a single slow disk call, and that the end of a run waits for the removal of old
+    checkpoints."""
 
 
 class HubSection(Section):
@@ -90,7 +90,7 @@ class HubSection(Section):
         Annotated[str, Field(pattern=f"^{REPOSITORY.pattern}$"), Allowed("the name of a repository, such as me/model")]
         | None
     ) = None
-    """The repository, which is made if there is none; null: `run.name`."""
+    """The repository, which is created if missing; null: `run.name`."""
     private: bool | None = None
     """Make a new repository private; null: the owner's default."""
     revision: Text | None = None
@@ -124,7 +124,7 @@ class RunSection(Section):
     output_dir: Text = "runs"
     """Directory that runs are written to."""
     max_steps: Count = 200
-    """Optimizer steps; null: 200, or with `epochs` as many as those are."""
+    """Optimizer steps; null: 200, or the steps of `epochs`."""
     epochs: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Passes over the training data. With `max_steps` too, the run has the smaller number of steps."""
     clip_norm: NotNegative = 1.0

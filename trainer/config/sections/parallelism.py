@@ -89,21 +89,21 @@ class ParallelSection(Section):
         Listed[tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...]],
         Allowed(f"a list of {', '.join(AUTOMATIC)}"),
     ] = ()
-    """Keys that the fastest plan that fits decides when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
+    """Keys that are set to the fastest plan that fits when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
     auto` and `zero.stage: auto` are short for them."""
     replicate: Count = 1
     """Replicas of each group of shards (hybrid sharding)."""
     shard: Literal["auto"] | Count = "auto"
-    """Ranks that share one copy of the states; auto: all left."""
+    """Ranks that shard one copy of the states; auto: all remaining ranks."""
     tensor: Count = 1
     """Ranks that divide every layer among them, best within one host."""
     pipeline: Count = 1
     """Ranks that divide the blocks of the model into stages."""
     sequence: bool = False
-    """Between divided layers each tensor rank has a share of the sequence: less memory, the same result."""
+    """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""
     plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = None
-    """Styles of layers by pattern of their names, such as `{"*.q_proj": "colwise"}`, beside those that the model or zeromesh
-    has."""
+    """Parallel styles of layers by name pattern, such as `{"*.q_proj": "colwise"}`, in addition to the model's or zeromesh's
+    plan."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """The order in which stages run the microbatches of a step."""
     chunks: Count = 1
@@ -111,8 +111,8 @@ class ParallelSection(Section):
     stages: Annotated[Listed[tuple[Count, ...]], Allowed("a list of numbers of blocks")] | None = None
     """Blocks of each stage, first to last; null: by `balance`."""
     balance: Literal["parameters", "flops"] = "parameters"
-    """Quantity that stages get about equal shares of: parameters, which is even in memory, or multiplications of a token, which is
-    even in time where the head is large."""
+    """The quantity that stages share evenly: parameters, for even memory, or FLOPs of a token, for even time if the head is
+    large."""
     order: Literal["topology", "launch"] = "topology"
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
@@ -150,8 +150,8 @@ class PrecisionSection(Section):
     tf32: bool = False
     """Products and convolutions of float32 in TF32, on GPUs that have it: much faster, with 10 bits of fraction."""
     linear: Literal["float8"] | None = None
-    """Linear layers, but the model's head, multiply in float8 with a scale for each tensor, by torchao, on GPUs that can; weights
-    and gradients stay in `compute`, which is bfloat16. null: in `compute`."""
+    """Matrix products of linear layers, except the model's head, in float8 with a scale per tensor, by torchao, on GPUs that
+    support it; weights and gradients stay in `compute`, which is bfloat16. null: in `compute`."""
     loss_scale: LossScaleSection = LossScaleSection()
     """The dynamic loss scale of float16."""
 
@@ -160,13 +160,13 @@ class ZeroSection(Section):
     """The partitioning of optimizer state, gradients and parameters, and their communication."""
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = 3
-    """Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
     prefetch: CountOrOff = 1
     """Units gathered ahead of the computing one. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
-    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: those that take no more memory."""
+    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: as many as do not raise the peak."""
     reduce_once: bool = False
-    """Stages 2 and 3 too reduce gradients once a step, from sums that each rank makes of its own microbatches: less traffic, but
-    memory for all gradients, as at stages 0 and 1."""
+    """Reduce gradients once a step at stages 2 and 3, from each rank's sum over its microbatches: less traffic, but memory for all
+    gradients, as at stages 0 and 1."""
     overlap: bool = True
     """Gather and reduce while forward and backward compute."""

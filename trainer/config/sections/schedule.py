@@ -49,7 +49,7 @@ class ScheduleSection(Section):
     warmup_steps: CountOrOff | None = None
     """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
     warmup_ratio: Fraction | None = None
-    """The same as a part of the run's steps; it replaces `warmup_steps`."""
+    """The warm-up as a fraction of the run's steps; it replaces `warmup_steps`."""
     min_ratio: Ratio | None = None
     """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
     1e-7."""
@@ -132,7 +132,7 @@ class LRSchedule(ScheduleSection):
         return rise * (1.0 - start) + start if start else rise
 
     def momentum(self, step: int) -> None:
-        """None: the optimizer's own, in every step."""
+        """Return None: the optimizer's momentum holds in every step."""
 
 
 @cache

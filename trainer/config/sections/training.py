@@ -102,21 +102,21 @@ class DataSection(Section):
         Field(min_length=1),
         Allowed("a mapping of names to mappings with train and weight, or null"),
     ] = None
-    """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
-    sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. A part restarts after its last sequence."""
+    """Several datasets in place of `train`, by names of your choice. Each has its `train`, its `weight` (its share of the
+    sequences; 1), and optionally `format`, `text_field`, `encoding` and `columns`. A dataset restarts after its last sequence."""
     format: DataFormat = "text"
     """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
     (alpaca), or conversations of from and value (sharegpt), which become messages; text and its class (labels), for a model.head of
     sequence_classification; or folders with a sub-folder of pictures for each class (pictures), for image_classification."""
     columns: Columns = Field(default_factory=dict)
-    """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
-    instruction, input, output, conversations, system, label), where they have others: `{messages: turns}`."""
+    """Names in the files of a format's columns (messages, prompt, completion, tools, chat_template_kwargs, instruction, input,
+    output, conversations, system, label), if they differ: `{messages: turns}`."""
     chat_template: Text | None = None
-    """The Jinja template of conversations, or a file that holds it; null: the tokenizer's own."""
+    """The Jinja chat template of conversations, or a file with it; null: the tokenizer's."""
     loss_on: Literal["answers", "all"] = "answers"
-    """The loss of conversations and pairs: of the assistant's turns and of completions alone (answers), or of all tokens."""
+    """The tokens of conversations and pairs that the loss covers: the assistant's turns and completions (answers), or all."""
     packing: bool = True
-    """Conversations and pairs share sequences, each as a whole; false: each has a sequence of its own."""
+    """Pack several whole conversations or pairs into a sequence; false: one per sequence."""
     mask_fraction: Annotated[Fraction, Field(gt=0.0)] = 0.15
     """Fraction of tokens that are masked for a masked language model."""
     eval: Annotated[
@@ -125,17 +125,17 @@ class DataSection(Section):
     """The data to evaluate on, or several by names of your choice, evaluated apart; null holds `eval_fraction` of the
     training documents out."""
     eval_fraction: Fraction = 0.05
-    """Part of the training documents that is held out when `eval` is null. 0 holds none out."""
+    """Fraction of the training documents that is held out if `eval` is null. 0 = none."""
     eval_samples: Literal["auto"] | Count | None = "auto"
-    """Samples of each evaluation set that are evaluated, spread evenly over it. auto: at most 256 of what the configuration names,
-    and all of a dataset that is given to `Trainer`; null: all."""
+    """Samples to evaluate of each evaluation set, spread evenly. auto: at most 256 for data of the configuration, and all for a
+    dataset that is given to `Trainer`; null: all."""
     text_field: Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
     tokenizer: Text | None = None
-    """bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's directory, and bytes for
-    a model that is built from a configuration."""
+    """The tokenizer: bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's
+    directory, or bytes for a model that is built from a configuration."""
     cache: Text | None = None
-    """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
+    """Directory of the cache of tokenized text; null: `zeromesh/tokens` in the user's cache folder."""
     sequence_length: Annotated[Whole, Field(ge=2)] = 256
     """Tokens in a packed sequence. Conversations and pairs that are longer are cut."""
     shuffle: bool = True
@@ -146,18 +146,18 @@ class DataSection(Section):
     """Restart position ids with each document of a packed sequence, so that no document attends to another. Needs a model that
     takes position_ids. null: where conversations or pairs are packed."""
     remove_unused: bool | None = None
-    """Drop the fields that the model does not take before the data_collator, as transformers does (true), or after it
-    (false). null: before it for text beside tokens, and for all fields where the collator is one of transformers."""
+    """Drop fields that the model does not take before the data_collator, as transformers does (true), or after it (false). null:
+    before it for text beside tokens, and for all such fields if the collator is one of transformers."""
     resume: Literal["exact", "state"] = "exact"
-    """A streamed dataset of a run that goes on. exact: the very next sample comes; where the stream's own state does not lead to
-    it, as with a shuffle buffer, the stream is read again from its beginning. state: its own state is taken as it is."""
+    """The resumption of a streamed dataset. exact: at the very next sample; if the stream's state does not lead there, as with a
+    shuffle buffer, the stream is read again from its beginning. state: from the stream's state, as it is."""
     seed: Seed | None = None
-    """Seed of the order of the data; null: that of the run."""
+    """Seed of the data order; null: `run.seed`."""
     workers: Literal["auto"] | CountOrOff = "auto"
-    """Processes of each rank that read and collate batches ahead of time, which changes none of them. 0: the rank does so itself;
-    auto: up to 4 where an accelerator computes, 0 on CPUs. A streamed dataset is read by at most one."""
+    """Worker processes of each rank that prefetch batches; their number changes no batch. 0: the rank makes them itself; auto: up
+    to 4 with an accelerator, 0 on CPUs. A streamed dataset has at most one."""
     timeout_seconds: Seconds = 600.0
-    """Seconds that a worker may take for one microbatch; after that the run ends and shows where the worker was."""
+    """Seconds that a worker may take for one microbatch; after that the run ends with the worker's stack."""
 
     @model_validator(mode="before")
     @classmethod
@@ -219,7 +219,7 @@ class OptimizerSection(Section):
     no_decay: Names = ()
     """Patterns such as '*.bias' of the names of parameters without weight decay."""
     exempt: Literal["none", "biases_and_norms"] = "none"
-    """Parameters without weight decay besides those of `no_decay`: none, or those that transformers' Trainer leaves out."""
+    """Further parameters without weight decay: none, or the biases and normalisations that transformers' Trainer exempts."""
     in_backward: bool = False
     """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
     float16."""
@@ -229,8 +229,8 @@ class TrainSection(Section):
     """The training method. Preferences and rewards are learnt by TRL's trainers (extra `zeromesh[trl]`)."""
 
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
-    """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
-    the model writes. Rows have TRL's form, and keys without a TRL equivalent are refused."""
+    """`sft`: supervised, from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a reward model. `grpo`: from rewards
+    of generated texts. Rows have TRL's form, and keys without a TRL equivalent are refused."""
     rewards: NamedList = ()
     """Reward functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
     options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
