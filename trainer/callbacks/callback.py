@@ -74,7 +74,7 @@ class Callback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """The present state of a run."""
+    """The progress and best results of a run."""
 
     step: int
     max_steps: int

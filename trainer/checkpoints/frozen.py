@@ -31,7 +31,7 @@ NOTHING = Manifest(step=0, files={})
 
 def source_directory(model: torch.nn.Module) -> Path | None:
     """Return the local directory that a transformers model was loaded from, or None."""
-    from zeromesh.trainer.models.build import directory_of  # Tools for checkpoints do without transformers.
+    from zeromesh.trainer.models.build import directory_of  # Checkpoint tools work without transformers.
 
     name = source_of(model)
     try:

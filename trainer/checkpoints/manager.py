@@ -85,7 +85,7 @@ class RunCheckpoints:
         """The step of the checkpoint that is being written, equal on all ranks."""
         return self._saver.in_flight
 
-    # Going on
+    # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
         """Load the newest complete checkpoint into the engine; returns None for a new run.
@@ -229,7 +229,7 @@ class RunCheckpoints:
         self._ended(self._saver.poll())
 
     def finish(self) -> None:
-        """Wait for the save in flight. Raises as `save` does."""
+        """Wait for the save in progress. Raises as `save` does."""
         self._ended(self._saver.finish())
 
     def __enter__(self) -> Self:

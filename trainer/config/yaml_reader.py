@@ -76,11 +76,8 @@ def read_yaml(path: Path, missing: str, *, where: str) -> Any:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Return the value of the one document in `text`, which may be JSON: dict, list, str, int, float, bool or None.
-
-    Raises:
-        ConfigError: not YAML, more than the limits, or something refused; `where` and mostly the line are named.
-    """
+    """Return the value of the single document in `text`, which may be JSON: dict, list, str, int, float, bool or None. Raises
+    `ConfigError`, with `where` and mostly the line, for text that is not YAML, exceeds the limits or has refused parts."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
     try:

@@ -115,7 +115,7 @@ def _tensor(value: Any, index: int, field: str) -> Tensor:
         return value
     try:
         if isinstance(value, np.ndarray):
-            # torch can hold the wide unsigned types but not index or compare with them
+            # torch has no indexing or comparison for wide unsigned types.
             signed = value.dtype.kind == "u" and value.dtype.itemsize > 1
             return torch.tensor(value.astype(np.int64) if signed else value)
         return torch.tensor(value)
@@ -197,7 +197,7 @@ def check_batch(
             what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
             needs = "classes are integers, and a model with num_labels 1 takes numbers"
             if ids.is_floating_point() and ids.ndim > 1:
-                continue  # Each sample may be of several classes.
+                continue  # Multi-label targets are floats.
         if ids.is_floating_point():
             raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}; {needs}")
         wrong = (ids < 0) | (ids >= size)
@@ -232,11 +232,9 @@ class BatchRules:
     """The number of tokens to a multiple of which text batches are cut; None leaves batches uncut."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
-        """Read, collate and check the samples of these dataset indices; the batch has all fields.
-
-        Raises `DataError` where the collator gives no mapping, and as `default_collate` and `check_batch` do. An error of the
-        user's own code has a note that names the samples.
-        """
+        """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` if the
+        collator returns no mapping, and as `default_collate` and `check_batch` do. Errors of the user's code get a note with the
+        indices."""
         with ending_children():
             samples = []
             for index in indices:

@@ -85,7 +85,7 @@ class Renderer:
         return [self.columns.get(name, name) for name in names]
 
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
-        """Yield the rows of a source, as `TextSource.rows` does; where they are documents, each file of text is one."""
+        """Yield the rows of a source, as `TextSource.rows` does; for formats of documents, each text file is a row."""
         form = self.format
         needed, label = form.needed, (form.label,) if form.label else ()
         optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
@@ -103,7 +103,7 @@ class Renderer:
             raise DataError(f"{row.where} is no row of data.format {self.form}: {summary(error)}") from error
 
     def render(self, row: Row) -> RenderedRow:
-        """Return the text of a row. Raises `DataError` for one that is not as its format asks, and for templates, as above."""
+        """Render a row. Raises `DataError` for a row that does not fit its format, and for unusable templates."""
         given, label = self._parts(row), None
         values = list(given.values())
         if self.format.label is not None:

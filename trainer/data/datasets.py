@@ -93,7 +93,7 @@ def load_datasets(
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Return True if the document named `key` belongs to the `fraction` that is held out: a function of both alone."""
+    """Return True if a hash of the document's name `key` places it in the held-out `fraction`."""
     digest = hashlib.blake2b(key.encode("utf-8", errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
@@ -186,7 +186,7 @@ class _DatasetLoader:
         names = set(text.remarks["labels"])
         if section.rows.label is None or self.classes:
             return
-        if len(names) == 1:  # Of one class, transformers makes a regression.
+        if len(names) == 1:  # transformers treats one class as a regression.
             raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
         numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
         self.classes.extend(sorted(names, key=int if numbers else str))
@@ -203,7 +203,7 @@ class _DatasetLoader:
         return {where: self.source(section, each, where) for where, each in section.evaluated().items()}
 
     def evaluation(self, section: DataSection, sources: Mapping[str, TextSource]) -> Evaluated:
-        """Return the sequences of `data.eval`, or of its sets by their names."""
+        """Return the sequences of `data.eval`, or a mapping of its sets by name."""
         found: dict[str, Sequences] = {}
         for where, source in sources.items():
             text = self._read(section, source, 0.0)

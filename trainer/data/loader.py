@@ -139,7 +139,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         if self._stream is not None and not workers.count:
             self._stream.waiting = waiting
         tasks = last * feed.plan.accumulation
-        # A stream is read from front to back: by one worker.
+        # A stream is sequential, so one worker reads it.
         count = min(workers.count, 1 if self._stream is not None else tasks)
         self._workers = Workers(count=count, timeout_seconds=workers.timeout_seconds, pinned=workers.pinned)
         self._group: _WorkerGroup | None = None
@@ -187,7 +187,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._state = made.state or self._state
         if self._workers.pinned or not self._workers.count:
             return made.batch
-        # A tensor from a worker holds a file descriptor for as long as it is there.
+        # A tensor from a worker holds a file descriptor for its lifetime.
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.batch.items()}
 
     def state(self, step: int) -> Mapping[str, Any]:
@@ -273,7 +273,7 @@ class _WorkerGroup:
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings(), without_states():
-            warnings.simplefilter("ignore")  # of more workers than cores, which may wait for disks
+            warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
             loader: DataLoader[_Result] = DataLoader(
                 work,
                 sampler=tasks,
@@ -289,7 +289,7 @@ class _WorkerGroup:
             )
             self._iterator: Iterator[_Result] | None = iter(loader)
         if threading.current_thread() is threading.main_thread() and on_child is not None:
-            # torch's handler raises an error wherever this process is when a worker ends, amid a collective for instance.
+            # torch's handler would raise wherever this process is when a worker ends, such as in a collective.
             signal.signal(signal.SIGCHLD, on_child)
         self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
         # Workers ignore SIGTERM, and an exiting interpreter waits for its children.
@@ -351,7 +351,7 @@ class _WorkerGroup:
             return
         if at_once:
             _kill(self._processes)
-        self._iterator = None  # torch tells them to end.
+        self._iterator = None  # torch ends the workers.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))

@@ -53,7 +53,7 @@ class PackedDataset(TokenDataset):
 
     @property
     def tokens(self) -> TokenArray:
-        """The ids of all sequences, flat: uint8, uint16 or int32."""
+        """The flat ids of all sequences: uint8, uint16 or int32."""
         return self.text.tokens[self.first : self.first + self.sequences * self.sequence_length]
 
     def __len__(self) -> int:

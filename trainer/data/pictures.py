@@ -24,7 +24,7 @@ _KEY = "data.format"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureDataset:
-    """Pictures and the numbers of their classes: a map-style dataset."""
+    """A map-style dataset of pictures and their class numbers."""
 
     files: Sequence[tuple[Path, int]]
     processor: Any

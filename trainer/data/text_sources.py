@@ -43,7 +43,7 @@ _OF_A_MACHINE = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|u
 """Files that differ between installations of one Python version."""
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, with which it begins
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is a prefix of it
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -107,11 +107,9 @@ class TextSource:
     def rows(
         self, wanted: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
     ) -> Iterator[Row]:
-        """Yield every row, file by file, with the `wanted` columns and those of the `optional` ones that there are; names of files
-        without rows are added to `skipped`. `whole`: a file of text is a row, too, whose only column is the first that is wanted.
-
-        Raises `DataError` where a file cannot be read as what its name says or lacks a wanted column, and where no file has rows.
-        """
+        """Yield every row, file by file, with the `wanted` columns and available `optional` ones; names of files without rows are
+        added to `skipped`. With `whole`, a text file is a row with the first wanted column. Raises `DataError` for a file that
+        cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
         read = 0
         for file in self.files:
             if file.form == "text" and not (whole and _is_text(file)):
@@ -130,7 +128,7 @@ class TextSource:
             raise DataError(f"no {kind} in {self.name!r}; give {ROW_FILES} files{' or text' if whole else ''}")
 
     def description(self) -> list[Any]:
-        """Return JSON values that differ between sources, and change when a file of this one does."""
+        """Return JSON values that identify this source and change when one of its files does."""
         stats = [(file, file.path.stat()) for file in self.files]
         return [
             [os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns, file.encoding]
@@ -162,7 +160,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     for given in (Path(each).expanduser() for each in paths):
         found = [(given, given.name)]
         if not given.exists() and glob.has_magic(str(given)):
-            every = "**" in given.parts  # Else a folder would be found beside its own files.
+            every = "**" in given.parts  # Without this, a folder would match beside its files.
             fitting = sorted(
                 each for each in glob.glob(str(given), recursive=True) if not every or Path(each).is_file()
             )
@@ -189,20 +187,20 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
 
 
 def picture_endings() -> tuple[str, ...]:
-    """Return the ends of the names of files that datasets takes for pictures, such as `.png`, in lower case."""
+    """Return the suffixes of files that datasets takes for pictures, such as `.png`, in lower case."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     return tuple(ImageFolder.EXTENSIONS)
 
 
 def holds_pictures(folder: Path) -> bool:
-    """Return True if one of the first files in sub-folders is named as a picture is."""
+    """Return True if one of the first files in sub-folders has a picture's suffix."""
     names, endings = [each.name.lower() for each in islice(folder.glob("*/*"), 1000)], picture_endings()
     return any(name.endswith(endings) for name in names)
 
 
 def first_columns(paths: Sequence[str]) -> frozenset[str]:
-    """Return the names of the columns of the first row of some files; none of text, and none where there is no such row."""
+    """Return the column names of the first row of some files; empty for text, and without a row."""
     with suppress(DataError):
         files = (file for file in find_text(paths, where="data.train").files if file.form != "text")
         return frozenset(next(chain.from_iterable(map(_records, files)), {}))
@@ -236,7 +234,7 @@ def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWra
         try:
             yield io.TextIOWrapper(file, encoding, newline="\n")
         except UnicodeError as error:
-            what = str(error)  # Such as that UTF-16 does not begin with a byte order mark.
+            what = str(error)  # For example, UTF-16 without a byte order mark.
             if isinstance(error, UnicodeDecodeError):
                 # The undecodable object ends at the current read position.
                 place = file.place - len(error.object) + error.start
@@ -365,7 +363,7 @@ def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(_LONGEST_FIELD)
     with _text(file.path, file.encoding) as lines:
         names = next(lines)
-        # Spreadsheets of many countries write semicolons.
+        # Spreadsheets write semicolons in many locales.
         mark = "\t" if file.form == "tsv" else next((mark for mark in ",;\t|" if mark in names), ",")
         reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
         for row in reader:

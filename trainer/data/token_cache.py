@@ -156,7 +156,7 @@ class TokenCache:
                 _write_entry(Path(folder), vocab_size, write, remarks, marked)
                 if path is None:
                     return _open(Path(folder))
-                with suppress(OSError):  # Another process has made the same meanwhile.
+                with suppress(OSError):  # Another process has written the same entry.
                     Path(folder).rename(path)
             return _open(path)
         except OSError as error:

@@ -61,7 +61,7 @@ class ByteTokenizer:
         return [int(each) for each in self.encode([text])[0]]
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        """Raise `DataError`: bytes have no template of conversations."""
+        """Raise `DataError`, as bytes have no chat template."""
         raise DataError(f"{_NO_TEMPLATE}; this run's tokenizer is bytes: give text")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -189,7 +189,7 @@ class PretrainedTokenizer:
             return None
         try:
             return str(self.tokenizer.get_chat_template(given, tools))
-        except ValueError as error:  # It has several, and none is the default.
+        except ValueError as error:  # The tokenizer has several templates and no default.
             raise DataError(f"data.chat_template: {error}") from error
 
     @property
@@ -266,7 +266,7 @@ def require_bounded(
     if template in _BOUNDED:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, none of which this process needs
+        warnings.simplefilter("ignore")  # about forking with threads, which the child does not use
         child = os.fork()
     if not child:
         code = 0
@@ -349,7 +349,7 @@ class TextStream:
         new = text[self._returned : end]
         self._returned = max(self._returned, end)
         if len(self._tokens) > 2 * _KEPT_TOKENS and end == len(text):
-            # Some tokens stay, as many decoders leave out the space before the first one. They may not begin within a character.
+            # Some tokens stay as context, as many decoders drop the first token's space; the context begins at a character.
             kept = self._decode(self._tokens[-_KEPT_TOKENS:])
             if kept and text.endswith(kept):
                 self._tokens, self._returned = self._tokens[-_KEPT_TOKENS:], len(kept)

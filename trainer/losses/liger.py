@@ -24,7 +24,7 @@ class LigerLoss:
     """
 
     def __init__(self) -> None:
-        """Raises `ConfigError` where the package is not installed, or there is no accelerator for its kernels."""
+        """Load liger's kernel. Raises `ConfigError` if the package is not installed, or without an accelerator."""
         if found() is None:
             raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_WHERE)
         try:

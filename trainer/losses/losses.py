@@ -28,7 +28,7 @@ ComputeLoss = Callable[
 log, by name."""
 
 LossMode = Literal["auto", "native", "liger"]
-# The library's names for what a class computes (`model.loss_type`).
+# The library's names of losses (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = (
     *("ForTokenClassification", "ForSequenceClassification"),

@@ -26,7 +26,7 @@ _TRIAL = "trial"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The findings of the trial."""
+    """The results of the trial."""
 
     causal: bool | None
     """True if the loss is a mean over shifted labels, False if over labels; None if over neither, as far as is known."""

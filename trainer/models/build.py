@@ -231,7 +231,7 @@ def _bounded(made: Any) -> Iterator[None]:
         with parameters_made(count):
             yield
     except RuntimeError as error:
-        if "overflow" in str(error):  # Of the bytes of one weight.
+        if "overflow" in str(error):  # The byte count of a single weight overflows.
             raise refused("a weight of more than 2**63 bytes") from error
         raise
 
@@ -277,7 +277,7 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
                 raise
             raise ConfigError(
                 before + str(error.__cause__), where=where
-            ) from error  # What the field's own check found.
+            ) from error  # The field's check raised the cause.
 
 
 def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:

@@ -61,7 +61,7 @@ class ModelFlops:
         config = text_part(config)
         count = positive(config, *_EXPERTS)
         chosen = positive(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
-        # The part of a layer's experts that a token goes through.
+        # The fraction of a layer's experts that process a token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
         looked_up = _lookup_tables(model)

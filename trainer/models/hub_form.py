@@ -143,7 +143,7 @@ class HubForm:
         )
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
         self._layers: dict[str, nn.Module] = {}
-        """Layers with adapters, and modules of which adapters train a copy."""
+        """Layers with adapters, and modules that adapters train as a copy."""
         self.layer_of: dict[str, str] = {}
         """The layer with adapters that holds a tensor, by name; tensors of a layer wait until all have come."""
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}

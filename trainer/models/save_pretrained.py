@@ -90,7 +90,7 @@ def _write_directory(
             _save_part(processing_class, folder)
         else:
             write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
-            # `from_pretrained` loads all of a model in one dtype: the widest floating one that is stored.
+            # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
             found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
             widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
             save_configuration(model, widest, processing_class, folder)

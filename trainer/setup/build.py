@@ -141,7 +141,7 @@ def build_run(
 
     workers, plan, options = _planned(config, mesh, inputs, console)
 
-    # The data, and what its length decides.
+    # The data, and the settings that depend on its length.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
@@ -151,7 +151,7 @@ def build_run(
     data_description = _require_alike(config, mesh, data, schedule)
     times.end("data")
 
-    # The model, and what is measured of it.
+    # The model, and its measurements.
     parts: dict[str, Any] = {"inputs": inputs, "console": console, "start_times": times, "plan": plan, "data": data}
     parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite)
     model = build_trained_model(config, mesh, options, **parts)

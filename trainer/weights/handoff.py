@@ -181,7 +181,7 @@ def send_weights(
         def by_first(work: Callable[[], None]) -> None:
             mesh.world.all_or_raise("weights for other processes", work, TransferError, first=True)
 
-        # The other ranks wait for rank 0, which waits for a receiver.
+        # Other ranks wait for rank 0, and rank 0 for a receiver.
         stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
         try:
             by_first(greet)

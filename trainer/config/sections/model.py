@@ -35,10 +35,10 @@ Head = Literal[
     "ctc",
     "base",
 ]
-"""`model.head`. `base` is the model without a head, which needs a `compute_loss`."""
+"""Values of `model.head`; `base` is the model without a head, which needs a `compute_loss`."""
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""`model.attention`, by transformers' names."""
+"""Values of `model.attention`, by transformers' names."""
 
 AUTO_CLASSES: dict[Head, str] = {
     head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}"
@@ -81,7 +81,7 @@ class ModelSection(Section):
     revision: Text | None = None
     """Branch, tag or commit of a `source` on the Hub; null: its main branch. The commit is in the resolved configuration."""
     trust_remote_code: bool = False
-    """Run the Python code that `source` brings along. false: nothing of it is run."""
+    """Run the Python code that comes with `source`; false: run none of it."""
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL)
     )
@@ -95,7 +95,8 @@ class ModelSection(Section):
     """Implementation of attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
     or as the model was given."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""
+    """Activations that are recomputed in backward: none, whole blocks (block), or all of a block but its matrix products
+    (selective)."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
     loss: Literal["auto", "native", "liger"] | Named = "auto"

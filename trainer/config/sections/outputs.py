@@ -94,7 +94,7 @@ class HubSection(Section):
     private: bool | None = None
     """Make a new repository private; null: the owner's default."""
     revision: Text | None = None
-    """The branch that is uploaded to; null: the main one."""
+    """The branch to upload to; null: the main branch."""
 
 
 class ProfileSection(Section):
@@ -105,7 +105,7 @@ class ProfileSection(Section):
     memory: bool = False
     """Record allocations and shapes of operators too."""
     allocations: bool = False
-    """On a GPU, remember where memory is allocated, for the file that is written when it runs out; takes a little time."""
+    """Record stacks of GPU allocations, for the file that is written when memory runs out; costs a little time."""
     step_figures: bool = True
     """Measure in every step the seconds of each phase and the bytes that ranks send, for metrics.jsonl; a small model trains a
     little faster without."""
@@ -134,7 +134,7 @@ class RunSection(Section):
     log_every: CountOrOff | Literal["epoch"] = 1
     """Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."""
     log_first_step: bool = False
-    """A line after the first step too, whatever `log_every` is."""
+    """Log a line after the first step too, whatever `log_every` is."""
     verbose: bool = False
     """Show the log's further details on the terminal: data reading, the loss, dtypes, times and traffic."""
     eval_every: CountOrOff | Literal["epoch"] = 0
@@ -165,7 +165,7 @@ class RunSection(Section):
     load_best: bool = False
     """End with the weights of the best evaluation, which is kept as a checkpoint."""
     label_smoothing: Fraction = 0.0
-    """Part of each target that is spread over all classes, as in cross_entropy."""
+    """Fraction of each target that is spread over all classes, as in torch's cross_entropy."""
     callbacks: NamedList = ()
     """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False

@@ -116,12 +116,12 @@ class ParallelSection(Section):
     order: Literal["topology", "launch"] = "topology"
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
-    """CPUs near its GPU to which each rank is bound, as by torchrun's option of this name; null: all that it may use."""
+    """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
     """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     timeout_seconds: Seconds = 60.0
-    """Seconds without progress after which a wait ends with an error that names the late rank. Ranks wait five times as long for
-    each other at the start."""
+    """Seconds without progress after which waiting ranks raise an error that names the late rank; five times as long at the
+    start."""
 
 
 class LossScaleSection(Section):
@@ -130,9 +130,9 @@ class LossScaleSection(Section):
     initial_scale: Positive = 65536.0
     """The scale of the first step."""
     growth_factor: Annotated[Number, Field(gt=1.0)] = 2.0
-    """Factor after `growth_interval` good steps."""
+    """Factor of the scale after `growth_interval` good steps."""
     backoff_factor: Annotated[Number, Field(gt=0.0, lt=1.0)] = 0.5
-    """Factor after a step with non-finite gradients."""
+    """Factor of the scale after a step with non-finite gradients."""
     growth_interval: Count = 2000
     """Consecutive steps with finite gradients before the scale grows."""
 
@@ -148,7 +148,7 @@ class PrecisionSection(Section):
     """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
     bytes between accelerators."""
     tf32: bool = False
-    """Products and convolutions of float32 in TF32, on GPUs that have it: much faster, with 10 bits of fraction."""
+    """Use TF32 for float32 products and convolutions on GPUs that have it: much faster, with 10 bits of fraction."""
     linear: Literal["float8"] | None = None
     """Matrix products of linear layers, except the model's head, in float8 with a scale per tensor, by torchao, on GPUs that
     support it; weights and gradients stay in `compute`, which is bfloat16. null: in `compute`."""

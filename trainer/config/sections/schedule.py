@@ -51,7 +51,7 @@ class ScheduleSection(Section):
     warmup_ratio: Fraction | None = None
     """The warm-up as a fraction of the run's steps; it replaces `warmup_steps`."""
     min_ratio: Ratio | None = None
-    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
+    """The lowest rate as a fraction of lr, for the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
     1e-7."""
     num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Waves of the cosine curves; null: one fall to the lowest rate."""
@@ -66,7 +66,7 @@ class ScheduleSection(Section):
     warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
     """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
     start_ratio: Ratio | None = None
-    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
+    """The initial rate of the warm-up as a fraction of lr; null: 0, and min_ratio for wsd."""
 
     def warmup_of(self, steps: int) -> int:
         """Return the warm-up steps of a run of `steps` steps."""

@@ -37,8 +37,8 @@ class BatchSection(Section):
     eval_micro_size: Count | None = None
     """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`."""
     last: Literal["carry", "partial", "drop"] = "carry"
-    """Samples at the end of an epoch that fill no global batch: go on into the next epoch's (carry), make a smaller one (partial),
-    or are left out (drop)."""
+    """Treatment of samples at the end of an epoch that fill no global batch: continue into the next epoch (carry), make a smaller
+    batch (partial), or be dropped (drop)."""
     average: Literal["tokens", "samples"] = "tokens"
     """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
 
@@ -96,7 +96,7 @@ class DataSection(Section):
     """A function of Python code that makes a batch of a list of samples, or a class of such objects; null: samples are padded or
     stacked."""
     encoding: Text = "utf-8"
-    """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark counts for more."""
+    """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark takes precedence."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
@@ -199,7 +199,7 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """The update, by torch's fused optimizers on flat shards."""
+    """The optimizer, one of torch's fused optimizers, on flat shards."""
 
     name: Literal["adamw", "adam", "sgd", "adagrad"] = "adamw"
     """The optimizer."""
