@@ -67,7 +67,7 @@ _KINDS = ("model_type", "python")
 
 
 def _merged(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
-    """Merge `above` over `below`; null replaces a value, except a section, whose keys are then all commented out."""
+    """Merge `above` over `below`; null replaces a value, but as a section means that all keys in it are commented out."""
     merged = dict(below)
     for key, value in above.items():
         under, given = merged.get(key), {} if value is None and sections else value
