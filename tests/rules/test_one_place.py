@@ -34,7 +34,7 @@ SCHEDULE = (
 KEY = (
     (
         "trainer/config/sections/outputs.py",
-        '    """How long, how often and where to."""\n',
+        '    """The name, length, logging, evaluation and seeds of a run."""\n',
         '\n    colour: Text = "grey"\n    """The colour."""\n',
     ),
 )

@@ -1,4 +1,4 @@
-"""Callbacks: code of the user, and of transformers, that runs at fixed points of training."""
+"""Callbacks: code of the user or of transformers that runs at fixed points of training."""
 
 from zeromesh.trainer.callbacks.callback import Callback
 

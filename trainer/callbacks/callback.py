@@ -1,93 +1,93 @@
-"""`Callback`: code of a user that runs at fixed points of a run. It reads `RunState`, and may ask for more."""
+"""`Callback`, the base class of a user's code that runs at fixed points of a run, reads `RunState` and makes requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Trainer = Any
-"""The `zeromesh.Trainer` that calls. Its class imports this module, and a callback may annotate it as it likes."""
+"""The calling `zeromesh.Trainer`, typed `Any` as its class imports this module."""
 
 
 class Callback:
-    """Override what you need; every method runs on all ranks, in the same order. An exception ends the run, on all ranks, and names
+    """Base class of callbacks; every method runs on all ranks, in the same order. An exception ends the run on all ranks, and names
     the callback.
 
-    Arguments are to be read: `trainer.state` says where the run is. Callbacks may ask for more with `trainer.request`: to
-    evaluate, save, log or stop after the present step; what any rank asks for, all do. Callbacks of transformers are taken too.
+    Arguments are read-only. Callbacks may call `trainer.request` to evaluate, save, log or stop after the present step; a request
+    of any rank holds for all. Callbacks of transformers are accepted too.
     """
 
     def on_init_end(self, trainer: Trainer) -> None:
-        """At the end of the trainer's construction: there is no model yet but the one that was passed to it."""
+        """Called at the end of the trainer's construction; the only model is one that was passed in."""
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        """Before the first step of epoch `epoch`, counted from 0; also where a run goes on inside one."""
+        """Called before the first step of epoch `epoch`, counted from 0, and where a run resumes within it."""
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        """Before step `step`, counted from 1."""
+        """Called before step `step`, counted from 1."""
 
     def on_substep_end(self, trainer: Trainer, step: int) -> None:
-        """After forward and backward of a microbatch that is not the step's last one."""
+        """Called after forward and backward of each microbatch but the step's last one."""
 
     def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        """After the last backward of a step, before clipping and the update: `trainer.gradient(name)` can be read."""
+        """Called after the last backward of a step, before clipping and the update; `trainer.gradient(name)` is available."""
 
     def on_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        """After the update."""
+        """Called after the update."""
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        """After step `step`; `metrics` is the line that is logged where `run.log_every` says so."""
+        """Called after step `step`; `metrics` is the line that `run.log_every` logs."""
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        """When the line of a step is logged, the values of an evaluation or, before `on_train_end`, those of the whole run."""
+        """Called when a step's line, an evaluation's values or, before `on_train_end`, the run's values are logged."""
 
     def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation, and its `on_log`; `metrics` has `eval_loss`, and what `compute_metrics` made."""
+        """Called after an evaluation and its `on_log`; `metrics` has `eval_loss` and the values of `compute_metrics`."""
 
     def on_predict(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """After a prediction."""
+        """Called after a prediction."""
 
     def on_prediction_step(self, trainer: Trainer, done: int, total: int) -> None:
-        """After microbatch `done` of `total` of this rank, in an evaluation or prediction."""
+        """Called after microbatch `done` of `total` of this rank, in an evaluation or prediction."""
 
     def on_save(self, trainer: Trainer, step: int) -> None:
-        """After a checkpoint was begun, which may still be written while training goes on."""
+        """Called after a checkpoint save has started, which may still be in progress."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        """After the last step of epoch `epoch`, counted from 0, or of the run."""
+        """Called after the last step of epoch `epoch`, counted from 0, or of the run."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step, while parameters are still partitioned."""
+        """Called after the last step, while parameters are still partitioned."""
 
     def on_push_begin(self, trainer: Trainer) -> None:
-        """Before the model is saved and uploaded to the Hub."""
+        """Called before the model is saved and uploaded to the Hub."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps of the callback, in types of JSON; `load_state_dict` gets it in a resumed run."""
+        """Return the callback's state for a checkpoint, in types of JSON; a resumed run passes it to `load_state_dict`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """The present state of a run."""
+    """The progress and best results of a run."""
 
     step: int
     max_steps: int
     epoch: float
-    """How many times the training data was passed over."""
+    """The number of passes over the training data so far."""
     epochs: float
-    """How many times it will have been at the end."""
+    """The number of passes over the training data at the end of the run."""
     tokens: int
     best_metric: float | None
     best_step: int
     best_checkpoint: str | None
     is_world_process_zero: bool
     total_flos: float = 0.0
-    """Floating-point operations so far by transformers' estimate: 6 for each token and each parameter that is no embedding."""
+    """Floating-point operations so far by transformers' estimate, 6 per token and parameter, embeddings aside."""
     log_history: Sequence[dict[str, Any]] = ()
-    """The live list of what the run has logged: losses, values of evaluations, and in the end those of the whole run."""
+    """The live list of logged values: losses, evaluations and finally the run's totals."""

@@ -1,11 +1,11 @@
-"""Events of a run: calls its callbacks, and keeps what they ask for.
+"""Dispatch of a run's events to its callbacks, and their requests.
 
-Callbacks of transformers get their own kinds of objects: `TrainingArguments` that say what the configuration says, a `TrainerState`
-that follows the run, a `TrainerControl` whose flags are what the run is about to do, and which they may change. Nothing else that
-they change changes anything in the run. Events come in the order of transformers' Trainer, and see what they see there.
+Callbacks of transformers get transformers' objects: `TrainingArguments` derived from the configuration, a `TrainerState` that
+follows the run, and a `TrainerControl` with the run's next actions as flags, which they may change. No other change affects the
+run. Events have the order and the arguments of transformers' Trainer.
 
-The real optimizer and scheduler are partitioned, or do not exist. What stands for them has the learning rate alone, and there is
-nothing that stands for data loaders: what is not there is an error, and not silence.
+The real optimizer and scheduler are partitioned, or do not exist. Their stand-ins have the learning rate alone, and there is no
+stand-in for data loaders: access to a missing attribute raises an error.
 """
 
 import math
@@ -34,7 +34,7 @@ from zeromesh.trainer.data.collate import ending_children
 
 @contextmanager
 def naming(callback: Any, event: str) -> Iterator[None]:
-    """Errors of the block, a call of a callback's method, are raised with a note that names it."""
+    """Add a note with the callback's class and method to errors of the block."""
     try:
         yield
     except Exception as error:
@@ -43,7 +43,7 @@ def naming(callback: Any, event: str) -> Iterator[None]:
 
 
 class TransformersCallbacks:
-    """All callbacks of transformers that a trainer has; they share arguments, state and control."""
+    """All transformers callbacks of a trainer, which share arguments, state and control."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.callbacks: list[TrainerCallback] = []
@@ -53,18 +53,18 @@ class TransformersCallbacks:
 
     @property
     def read_checkpoints(self) -> bool:
-        """True if some callback may look for a checkpoint in `on_save`, so that it has to be whole by then."""
+        """True if a callback overrides `on_save`, which may read the checkpoint, so it has to be complete by then."""
         return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Run an event of all callbacks, and take over the flags that they change."""
+        """Run an event of all callbacks, and apply the flags that they change."""
         trainer = self._trainer
         if event == "on_init_end":
             self._begin()
             return
         named: dict[str, Any] = {}
         if event == "on_train_begin":
-            # By now it is known how many steps an epoch has.
+            # The steps of an epoch are known now.
             self._arguments = arguments_of(trainer.run.config)
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
@@ -85,7 +85,7 @@ class TransformersCallbacks:
         first = read_environment().rank == 0
         self._state.is_world_process_zero = self._state.is_local_process_zero = first
         if first and self.callbacks:
-            # As transformers' Trainer has by now; `fit` says what is wrong with it.
+            # transformers' Trainer has made the folder by now; `fit` reports errors.
             with suppress(OSError):
                 Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
         inputs = trainer.inputs
@@ -111,7 +111,7 @@ class TransformersCallbacks:
         }
 
     def _bring_up_to_date(self) -> None:
-        """Have the state say where the run is now. It has the run's own list of what was logged."""
+        """Update transformers' state from the run, whose list of logged values is shared."""
         state, now, trainer = self._state, self._trainer.state, self._trainer
         state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
         state.num_train_epochs = max(1, math.ceil(now.epochs))
@@ -127,12 +127,12 @@ class TransformersCallbacks:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The states that callbacks export, by their class; of two of one class, the first."""
+        """Return the callbacks' exported states by class name; the first of a class counts."""
         exporting = [each for each in reversed(self.callbacks) if isinstance(each, ExportableState)]
         return {type(each).__name__: each.state() for each in exporting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make callbacks anew from the states that `state_dict` returned."""
+        """Recreate callbacks from the states that `state_dict` returned."""
         for number, callback in enumerate(self.callbacks):
             kept = state.get(type(callback).__name__)
             if kept is not None and isinstance(callback, ExportableState):
@@ -140,7 +140,7 @@ class TransformersCallbacks:
 
 
 def arguments_of(config: TrainerConfig) -> TrainingArguments:
-    """Arguments that say what a configuration says, as far as they have words for it."""
+    """Return the `TrainingArguments` that correspond to a configuration."""
     own = ("batch", "optimizer", "run", "checkpoint")
     keys = {f"{name}.{key}": value for name in own for key, value in getattr(config, name).model_dump().items()}
     named = training_arguments(keys)
@@ -167,31 +167,27 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
         "hub_strategy": "end",
     }
     arguments = TrainingArguments(**named, report_to=[], use_cpu=True, disable_tqdm=False)
-    # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
+    # The strategies are not checked, as the run judges every evaluation and saves the best.
     arguments.load_best_model_at_end = config.run.load_best
     return arguments
 
 
 class CallbackDispatcher:
-    """Calls the callbacks of one trainer. Those of transformers are adapted together, since they share their state and control.
-
-    Raises:
-        ConfigError: at construction, for what is no callback.
-    """
+    """Caller of a trainer's callbacks; those of transformers are adapted together, since they share state and control. Raises
+    `ConfigError` at construction for an object that is no callback."""
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self._callbacks: list[Callback | TransformersCallbacks] = []
         self.of_transformers: TransformersCallbacks | None = None
-        """The callbacks of transformers; None where there are none."""
         self.control = TrainerControl()
-        """The requests of this rank after the present step; all ranks do what any of them asks for. `should_training_stop` stays
-        for later steps, and ends the run with a checkpoint, as if the step were its last one."""
+        """The requests of this rank after the present step, which apply to all ranks. `should_training_stop` persists, and ends the
+        run with a checkpoint, as after the last step."""
         for callback in callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """Add a callback: an object, or a class of transformers, which is then made without arguments."""
+        """Add a callback: an object, or a class of transformers, which is instantiated without arguments."""
         if isinstance(callback, Callback):
             self._callbacks.append(callback)
             return
@@ -208,7 +204,7 @@ class CallbackDispatcher:
         self.of_transformers.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Run the method of that name of all callbacks that have one. Its errors are raised with a note that names the callback."""
+        """Call the method `event` of all callbacks; errors get a note that names the callback."""
         for callback in self._callbacks:
             if isinstance(callback, TransformersCallbacks):
                 with ending_children():
@@ -218,7 +214,7 @@ class CallbackDispatcher:
                     getattr(callback, event)(self._trainer, *arguments)
 
     def listens(self, event: str) -> bool:
-        """Return True if some callback does something at an event."""
+        """Return True if a callback handles an event."""
         return any(isinstance(each, TransformersCallbacks) or self._overrides(each, event) for each in self._callbacks)
 
     @staticmethod
@@ -226,27 +222,26 @@ class CallbackDispatcher:
         return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
-        """Ask for more after the present step; what was asked for before stays."""
+        """Request actions after the present step, in addition to earlier requests."""
         asked = {"should_log": log, "should_evaluate": evaluate, "should_save": save, "should_training_stop": stop}
         self.control = replace(self.control, **{name: True for name, wanted in asked.items() if wanted})
 
     def forget_requests(self, *, stop_epoch: bool = False) -> None:
-        """Begin with no requests for the next step but one to stop the run, which stays."""
+        """Clear the requests for the next step, except one to stop the run."""
         stop = self.control.should_training_stop
         self.control = TrainerControl(should_training_stop=stop, should_epoch_stop=stop_epoch)
 
     def agree(self, mesh: Mesh) -> None:
-        """Do on all ranks what the callbacks of any rank request; without callbacks there is nothing to agree on."""
+        """Combine the callbacks' requests of all ranks; a run without callbacks skips it."""
         if self._callbacks and mesh.world_size > 1:
             own = torch.tensor([int(bool(flag)) for flag in astuple(self.control)])
             self.control = TrainerControl(*map(bool, mesh.world.max_(own, "requests of callbacks").tolist()))
 
     def __bool__(self) -> bool:
-        """Return True if there are callbacks."""
         return bool(self._callbacks)
 
     def states(self) -> dict[str, Any]:
-        """The states of callbacks that a checkpoint keeps, by their class; of two of one class, the first."""
+        """Return the callbacks' states for a checkpoint by class name; the first of a class counts."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             with naming(callback, "state_dict"):
@@ -255,7 +250,7 @@ class CallbackDispatcher:
         return found
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Give callbacks the states that a checkpoint of an earlier process has kept."""
+        """Restore the callbacks' states from a checkpoint of an earlier process."""
         for callback in self._callbacks:
             if state := states.get(type(callback).__name__):
                 callback.load_state_dict(state)

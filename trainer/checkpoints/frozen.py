@@ -1,4 +1,4 @@
-"""Frozen weights that checkpoints name in the directory that a model came from, and do not hold themselves."""
+"""Frozen weights that a checkpoint references in the model's source directory instead of storing them."""
 
 import copy
 import os
@@ -30,8 +30,8 @@ NOTHING = Manifest(step=0, files={})
 
 
 def source_directory(model: torch.nn.Module) -> Path | None:
-    """Return the directory of this machine that a model of transformers was loaded from; None where there is none."""
-    from zeromesh.trainer.models.build import directory_of  # Tools for checkpoints do without transformers.
+    """Return the local directory that a transformers model was loaded from, or None."""
+    from zeromesh.trainer.models.build import directory_of  # Checkpoint tools work without transformers.
 
     name = source_of(model)
     try:
@@ -41,16 +41,15 @@ def source_directory(model: torch.nn.Module) -> Path | None:
 
 
 class FrozenWeights:
-    """The frozen weights of an engine that its model's source has as they are; all ranks make one and call it alike.
+    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike.
 
-    Raises:
-        ConfigError: at construction, where they are to be referred to and the model came from no directory.
+    Raises `ConfigError` if references are requested for a model that came from no directory.
     """
 
     def __init__(
         self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]
     ) -> None:
-        """`how` is `checkpoint.frozen`; `note` shows a line to a person."""
+        """Take `checkpoint.frozen` as `how`, and a function that shows a line as `note`."""
         self._engine, self._note, self._line = engine, note, ""
         self._directory = source_directory(engine.model)
         if how == "reference" and self._directory is None:
@@ -58,12 +57,12 @@ class FrozenWeights:
             raise ConfigError(problem, where="checkpoint.frozen")
         self._wanted = how == "reference" or (how == "auto" and is_adapted(engine.model))
         self._reader: CheckpointReader | None = None
-        """Reads the source and verifies its checksums, under the names of the weights here; None before the first checkpoint."""
-        self._same: dict[tuple[str, int], tuple[int, ...]] = {}
-        """Shards that are as in the source: by name and first element a digest of theirs, and what tells the file from another."""
+        """Reader of the source under the engine's weight names, with checksums; None before the first checkpoint."""
+        self._unchanged: dict[tuple[str, int], tuple[int, ...]] = {}
+        """Shards that equal the source, by name and first element, with their digest and the file's identity."""
 
     def referenced(self) -> Manifest:
-        """The frozen weights that a checkpoint need not hold now, and the files of the source that they are in."""
+        """Return the frozen weights that a checkpoint may reference now, with their source files."""
         mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
         frozen = holdings.frozen() if self._wanted else set()
         if not frozen:
@@ -90,7 +89,7 @@ class FrozenWeights:
         return replace(reader.manifest, tensors=kept) if kept else NOTHING
 
     def _open(self, frozen: set[str]) -> CheckpointReader:
-        """Return what reads the source under the names of the weights here; rank 0 looks into it, and takes its checksums."""
+        """Open the source under the engine's weight names; rank 0 reads headers and computes checksums."""
         mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
         specs = [each for each in holdings.tensors(reading=True) if each.name in frozen]
         aliases = [(alias, name) for alias, name in holdings.aliases().items() if name in frozen]
@@ -114,20 +113,20 @@ class FrozenWeights:
         return reader
 
     def _is_same(self, reader: CheckpointReader, shard: TensorShard) -> bool:
-        """Return True if the source has the elements of a shard, bit by bit. Raises `CheckpointError` where it has changed."""
+        """Return True if the source's elements of a shard are bitwise equal. Raises `CheckpointError` if the file has changed."""
         tensor = reader.tensor(MODEL, shard.spec.name)
         if tensor is None:
             return False
         values, file = shard.values.load(self._engine.mesh.device), reader.path_of(tensor.path).stat()
         key = (shard.spec.name, shard.interval.start)
         now = (int(digest(values)), file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
-        if self._same.get(key) != now:
+        if self._unchanged.get(key) != now:
             there = torch.empty(shard.interval.length, dtype=shard.spec.dtype)
             places = places_of(reader, [replace(shard, values=TieredTensor.of(there))])
             reader.read(places, lambda: self._engine.mesh.post(Activity.SAVE))
             if not torch.equal(tensor_bytes(there), tensor_bytes(values.to("cpu", shard.spec.dtype))):
                 return False
-            self._same[key] = now
+            self._unchanged[key] = now
         return True
 
 
@@ -145,7 +144,7 @@ def _stored(
     found = []
     for spec in specs:
         for name in (spec.name, *(alias for alias, first in aliases if first == spec.name)):
-            # PEFT puts the layers that it replaces, and the modules that it copies, one level deeper.
+            # PEFT nests replaced layers and copied modules one level deeper.
             plain = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
             entry = source.entries.get(unused.pop(plain, ""))
             if entry is not None and entry.spec.shape == spec.shape and is_path(path := SOURCE + entry.path):

@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: saves a run, removes old checkpoints and resumes, as the configuration says."""
+"""`RunCheckpoints`, which saves a run, removes old checkpoints and resumes, by the configuration."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -41,15 +41,12 @@ FOLDER = "checkpoints"
 
 
 LOOP = "loop"
-"""The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
+"""The checkpoint key of a custom loop's groups and state, beside those of callbacks."""
 
 
 class RunCheckpoints:
-    """Saves and resumes a run, all ranks together. `note` shows a line to a person.
-
-    Raises:
-        StorageError: at construction, where nothing could be written.
-    """
+    """Saving and resuming of a run, by all ranks together; `note` shows a line. Raises `StorageError` at construction if nothing
+    can be written."""
 
     def __init__(
         self,
@@ -61,7 +58,7 @@ class RunCheckpoints:
         *,
         linked: bool = False,
     ) -> None:
-        """`directory` is the run's. `linked`: checkpoints have transformers' names too."""
+        """Take the run's `directory`; with `linked`, checkpoints get transformers' names too."""
         self.store = CheckpointStore(directory / FOLDER)
         self._section = config.checkpoint
         self._mesh = engine.mesh
@@ -72,31 +69,31 @@ class RunCheckpoints:
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
         self._saver = Saver(self.store, self._mesh)
         self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
-        # Where only callbacks ask for checkpoints, the directory is made when it is first needed.
+        # Without periodic checkpoints, the directory is made when a callback first asks for one.
         if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
             self.store.clean()
         self._linked = linked
         self._metrics: dict[int, float] = {}
         self._failures = 0
         self._last_attempts: int | None = None
-        """How often a failed save of the last step is tried again; None before the last step."""
+        """Remaining attempts of the last step's save; None before the last step."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
 
     @property
     def in_flight(self) -> int | None:
-        """The step whose checkpoint is being written; the same on all ranks."""
+        """The step of the checkpoint that is being written, equal on all ranks."""
         return self._saver.in_flight
 
-    # Going on
+    # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest checkpoint that is whole into the engine; None where the run begins.
+        """Load the newest complete checkpoint into the engine; returns None for a new run.
 
         Raises:
-            ConfigError: when the settings of that run are not these, or there is an old run that was not to be resumed.
-            LayoutError: when the model or the optimizer is another.
-            CheckpointError: when there are checkpoints and none can be used.
+            ConfigError: if the settings differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`.
+            LayoutError: if the model or the optimizer differs.
+            CheckpointError: if checkpoints exist and none is usable.
         """
         loader = Loader(self._mesh, source_directory(self._engine.model))
         steps = loader.candidates(self.store)
@@ -127,7 +124,7 @@ class RunCheckpoints:
         return None
 
     def _note_other_step(self, step: int) -> None:
-        """A run goes on from its newest checkpoint, also where an older one of its own is named."""
+        """Note that a run resumes from its newest checkpoint, even if an older one is named."""
         if self._section.resume in ("auto", "never"):
             return
         named = _directory_of(self._section.resume).resolve()
@@ -138,7 +135,7 @@ class RunCheckpoints:
             )
 
     def _link(self) -> None:
-        """Give checkpoints transformers' names, on all ranks before any goes on."""
+        """Link checkpoints by transformers' names, and wait for all ranks."""
         if not self._linked:
             return
         problem = renew_links(self.store) if self._mesh.rank == 0 else ""
@@ -168,7 +165,7 @@ class RunCheckpoints:
     # Saving
 
     def require_room(self) -> None:
-        """Raise `StorageError` where the run's first checkpoint would not fit."""
+        """Raise `StorageError` if the run's first checkpoint would not fit on the disk."""
         if self._section.every_steps:
             away = {each.spec.name for each in self._frozen.referenced().tensors}
             self._saver.require_room(
@@ -176,12 +173,9 @@ class RunCheckpoints:
             )
 
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
-        """Write the small files of a checkpoint into a folder that is removed, before work goes into what could not be kept.
-
-        Raises:
-            StorageError: on all ranks, with the first thing that cannot be written.
-        """
-        engine, found = self._engine, state()  # Stages of a pipeline put it together.
+        """Write the small files of a checkpoint into a temporary folder, to fail early. Raises `StorageError` on all ranks for a
+        file that cannot be written."""
+        engine, found = self._engine, state()  # A collective: stages of a pipeline assemble the state.
 
         def write() -> None:
             found.to_json()
@@ -193,10 +187,9 @@ class RunCheckpoints:
             self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
-        """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.
+        """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns True if the save was started.
 
-        Raises:
-            StorageError: after `checkpoint.max_failures` saves in a row that failed, and where the last one has to succeed.
+        Raises `StorageError` after `checkpoint.max_failures` failed saves in a row, and if the last save fails.
         """
         self.finish()
         if state.metric is not None:
@@ -213,18 +206,15 @@ class RunCheckpoints:
         return True
 
     def save_last(self, state: TrainerState) -> None:
-        """Save the state after the last step, unless that is done, and wait for it; what fails is tried once more.
-
-        Raises:
-            StorageError: where it cannot be written, so that no run ends as if it had its last checkpoint.
-        """
+        """Save the state after the last step, unless done, and wait; a failure is retried once. Raises `StorageError` if it fails
+        again."""
         self.finish()
         for self._last_attempts in (1, 0):
             if self.latest != state.step:
                 self.save(state, wait=True)
 
     def record(self, state: TrainerState) -> None:
-        """Put what an evaluation of a step has found into the checkpoint of that step, if it is there already."""
+        """Add an evaluation's results to the checkpoint of its step, if that is written already."""
         if self.latest != state.step:
             return
         if state.metric is not None:
@@ -235,23 +225,23 @@ class RunCheckpoints:
         self._warn_of_old(saved.warning)
 
     def poll(self) -> None:
-        """Between two steps: end the save in flight if it can end. Raises as `save` does."""
+        """Complete the save in flight if it is done, between two steps. Raises as `save` does."""
         self._ended(self._saver.poll())
 
     def finish(self) -> None:
-        """Wait for the save in flight. Raises as `save` does."""
+        """Wait for the save in progress. Raises as `save` does."""
         self._ended(self._saver.finish())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
+        """Abort and remove an unfinished save after an error in a single-rank run, which may continue."""
         if error is not None and self._mesh.world_size == 1:
             self._saver.give_up()
 
     def close(self) -> None:
-        """At the end of training: wait for the save in flight, and until old checkpoints are removed. Raises as `save` does."""
+        """Wait for the save in flight and the removal of old checkpoints. Raises as `save` does."""
         self.finish()
         self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
 
@@ -291,7 +281,7 @@ class RunCheckpoints:
         self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
-        """The steps that `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
+        """Return the steps that `keep_last` and `keep_best` keep; called on rank 0."""
         steps = self.store.steps()
         keep = set(steps[: self._section.keep_last or None])
         for step in steps:
@@ -313,9 +303,10 @@ def content_of(
     keep: Callable[[], set[int]],
     frozen: Manifest = NOTHING,
 ) -> SaveContent:
-    """Return the content of an engine's checkpoint: its states, `state`, and what `from_pretrained` reads. All ranks call it.
+    """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads. All ranks call
+    it.
 
-    `keep` gives the steps of the checkpoints that stay beside it, `frozen` the weights that it does not hold.
+    `keep` returns the steps of checkpoints to keep, and `frozen` lists the weights that are referenced, not stored.
     """
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
@@ -346,7 +337,7 @@ def content_of(
 
 
 def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load all of a checkpoint into an engine, which goes on from there. All ranks call it; raises as `Loader.fill` does."""
+    """Load a whole checkpoint into an engine. All ranks call it; raises as `Loader.fill` does."""
     engine.load_progress(
         EngineProgress(
             updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
@@ -357,13 +348,10 @@ def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, st
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
-    """Compare what the newest checkpoint of a run says about its settings with the configuration, as far as that alone can tell.
+    """Compare the settings of a run's newest checkpoint with the configuration, model and data aside.
 
-    Rank 0 looks, as its host may be the only one that sees the directory.
-
-    Raises:
-        ConfigError: on all ranks, where they differ; what the model and the data have to do with it, `RunCheckpoints.resume`
-            finds later.
+    Rank 0 reads, as only its host may see the directory. Raises `ConfigError` on all ranks if settings differ;
+    `RunCheckpoints.resume` compares model and data later.
     """
     problem, steps = "", CheckpointStore(directory / FOLDER).steps() if mesh.rank == 0 else []
     if steps and config.checkpoint.resume != "never":
@@ -372,7 +360,7 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
         known = config if config.run.epochs is not None else with_length(config, config.run.max_steps)
         now = {key: value for key, value in settings_of(known, model={}, data={}).items() if not key.startswith(later)}
-        with suppress(CheckpointError):  # Perhaps an older one can be used.
+        with suppress(CheckpointError):  # An older checkpoint may be usable.
             state = state_of(CheckpointReader(path, parts=True))
             then = {key: value for key, value in state.settings.items() if key in now} if state is not None else now
             differ = differences(then, now)
@@ -383,7 +371,7 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
 
 
 def read_state(loader: Loader, reader: OpenedCheckpoint) -> TrainerState:
-    """The state that a checkpoint has. All ranks call it; raises `CheckpointError` where it has none."""
+    """Return the state in a checkpoint. All ranks call it; raises `CheckpointError` without one."""
     name = name_in(reader.manifest.files)
     return TrainerState.from_json(loader.document(reader, name), str(reader.directory))
 
@@ -399,9 +387,7 @@ def _of_another_run(path: Path, differ: Sequence[str]) -> str:
 def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
     """Load the weights of a checkpoint into the engine; returns its step. All ranks call it.
 
-    Raises:
-        CheckpointError: when it is not there, or damaged.
-        LayoutError: when it is of another model.
+    Raises `CheckpointError` for a missing or damaged checkpoint, and `LayoutError` for another model's.
     """
     loader = Loader(mesh, source_directory(engine.model))
     reader = loader.open(path)
@@ -412,7 +398,7 @@ def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
 
 
 def _left_out(kept: Mapping[str, Any]) -> Sequence[str]:
-    """Names of weights that a loop has left out of a checkpoint that keeps these values; they stay as they are."""
+    """Return the names of weights that a custom loop left out of a checkpoint; they keep their values."""
     found: Sequence[str] = kept.get(LOOP, {}).get("without", ())
     return found
 
@@ -420,7 +406,7 @@ def _left_out(kept: Mapping[str, Any]) -> Sequence[str]:
 def _fill(
     loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[TensorSpec], bool]
 ) -> None:
-    """Load the tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
+    """Load the tensors selected by `wanted`. `count` is the number of updates in the weight average, which restarts without one."""
     averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
 
     def loads(spec: TensorSpec) -> bool:
@@ -432,11 +418,11 @@ def _fill(
 
 
 _NONE = float("inf")
-"""The metric of a checkpoint that has none: never the best."""
+"""The metric of a checkpoint without one, which is never the best."""
 
 
 def _metric_of(path: Path) -> float | None:
-    """The metric that a checkpoint of an earlier process carries; None where another part has it."""
+    """Return the metric of an earlier process's checkpoint; None if another part of it holds the state."""
     try:
         reader = CheckpointReader(path, parts=True)
         state = state_of(reader)
@@ -448,14 +434,14 @@ def _metric_of(path: Path) -> float | None:
 
 
 def _directory_of(named: str) -> Path:
-    """The directory of a checkpoint that is named by itself, or by the directory of its run, for the newest."""
+    """Return the directory of a named checkpoint, or of the newest one of a named run."""
     path = Path(named).expanduser()
     found = (store.path(step) for store in stores_at(path) for step in store.steps())
     return next(found, path)
 
 
 def stores_at(path: Path) -> list[CheckpointStore]:
-    """The places in which checkpoints may be of whom a path names a run, or a directory of checkpoints."""
+    """Return the stores in which checkpoints may lie for the path of a run or of its checkpoints."""
     return [CheckpointStore(path / FOLDER), CheckpointStore(path)]
 
 
@@ -463,15 +449,13 @@ _LINK = re.compile(r"checkpoint-\d+")
 
 
 def link_of(checkpoint: Path) -> Path:
-    """The link to a checkpoint of a run."""
+    """Return the path of the link to a run's checkpoint."""
     return checkpoint.parent.parent / f"checkpoint-{CheckpointStore.step_of(checkpoint)}"
 
 
 def renew_links(store: CheckpointStore) -> str:
-    """Make a link for each checkpoint of a run, and remove those to checkpoints that are gone; what is no link stays.
-
-    Returns why that could not be done; empty where it was.
-    """
+    """Link each checkpoint of a run, and remove dangling links; other files stay. Returns the reason of a failure, or an empty
+    string."""
     try:
         wanted = {link_of(store.path(step)): store.path(step) for step in store.steps()}
         for path in store.root.parent.iterdir():

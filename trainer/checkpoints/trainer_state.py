@@ -1,8 +1,8 @@
-"""`trainer_state.json`: the counters that decide everything about the rest of a run, the settings that it depends on, and its best
+"""`trainer_state.json`, which holds the counters from which a run resumes, the settings that it depends on, and the best
 evaluation.
 
-Nothing in it depends on the layout. Batches, learning rates and what forward draws are functions of the step and the seed, so there
-is no generator whose state would have to be kept.
+The state is independent of the layout. Batches, learning rates and random numbers of forward are functions of step and seed, so no
+generator state is saved.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from zeromesh.trainer.models.adapters import description_of_adapters, is_adapted
 
 NAME = "trainer_state.json"
 EVALUATED = "trainer_state_evaluated.json"
-"""The file that replaces it once an evaluation has been made after the checkpoint was written."""
+"""The file that supersedes the first one after an evaluation of a checkpoint that was already written."""
 LENGTH = "run.max_steps"
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
 _T = TypeVar("_T")
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""A counter, below where floats, too, count one by one."""
+"""A counter below 2^53, up to which floats are exact."""
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 _NOT_COMPARED = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
 )
-"""Keys of a model's configuration that change nothing of what it computes."""
+"""Keys of a model's configuration that do not affect its computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
     """The state of a run after `step` steps.
 
-    `samples` and `tokens` count from the start of training, `updates` are steps that were not skipped. Losses are the last ones.
-    `metric` is what `checkpoint.keep_best` compares. `settings` are those that a run must have to go on from here.
+    `samples` and `tokens` count from the start of training, `updates` are steps that were not skipped. Losses are the latest ones.
+    `metric` is compared by `checkpoint.keep_best`. `settings` are those that a resumed run must match.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
@@ -66,25 +66,25 @@ class TrainerState:
     max_steps: _Count = 0
     learning_rate: _Number = 0.0
     passed_over: _Count = 0
-    """Steps whose data was left out, because a callback ended an epoch early."""
+    """Steps without data, because a callback ended an epoch early."""
     averages: _Count = 0
-    """Updates of the weights that the average of them has taken in (`ema`)."""
+    """The number of updates in the moving average of the weights (`ema`)."""
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Parameters that are not trained as the model was built, or not in all updates: whether they
-    are, and in how many they were."""
+    """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
     best: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """The place of a training stream, as `StreamedDataset` has it; empty for a dataset with a length."""
+    """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
     log_history: Sequence[Mapping[str, Any]] = ()
-    """The logged lines, as transformers has them; empty where nothing of transformers is in the run."""
+    """The logged lines in transformers' form; empty if a run uses nothing of transformers."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the model that it has changed itself while it ran, with their later values."""
+    """Settings that the model changed while it ran, with their later values."""
 
     def to_json(self) -> bytes:
-        """Strict JSON; a loss that is not finite is null. Raises `StorageError` for what JSON cannot hold, by its place."""
+        """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` for values that JSON cannot
+        hold, by path."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
@@ -93,7 +93,7 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:
-        """Raises `CheckpointError` for an object that is no state, or one of a newer version."""
+        """Parse a state. Raises `CheckpointError` for other objects, and for newer versions."""
         values = dict(content)
         schema = values.pop("schema", None)
         if type(schema) is not int or schema > _SCHEMA:
@@ -107,11 +107,11 @@ class TrainerState:
 
 
 _FLOAT = "__float__"
-"""The one key of a mapping that stands for a number that is not finite, as in configurations of transformers."""
+"""The key of a mapping that encodes a number that is not finite, as in transformers' configurations."""
 
 
 def _plain(value: Any, place: str) -> Any:
-    """`value` in types of strict JSON, which `_restored` reads. NumPy's and PyTorch's numbers become lists and numbers."""
+    """Convert `value` to types of strict JSON; NumPy's and PyTorch's numbers become lists and numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, int | str | None):
@@ -135,7 +135,7 @@ def _restored(value: Any) -> Any:
 
 
 def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
-    """Make a dataclass of JSON values; raises `CheckpointError` with the problem where they are not of its fields' types."""
+    """Validate JSON values as a dataclass. Raises `CheckpointError` with `problem` if they do not fit the fields' types."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values))
     except ValidationError as error:
@@ -144,12 +144,12 @@ def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
 
 
 def name_in(files: Container[str]) -> str:
-    """The file of a checkpoint that has its latest state."""
+    """Return the name of the file with a checkpoint's latest state."""
     return EVALUATED if EVALUATED in files else NAME
 
 
 def state_of(reader: CheckpointReader) -> TrainerState | None:
-    """Return the counters; None where there are none. Raises `CheckpointError` for those that no trainer has written."""
+    """Return a checkpoint's state, or None. Raises `CheckpointError` for a state that no trainer has written."""
     name = name_in(reader.manifest.files)
     return (
         TrainerState.from_json(reader.document(name), str(reader.directory)) if name in reader.manifest.files else None
@@ -157,21 +157,21 @@ def state_of(reader: CheckpointReader) -> TrainerState | None:
 
 
 def description_of(model: nn.Module) -> dict[str, Any]:
-    """Describe what a resumed run must have in common with this model: its class and configuration, without where it came from."""
+    """Describe the model's class and configuration, paths aside, which a resumed run must match."""
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_COMPARED}
     if is_adapted(model):
         described |= description_of_adapters(model)
-    # An object of a person's own may be shown with its place in memory, which is another in each process.
+    # The text of a user's object may contain its address, which differs between processes.
     shown = json.dumps(described, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))
     return {"class": type(model).__name__, **json.loads(shown)}
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide the weights of a step, by the keys of the configuration: two runs that agree compute the same.
+    """Return the settings that determine a step's weights, by configuration key.
 
-    `model` and `data` describe what was built, so that moved files are no difference.
+    `model` and `data` are descriptions without paths, so moved files make no difference.
     """
     optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
     schedule = config.schedule.model_dump(mode="json")
@@ -192,9 +192,9 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> list[str]:
-    """One line for each setting that differs, but for the length of the run, and for warm-ups that follow from it by default.
+    """Return a line for each setting that differs, except the run's length and default warm-ups, which follow from it.
 
-    What the model has `written` later is no other setting than what was there before.
+    Values that the model has `written` into its own settings do not count as differences.
     """
     passed = {LENGTH, _WARMUP} if _has_default_warmup(then) and _has_default_warmup(now) else {LENGTH}
     names = [name for name in (*then, *(name for name in now if name not in then)) if name not in passed]
@@ -225,8 +225,8 @@ Goal = Literal["lowest", "highest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """`value` of the best evaluation, after `step` steps; None before there was one. `waited`: evaluations since the last one that
-    was better by `run.min_improvement` or more."""
+    """The best evaluation's `value` and `step`; `value` is None before the first. `waited` counts the evaluations since the last
+    improvement by `run.min_improvement` or more."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
@@ -235,7 +235,7 @@ class Best:
     waited: _Count = 0
 
     def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> Best:
-        """The best value after one more evaluation. NaN is never better."""
+        """Return the best value after one more evaluation; NaN is never better."""
         gain = -math.inf if math.isnan(value) else math.inf
         if self.value is not None and gain > 0:
             gain = value - self.value if goal == "highest" else self.value - value
@@ -245,12 +245,12 @@ class Best:
         return replace(kept, waited=0 if enough else self.waited + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """The values for a checkpoint; empty before the first evaluation."""
+        """Return the values for a checkpoint; empty before the first evaluation."""
         return {} if self.value is None else asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> Best:
-        """Raises `CheckpointError` for what `to_json` has not made."""
+        """Parse the values of `to_json`. Raises `CheckpointError` for others."""
         if not content:
             return cls()
         problem = f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
@@ -258,18 +258,14 @@ class Best:
 
 
 def goal_of(metric: str, goal: Literal["auto", "lowest", "highest"]) -> Goal:
-    """The lowest value of a loss, an error or a perplexity is best, and the highest of anything else, unless `goal` says which."""
+    """Return `goal`, or for auto the lowest for names of losses, errors and perplexities, and else the highest."""
     if goal != "auto":
         return goal
     return "lowest" if any(word in metric.lower() for word in ("loss", "error", "perplexity")) else "highest"
 
 
 def value_of(metric: str, values: Mapping[str, float]) -> float:
-    """The value of an evaluation by which it is judged, with or without the prefix `eval_`.
-
-    Raises:
-        ConfigError: when the evaluation has no such value.
-    """
+    """Return the evaluation value named `metric`, with or without the prefix `eval_`. Raises `ConfigError` without such a value."""
     for name in (metric, f"eval_{metric}"):
         if name in values:
             return float(values[name])

@@ -1,4 +1,4 @@
-"""The configuration: its sections, how it is read from files, and how other libraries' settings become it."""
+"""The configuration: its sections, its reading from files, and the translation of other libraries' settings."""
 
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 

@@ -1,8 +1,8 @@
-"""Consent for code: other people's code runs only where a person has named it in this very command.
+"""Consent for code: third-party code runs only if the user has named it in this very command.
 
 A model's directory may bring Python code (`model.trust_remote_code`), and a configuration may name an object of any module (a key
-`python`). What a directory says about itself, in its `config.resolved.yaml` too, is no consent: anybody may have written it. Every
-configuration enters through `load_config`, which asks `refused_code`; the door that calls it says how much counts.
+`python`). A directory's own files, `config.resolved.yaml` too, give no consent: anybody may have written them. Every
+configuration enters through `load_config`, which asks `refused_code`; its caller sets the required consent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Consent(Enum):
-    """The places whose word counts as a person's consent that code runs."""
+    """The sources that count as a user's consent to run code."""
 
     GIVEN = "the file that the person names to train, or what a program of their own hands over, and the command line"
     COMMAND_LINE = "read that code, and name the key on the command line too if it may run"
@@ -19,7 +19,7 @@ class Consent(Enum):
 
 
 def foreign_code(data: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys in `data` that have other people's code run: `trust_remote_code`, and text under a key `python`."""
+    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, and text under a key `python`."""
     pairs = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list | tuple) else ()
     for key, value in pairs:
         if (key == "trust_remote_code" and value) or (key == "python" and isinstance(value, str)):
@@ -28,9 +28,9 @@ def foreign_code(data: Any, path: str = "") -> Iterator[str]:
 
 
 def refused_code(data: Any, consent: Consent, *, typed: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each key of a configuration `data` by which code would run to which nobody has consented.
+    """Return a problem for each key of a configuration `data` that would run code without the user's consent.
 
-    `typed`: the keys of the command line, nested as in the configuration.
+    `typed` holds the command line's keys, nested as in the configuration.
     """
     if consent is Consent.GIVEN:
         return []

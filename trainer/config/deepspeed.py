@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration in place of one of zeromesh: each key is mapped, has no effect here, or is refused.
+"""Translation of DeepSpeed configurations: each key is mapped, has no effect here, or is refused.
 
-`auto` leaves zeromesh's default. A rate follows DeepSpeed's curve without the first step, which DeepSpeed does twice. What several
-keys decide together is read as DeepSpeed 0.19 does.
+`auto` leaves zeromesh's default. The learning rate follows DeepSpeed's curve without its first step, which DeepSpeed repeats. Keys
+that interact are read as DeepSpeed 0.19 does.
 """
 
 import math
@@ -18,7 +18,6 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted names as mappings in mappings."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *parents, key = path.split(".")
@@ -31,9 +30,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 _TREE = nested({row.name: row for row in TABLE})
 _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
-"""All sections and keys by their dotted paths."""
 _COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
-"""Sections that both kinds of configuration have."""
+"""Sections that exist in both kinds of configuration."""
 
 _GRADIENT_CLIPPING = 1.0
 _WARMUP_STEPS = 1000
@@ -49,7 +47,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"name": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "Adagrad": {"name": "adagrad", "lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
 }
-"""DeepSpeed's optimizers: their names here, and the options that they have where a configuration does not say otherwise."""
+"""DeepSpeed's optimizers, with their names here and their default options."""
 _CURVES = {
     "WarmupLR": "constant_with_warmup",
     "WarmupDecayLR": "linear",
@@ -64,15 +62,15 @@ _TENSOR_NAMES = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
 _LARGEST_COUNT = 1 << 53
 _AUTO = "auto"
 Pairs = Iterator[tuple[str, Any]]
-"""Keys and values that several settings decide together."""
+"""Pairs of a zeromesh key and its value."""
 
 
 class Translation:
-    """Settings of DeepSpeed, and what they are here. Calling it gives a setting's value."""
+    """The translation of DeepSpeed settings into keys; a call returns a setting's value."""
 
     def __init__(self, settings: Mapping[str, Any], ranks: int = 1, parallel: Any = None) -> None:
         self.values: dict[str, Any] = {}
-        """What is set here, by dotted key."""
+        """Values of zeromesh keys, by dotted key."""
         self.origins: dict[str, str] = {}
         sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
         self.tensor = max([1, *(size for size in sizes if type(size) is int)])
@@ -82,21 +80,19 @@ class Translation:
         given = {name: whole(size) for name, size in parallel.items()} if isinstance(parallel, Mapping) else {}
         axes |= {name: size for name in axes if type(size := given.get(name)) is int and size > 0}
         self.data_ranks = max(1, ranks // (axes["tensor"] * axes["pipeline"]))
-        """Ranks that train on samples of their own."""
         self.problems: list[str] = []
         self.notes: list[str] = []
-        """Lines for a person."""
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """The value of a setting; None or `default` where it is not there."""
+        """Return the value of a setting, or `default`."""
         return self.settings.get(name, default)
 
     def has(self, beginning: str) -> bool:
-        """Return True if there is a setting, perhaps an automatic one, whose name begins with `beginning`."""
+        """Return True if a setting, automatic ones included, has a name that begins with `beginning`."""
         return any(name.startswith(beginning) for name in (*self.settings, *self.automatic))
 
     def number(self, name: str) -> float | None:
-        """A setting that is to be counted with; None where it is not there, or no number, which is refused."""
+        """Return a numeric setting as a float; None if absent, or if no number, which is refused."""
         value = self(name)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
@@ -107,7 +103,7 @@ class Translation:
             return None
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
-        """A whole number, as 1e3 is too; None where it is not there, or wrong, which is refused."""
+        """Return an integer setting, which may be written 1e3; None if absent, or if invalid, which is refused."""
         value = self(name)
         number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
         if value is None or (math.isfinite(number) and number == int(number) and least <= number <= most):
@@ -117,7 +113,7 @@ class Translation:
         return None
 
     def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
-        """Look the word of a setting up in `choices`, in upper or lower case; None if it is not there, and then it is refused."""
+        """Look up a setting's value in `choices`, ignoring case; None if it is absent or, after a refusal, unknown."""
         value = self(name)
         for word, choice in choices.items():
             if value is not None and str(value).lower() == word.lower():
@@ -127,14 +123,14 @@ class Translation:
         return None
 
     def refuse(self, name: str, why: str) -> None:
-        """Note a problem: the setting cannot be taken as it is."""
+        """Record a problem with a setting, once."""
         problem = f"{name}: {why}"
         if problem not in self.problems:
             self.problems.append(problem)
 
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
-    """Return True if a mapping is a DeepSpeed configuration: it has keys that only such have, and no section of zeromesh alone."""
+    """Return True if a mapping is a DeepSpeed configuration, with keys of DeepSpeed's alone and no section of zeromesh's alone."""
     if any(key in TrainerConfig.model_fields and key not in _COMMON for key in data):
         return False
     optimizer = data.get("optimizer")
@@ -143,7 +139,7 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
 
 
 def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) -> Translation:
-    """The keys that a DeepSpeed configuration asks for in a launch of so many ranks, beside a section `parallel` of zeromesh."""
+    """Translate a DeepSpeed configuration for a launch of `ranks` ranks, beside a section `parallel` of zeromesh."""
     settings: dict[str, Any] = {}
     problems = list(_flatten(data, _TREE, "", settings))
     read = Translation(settings, ranks, parallel)
@@ -163,7 +159,7 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
 
 
 def _lines(read: Translation) -> Iterator[str]:
-    """A line for each setting that was asked for and mapped, and one for each reason why some have no effect."""
+    """Yield a line for each mapped setting that was given, and one for each reason why settings have no effect."""
     why: dict[str, list[str]] = {}
     for row in TABLE:
         automatic, asked = row.name in read.automatic, row.name in read.settings
@@ -180,7 +176,7 @@ def _lines(read: Translation) -> Iterator[str]:
 
 
 def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> Iterator[str]:
-    """Put values by dotted name into `found`; yields problems of what is not there, or is no section."""
+    """Put values into `found` by dotted name; yields problems of unknown keys, and of values that should be sections."""
     for key, value in data.items():
         path, node = f"{prefix}{key}", tree.get(key)
         if node is None:
@@ -214,7 +210,7 @@ def _batch(read: Translation) -> Pairs:
             )
         automatic = list(_BATCH_NAMES)
     if micro is None:
-        # What the global batch leaves; or what divides that, where nothing else limits it.
+        # The quotient of the global batch, or if free, a divisor of that quotient.
         free = "train_micro_batch_size_per_gpu" in automatic
         rest = max(1, (train or 0) // ranks // (accumulation or 1))
         alone = default.micro_size if free else 1

@@ -1,6 +1,6 @@
-"""The translation of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use.
+"""The translation of every key of a DeepSpeed configuration, of version 0.19 and of earlier ones still in use.
 
-The tables of docs/coming-from.md are made of the same rows.
+The tables of docs/coming-from.md are generated from the same rows.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Fate(StrEnum):
-    """How a setting of another trainer is treated."""
+    """The treatment of another trainer's setting."""
 
     MAPPED = "mapped"
     IDLE = "no effect"
@@ -21,10 +21,10 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingRow:
-    """One setting: its `name`, dotted where settings are nested.
+    """A row of the table, about the setting `name`, dotted if nested.
 
-    `keys` are those of the configuration that it decides, together with others unless `as_it_is`. `text` says how; or why it has
-    no effect; or why it is refused, and what to do instead. `neutral` values ask for nothing.
+    `keys` are the configuration's keys that it sets, together with other settings unless `as_it_is`. `text` explains how; or why it
+    has no effect; or why it is refused, and what to do instead. `neutral` values are accepted without effect.
     """
 
     name: str
@@ -40,7 +40,7 @@ _OTHER = re.compile(r"([\w. ]+): (read|no effect|refused)(?: unless (.+?))?: (.+
 
 
 def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
-    """The rows of each section of a table in `text`. Its lines, of which indented ones continue the one before, are:
+    """Parse a table into the rows of each section. Its lines, of which indented ones continue the previous one, are:
 
         ## Title                                    a section of the table begins
         [prefix]                                    the names that follow are inside `prefix`; [] ends that
@@ -50,8 +50,8 @@ def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
         name name: no effect: why                   the settings have no effect
         name name: refused unless JSON or JSON: why and what to do
 
-    A refused setting may always be None, and False where True is not among its values; `off` stands for {} or {"enabled": false}.
-    The text `"` is that of the row before.
+    A refused setting accepts None, and False unless True is among its values; `off` stands for {} or {"enabled": false}.
+    The text `"` repeats the previous row's text.
     """
     found: dict[str, tuple[SettingRow, ...]] = {}
     title = prefix = ""

@@ -1,4 +1,4 @@
-"""The words of transformers, TRL, axolotl, LLaMA-Factory and others for keys of zeromesh, for hints and for the migration page.
+"""Names of zeromesh's keys in transformers, TRL, axolotl, LLaMA-Factory and others, for hints and the migration page.
 
 DeepSpeed's settings are translated, and have a table of their own.
 """
@@ -63,26 +63,26 @@ trainer.save(path): save_model save_pretrained
 the argument processing_class: tokenizer
 """
 NO_KEY = "no key"
-"""The beginning of words for what has no key here."""
+"""The prefix of explanations for settings without a key here."""
 NAMES: Mapping[str, tuple[str, ...]] = {
     key: tuple(names.split()) for key, _, names in (line.partition(": ") for line in _TABLE.strip().splitlines())
 }
-"""Names by what they are here: a key, or words that say what to do."""
+"""Foreign names by their equivalent here: a key, or an instruction."""
 _MARKS = {
     "axolotl": {"base_model"},
     "LLaMA-Factory": {"model_name_or_path", "template", "finetuning_type", "cutoff_len"},
     "transformers or TRL": {"model_name_or_path", "per_device_train_batch_size", "learning_rate", "num_train_epochs"},
 }
-"""Keys of which another trainer's files have two, or the only one."""
+"""Typical keys of other trainers' files; two of them, or the only one, identify the trainer."""
 
 
 OF_DEEPSPEED = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
 BY_NAME = {name: key for key, names in NAMES.items() for name in names}
-"""Our key for each foreign name, by the name in lower case."""
+"""The zeromesh key of each foreign name in lower case."""
 
 
 def foreign_problems(data: Mapping[str, Any]) -> list[str]:
-    """List what to write for each key of a mapping that is another trainer's configuration; nothing for any other mapping."""
+    """Return the equivalent of each key of another trainer's configuration; an empty list for any other mapping."""
     trainer = next((name for name, marks in _MARKS.items() if len(marks & data.keys()) >= min(2, len(marks))), None)
     if trainer is None:
         return []
@@ -118,11 +118,11 @@ ARGUMENTS = {
     "tracking.name": "run_name",
 }
 EVERY = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
-"""The names that keys have among the arguments of transformers' and TRL's trainers; those of `EVERY` are numbers of steps."""
+"""The names of keys among the arguments of transformers' and TRL's trainers; those of `EVERY` are numbers of steps."""
 
 
 def training_arguments(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of transformers by their names, as far as they say what some `keys` say; null keys are left out."""
+    """Return the transformers arguments that correspond to `keys`; null keys are left out."""
     found = {name: keys[key] for key, name in ARGUMENTS.items() if keys.get(key) is not None}
     for name, every in ((name, keys[key]) for key, name in EVERY.items() if key in keys):
         found[f"{name}_strategy"] = "epoch" if every == "epoch" else "steps" if every else "no"

@@ -1,4 +1,4 @@
-"""From what a person gave, with overrides, to a `TrainerConfig` or one error with every problem.
+"""Loading of a configuration with overrides into a `TrainerConfig`, or one error with every problem.
 
 A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a mapping may also be a DeepSpeed configuration.
 """
@@ -48,27 +48,26 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar, plain_
 from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
-"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults.
-
-A file or a mapping may also be a DeepSpeed configuration."""
+"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults; a file or mapping may be DeepSpeed's.
+"""
 OWN = "zeromesh"
-"""The key of a DeepSpeed configuration that holds sections of zeromesh. DeepSpeed itself passes it over."""
+"""The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores."""
 OF_TRANSFORMERS = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
-"""The advice to a person who gives `TrainingArguments` to a trainer that takes a configuration."""
+"""The advice for `TrainingArguments` in place of a configuration."""
 
 
 def _is_training_arguments(source: Any) -> bool:
-    """Tell transformers' `TrainingArguments` without an import of transformers, which takes seconds."""
+    """Return True for transformers' `TrainingArguments`, without importing transformers, which takes seconds."""
     names = [(base.__module__, base.__name__) for base in type(source).__mro__]
     return ("transformers.training_args", "TrainingArguments") in names
 
 
 _KINDS = ("model_type", "python")
-"""Keys that say what the keys beside them are of: a mapping with another one replaces that below it."""
+"""Keys that identify the object their siblings belong to; a mapping with another value replaces the lower one."""
 
 
 def _merged(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
-    """The keys of `above` over those `below`; null replaces, but for a section, whose keys are then all commented out."""
+    """Merge `above` over `below`; null replaces a value, but as a section means that all keys in it are commented out."""
     merged = dict(below)
     for key, value in above.items():
         under, given = merged.get(key), {} if value is None and sections else value
@@ -82,18 +81,16 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool =
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """A configuration as a person gave it, with what it inherits."""
+    """A configuration as the user gave it, merged with its bases."""
 
     where: str
-    """A name of it for messages."""
+    """Its name in messages."""
     own: dict[str, Any]
     """Sections and keys of zeromesh."""
     deepspeed: dict[str, Any] | None = None
-    """The DeepSpeed configuration, if it is one."""
     folders: tuple[str, ...] = ()
-    """Folders of the files that it was read from."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Words that name the file of each key that it inherits."""
+    """Descriptions of the files that inherited keys come from, by key."""
 
 
 def _keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -103,7 +100,7 @@ def _keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
-    """Return `given` on top of the file `base` that it names; `chain` are the files that have led to it."""
+    """Merge `given` over the file `base` that it names; `chain` lists the files that led here."""
     if not isinstance(base, str) or not base:
         raise ConfigError(f"base: got {shown('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
     path = Path(*given.folders, Path(base).expanduser())
@@ -129,12 +126,15 @@ def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
 
 
 def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
-    """Read a configuration, and what it inherits by `base`."""
+    """Read a configuration with its bases."""
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
         data = source.model_dump(mode="json", exclude_unset=True)
-        own = {**data, "run": {"name": source.run.name, **data.get("run", {})}}  # A name may be the time.
+        own = {
+            **data,
+            "run": {"name": source.run.name, **data.get("run", {})},
+        }  # A default name may depend on the time.
         return _Given(where=where, own=own, folders=source.folders)
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
@@ -184,11 +184,11 @@ _PATHS = {
     "data.tokenizer": (("bytes",), f"give bytes, a local directory that save_pretrained wrote, or {_ON_THE_HUB}"),
     "checkpoint.resume": (("auto", "never"), "give auto, never, or the directory of a run or of a checkpoint"),
 }
-"""Keys of paths: the words that are none, and what to do where a path does not exist."""
+"""Keys of paths, with their words that are no paths, and the advice for a missing path."""
 
 
 def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
-    """Yield a problem for each path that `config` names and this machine does not have."""
+    """Yield a problem for each path in `config` that does not exist on this machine."""
     for key, (words, cure) in _PATHS.items():
         section, _, name = key.partition(".")
         given = () if key in wrong else paths_of(getattr(getattr(config, section), name))
@@ -196,7 +196,7 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
             try:
                 there = Path(path).expanduser()
                 exists = there.exists()
-            except (OSError, RuntimeError) as error:  # It has no home directory of such a person.
+            except (OSError, RuntimeError) as error:  # No such user's home directory.
                 yield f"{key}: {path!r} cannot be reached: {getattr(error, 'strerror', None) or error}; {cure}"
                 continue
             if (
@@ -211,8 +211,8 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
 
 
 def tracker_problems(names: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each of these trackers that is unknown or whose package is not installed."""
-    # accelerate's own trackers, and those that were registered in this process.
+    """Yield a problem for each of these trackers that is unknown or not installed."""
+    # Trackers of accelerate, and those registered in this process.
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
         if name in TRACKERS:
@@ -230,11 +230,11 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
 
 def _installed(module: str) -> bool:
     spec = find_spec(module)
-    # A folder of that name, such as the one that wandb makes for its runs, is no package.
+    # A plain folder of that name, such as wandb's run folder, is no package.
     return spec is not None and spec.origin is not None
 
 
-# What people try that has a reason why it is not there.
+# Reasons why some common choices are unavailable.
 _WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
@@ -246,7 +246,7 @@ _REASONS = {
 
 
 def suggestion(path: str) -> str | None:
-    """Return the key that an unknown path may mean, by another trainer's name or a similar one; or words for what is no key."""
+    """Return the key that an unknown path may mean, by foreign or similar name, or an explanation for one without a key."""
     meant = BY_NAME.get(name := path.rpartition(".")[2].lower(), "")
     if meant.partition(" (")[0] in known_paths() or meant.startswith(NO_KEY):
         return meant
@@ -262,15 +262,15 @@ def load_config(
     consent: Consent | None = None,
     tunes: str | None = None,
 ) -> TrainerConfig:
-    """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
+    """Load the configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
-    Keys that are `unused`, because something else replaces them, need not agree with others, nor exist as paths.
-    Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
+    Keys in `unused`, which something else replaces, need neither agree with other keys nor exist as paths.
+    Loading uses no process group, device or model; it checks that named paths and packages of trackers exist.
 
     Args:
-        tunes: what is trained of a model that has weights, whole or adapters, for its defaults; None: it has none.
-        ranks: of the launch, for settings of other trainers that count with them; None: of the one that this process is part of.
-        consent: what counts as consent that other people's code runs; None: of a path the command line alone, else all of it.
+        tunes: `whole` or `adapters`, the trained part of a pretrained model, for its defaults; None for a new model.
+        ranks: the ranks of the launch, for other trainers' settings that depend on them; None takes this process's launch.
+        consent: the consent that third-party code needs; None: the command line for a source that is a path, else any.
 
     Raises:
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
@@ -297,7 +297,7 @@ def load_config(
     consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
     problems += refused_code(config.model_dump(mode="json"), consent, typed=typed)
     count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
-    # A problem of a key that came from a file below, a setting of another trainer or an override names that too.
+    # Problems also name the origin of the key: a base file, another trainer's setting or an override.
     problems += [_with_origin(each, {**origins, **overridden_keys}) for each in wrong]
     if problems:
         clean = Redaction(secret_values()).text
@@ -308,7 +308,7 @@ def load_config(
 
 
 def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, dict[str, Any]]:
-    """Return defaults below what is `given`: a model that has weights takes smaller steps and weaker decay than one without."""
+    """Return defaults for tuning a pretrained model, which takes smaller steps and weaker decay, below what is `given`."""
     batch = given.get("batch")
     size = whole(batch.get("global_size", 16)) if isinstance(batch, Mapping) else 16
     decay = {"weight_decay": 0.0 if adapted else 0.01, "exempt": "biases_and_norms"}
@@ -319,7 +319,7 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
 
 
 def _holds(data: Any, path: str) -> bool:
-    """Return True if `data` itself has a value for the key at `path`."""
+    """Return True if `data` has a value for the key at `path`."""
     for key in path.split("."):
         if not isinstance(data, Mapping) or key not in data:
             return False
@@ -328,7 +328,7 @@ def _holds(data: Any, path: str) -> bool:
 
 
 def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
-    """Say too where the key of a problem, or what holds that key, came from."""
+    """Append the origin of a problem's key, or of the nearest section that has one."""
     key = _key_of(problem)
     while key and key not in origins:
         key = key.rpartition(".")[0]
@@ -340,7 +340,7 @@ def _key_of(problem: str) -> str:
 
 
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Set each override in `data`; returns the problems of those that are none, and by key where the others came from."""
+    """Set each override in `data`; returns problems of invalid ones, and descriptions of the others by key."""
     problems, overridden_keys = [], {}
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -365,30 +365,30 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
 
 
 def _override_hint(path: str, equals: str, text: str) -> str:
-    """Say what the person may have meant by a word that is no override."""
+    """Return a hint for a word that is no override."""
     field = known_paths().get(path)
     section = section_of(field) if field is not None else None
     if section is not None:
         return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
     if field is not None:
         return f"it has no value; write {path}=VALUE"
-    # Another trainer's key may have other values.
+    # A foreign key may have other values, so the value is left out.
     given = "" if path.lower() in BY_NAME else f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
     return _meant(suggestion(path), given) or "write section.key=value"
 
 
 def _meant(near: str | None, value: str = "") -> str:
-    """Say what a suggestion is: a key that may be meant, with a value, or why there is none; empty without a suggestion."""
+    """Phrase a suggestion: a key with a value, or the reason without one; empty for None."""
     return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
-    """Set the value at the dotted path `keys`; returns a problem when something on the way is no mapping."""
+    """Set the value at the dotted path `keys`; returns a problem if a parent is no mapping."""
     at: Any = data
     for depth, key in enumerate(keys[:-1], start=1):
         if at.get(key) is None:
             at[key] = {}
-            # One key of the default model changes that key, and does not replace the model.
+            # Setting one key of the default model keeps its other keys.
             if keys[:depth] == ["model", "config"] and not data["model"].keys() & {"source", "python"}:
                 at[key] = dict(DEFAULT_MODEL)
         at = at[key]
@@ -400,26 +400,24 @@ def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
 
 
 def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig, list[str]]:
-    """The configuration of what is valid in `data`; and the problems of single keys, and of keys together."""
+    """Return the configuration of the valid part of `data`, and the problems of single keys and of combinations."""
     # A section whose keys are all commented out is null in YAML.
     data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
     wrong: dict[tuple[str, ...], str] = {}
     config = _without_wrong_keys(data, wrong)
-    # Where a key inside is wrong, so is what holds it.
+    # A section is wrong if a key in it is.
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
-    # Of the branches of a union, the one that was meant is the one that was followed further.
+    # Among branches of a union, the deepest location is the meant one.
     meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
     return config, [*meant, *more]
 
 
 def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str]) -> TrainerConfig:
-    """The configuration of what is valid in `data`, so that rules between keys can be asked about it.
-
-    What is not valid is dropped from `data`, and its problem put into `wrong`.
-    """
-    # At first the very key. Should that leave something wrong, its section: the defaults of that are valid.
+    """Validate `data` without its invalid keys, so that rules between keys can be checked. Invalid keys are dropped from `data`,
+    and their problems added to `wrong`."""
+    # The invalid key is dropped first; if that is not enough, its section, whose defaults are valid.
     for depth in (None, 1):
         try:
             return TrainerConfig.model_validate(data, context={"rules": False})
@@ -435,10 +433,8 @@ def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str])
 
 
 def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[str, ...], Any, dict[str, Any]]:
-    """Return the keys that lead to what pydantic complains about, its value, and the mapping that holds it.
-
-    A location also names branches of unions and positions in lists; the keys are what of it can be followed.
-    """
+    """Return the keys to pydantic's error location, the value, and the mapping that holds it. A location also names branches of
+    unions and positions in lists, which are skipped."""
     keys: list[str] = []
     holder: dict[str, Any] = data
     at: Any = data
@@ -452,7 +448,7 @@ def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[
 
 
 _NAMED = (("data", "mixture"), ("data", "columns"))
-"""Keys that hold mappings of names that a person chooses, or that are of columns."""
+"""Keys that hold mappings with names chosen by the user, or of columns."""
 
 
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:

@@ -1,7 +1,6 @@
-"""The configuration's models in words: what a key allows, and which key an unknown one may mean.
+"""Descriptions of the configuration's models: the values that a key allows, and the nearest key to an unknown one.
 
-Error messages and the generated reference both say what is allowed; they say it from here, out of the
-models themselves.
+Error messages and the generated reference both take their descriptions from here, derived from the models.
 """
 
 import difflib
@@ -22,7 +21,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 @cache
 def known_paths(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> dict[str, FieldInfo]:
-    """All keys and sections by their dotted paths, sections before what they hold."""
+    """Return all keys and sections by dotted path, sections before their contents."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         found[prefix + name] = field
@@ -33,13 +32,13 @@ def known_paths(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> dic
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a section, or may be one, else None."""
+    """Return the model of a field that may be a section, else None."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def allowed(field: FieldInfo) -> str:
-    """Say which values a field allows, as in `an integer >= 1 or auto`."""
+    """Describe the values that a field allows, as in `an integer >= 1 or auto`."""
     section = section_of(field)
     if section is not None and not any(isinstance(item, Allowed) for item in field.metadata):
         return f"a mapping of {', '.join(section.model_fields)}"
@@ -47,7 +46,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The words that a field allows, where it allows words."""
+    """Return the words that a field allows, if any."""
     kinds = [field.annotation, *get_args(field.annotation)]
     return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
@@ -63,14 +62,14 @@ def takes_text(path: str) -> bool:
 
 
 def nearest_choice(word: str, field: FieldInfo) -> str | None:
-    """The choice of `field` that `word` may be a slip of; a word that another key allows is none."""
+    """Return the choice of `field` that `word` may be a slip of, unless another key allows `word`."""
     if any(word in choices(other) for other in known_paths().values()):
         return None
     return nearest(word, choices(field), cutoff=0.6)
 
 
 def nearest_path(path: str, known: Collection[str]) -> str | None:
-    """Return the one of the `known` paths that an unknown one may mean, of the same or a similar name."""
+    """Return the `known` path with the same or a similar name as an unknown one."""
     section, _, key = path.rpartition(".")
     anywhere = {each.rpartition(".")[2]: each for each in reversed(list(known))}
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
@@ -83,7 +82,7 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
 
 
 def unknown_key(path: str, value: object, known: Collection[str], hint: str = "") -> str:
-    """Say that a key is not known, and which of the `known` paths it may mean, unless a `hint` says more."""
+    """Return the message about an unknown key, with the nearest `known` path or a `hint`."""
     got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
     if not hint and (near := nearest_path(path, known)):
         hint = f"did you mean {near}?"
@@ -93,12 +92,12 @@ def unknown_key(path: str, value: object, known: Collection[str], hint: str = ""
 
 
 def nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
-    """Return the one of `words` that is most like `word`; None where none is, from `cutoff` on, at most 1."""
+    """Return the most similar of `words`, or None below the similarity `cutoff` (0 to 1)."""
     return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
 
 
 def shown(path: str, value: object) -> str:
-    """`value` for an error message: short, and never a secret or what may hold one."""
+    """Format `value` for an error message, short and without possible secrets."""
     if path not in known_paths() and is_secret(path, value):
         return REDACTED
     if isinstance(value, dict):
@@ -142,5 +141,5 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 
 def either(words: list[str]) -> str:
-    """Words as a choice: `a, b or c`."""
+    """Join words as a choice: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,4 +1,4 @@
-"""The redaction of secrets in texts and settings: whatever a run writes about its configuration goes through here."""
+"""The redaction of secrets in texts and settings, applied to all output about a run's configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ _KEY = re.compile(
     r"(?:api|access|private|auth|hub|hf|wandb)[_-]?(?:key|token)|(?:^|[_-])(?:pass|pwd|pat)$",
     re.IGNORECASE,
 )
-"""Whatever such a key has is a secret, a number too."""
+"""Names of keys whose values are secrets, numbers included."""
 _KEY_OF_TEXT = re.compile(r"(?i:(?:^|[_.\s-])(?:key|token))$|[a-z](?:Key|Token)$")
-"""Texts of such a key are secrets, and numbers are none: `github_token`, but not `pad_token: 0`."""
+"""Names of keys whose texts are secrets, and whose numbers are not: `github_token`, but not `pad_token: 0`."""
 _OF_A_VOCABULARY = re.compile(r"<.*>|\[.*\]", re.DOTALL)
-"""Special tokens of tokenizers, as `pad_token` has them."""
+"""Special tokens of tokenizers, such as values of `pad_token`."""
 _SHAPES = re.compile(
     r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[rs]k_(?:live|test)_[A-Za-z0-9]{10,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
     r"github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|"
@@ -23,19 +23,19 @@ _SHAPES = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)|(?<=Bearer )\S{8,}",
     re.DOTALL,
 )
-"""Keys of well-known services, which say themselves what they are."""
+"""Keys of well-known services, recognised by their prefix."""
 _IN_ADDRESS = re.compile(r"(?<=://)(?:[^/\s]*:[^/\s]*|[^/\s:@]*:(?!\d+/)[^\s@]*|[^/\s:@]{8,})(?=@)")
-"""User and password, or a token alone, in an address. What follows a colon is a password unless it is a port."""
+"""User and password, or a token alone, in a URL. Text after a colon is a password unless it is a port."""
 _ASSIGNED = re.compile(
     r"((?:[?&][^=&\s]{0,40}(?:token|key|secret|passw|pwd|sig|credential|auth)[^=&\s]{0,40}"
     r"|(?:token|secret|password|passwd|pwd|(?:api|access|account)[_-]?key)\s*)=\s*)[^\s&;,'\"]+",
     re.IGNORECASE,
 )
-"""In the query of an address, or in the words that say how to connect to something."""
+"""Secrets assigned in a URL's query or in a connection string."""
 
 
 def is_secret(key: str, value: object = "") -> bool:
-    """Return True if a key's name says that its value is a secret. The values true, false and null are none."""
+    """Return True if a key's name marks its value as secret; true, false and null are never secret."""
     if value is None or isinstance(value, bool):
         return False
     if _KEY.search(key):
@@ -44,19 +44,19 @@ def is_secret(key: str, value: object = "") -> bool:
 
 
 class Redaction:
-    """Takes secrets out: `known` ones, such as values of the environment, and what looks like one."""
+    """Replacement of `known` secrets, such as environment values, and of texts that look like secrets."""
 
     def __init__(self, known: Sequence[str] = ()) -> None:
         self._known = sorted(known, key=len, reverse=True)
 
     def text(self, text: str) -> str:
-        """The text with `<redacted>` in the place of each secret."""
+        """Return the text with `<redacted>` in place of each secret."""
         for secret in self._known:
             text = text.replace(secret, REDACTED)
         return _ASSIGNED.sub(rf"\1{REDACTED}", _IN_ADDRESS.sub(REDACTED, _SHAPES.sub(REDACTED, text)))
 
     def values(self, values: Any, secret: bool = False) -> Any:
-        """The same of all texts in mappings and lists, and of what keys call a `secret`, of which the form is left."""
+        """Redact all texts in mappings and lists, and whole values of secret keys; the structure is kept."""
         if isinstance(values, Mapping):
             return {
                 self.values(key): self.values(value, secret or is_secret(str(key), value))

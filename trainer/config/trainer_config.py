@@ -1,7 +1,7 @@
-"""The configuration of a run as a whole: its sections, and the rules that join several keys.
+"""The configuration of a run as a whole: its sections, and the rules between keys.
 
 The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/pages/config_reference.py`, and
-`load.py` reads files and reports all problems at once. A rule is left out when a key that its text names is wrong by itself, and
+`load.py` reads files and reports all problems at once. A rule is skipped if a key in its text is invalid, and
 all others are still reported.
 """
 
@@ -67,19 +67,19 @@ class TrainerConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines that say what became of the settings of another trainer, where the configuration was made of such."""
+        """Lines about the translation of another trainer's settings, if any."""
         return self._notes
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders of the files that the configuration was read from, where Python code that it names is looked for."""
+        """The folders of the configuration files, in which named Python code is searched for."""
         return self._folders
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainerConfig) and vars(self) == vars(other)
 
     def coming_from(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> TrainerConfig:
-        """The same configuration with other notes and folders, which are no part of what it says."""
+        """Return a copy with other notes and folders, which do not affect equality."""
         config = self.model_copy()
         config._notes, config._folders = notes, folders
         return config
@@ -87,7 +87,7 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _list_what_is_automatic(cls, data: Any) -> Any:
-        """`KEY: auto` is short for a place of the key in the list `parallel.auto`."""
+        """Move keys with the value auto into the list `parallel.auto`, for which `KEY: auto` is short."""
         if not isinstance(data, dict):
             return data
         parallel = data.get("parallel", {})
@@ -113,17 +113,17 @@ class TrainerConfig(Section):
         return self
 
     def to_yaml(self, change: Callable[[dict[str, Any]], Any] = lambda values: values) -> str:
-        """Every key with its value, as YAML that `load_config` reads back to an equal configuration, unless `change` says more."""
+        """Return every key with its value as YAML that `load_config` reads back to an equal configuration, after `change`."""
         return yaml.dump(change(self.model_dump(mode="json")), Dumper=CoreDumper, sort_keys=False, allow_unicode=True)
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Quotes every text that would be read as something else."""
+    """A YAML dumper that quotes every text that would be parsed as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         # PyYAML folds some line breaks (U+0085) unless they are escaped, which it does in double quotes only.
         style = None if text.isprintable() and plain_scalar(text) == text else '"'
-        text = text.replace("${", "$${")  # It is read back as it is, and no variable.
+        text = text.replace("${", "$${")  # Escaped, as `${` begins a variable.
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -131,12 +131,12 @@ CoreDumper.add_representer(str, CoreDumper.represent_text)
 
 
 _LONG = 1 << 50
-"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
+"""Steps of a run of unknown length, more than any warm-up or decay."""
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
 def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
-    """List the keys of `config` that contradict each other. Rules about keys that are `wrong` by themselves are left out."""
+    """List the keys of `config` that contradict each other. Rules about `wrong` keys are skipped."""
     problems = []
     for text, broken in _RULES.items():
         found = not wrong.intersection(_KEY.findall(text)) and broken(config)
@@ -144,14 +144,14 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
             problems.append(text.format(found, c=config))
     if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in ScheduleSection.model_fields)]):
         try:
-            schedule_of(config)  # It knows its own options, and says what is wrong with them.
+            schedule_of(config)  # The schedule checks its options.
         except ConfigError as error:
             problems += error.problems
     return problems
 
 
 def _positions(config: TrainerConfig) -> tuple[str, int] | None:
-    """The model's limit of the length of sequences, with its name, where sequences are longer."""
+    """Return the model's limit of positions, with its name, if `data.sequence_length` exceeds it."""
     for key in ("max_position_embeddings", "n_positions"):
         limit = whole((config.model.config or {}).get(key))
         if type(limit) is int and config.data.sequence_length > limit:
@@ -160,7 +160,7 @@ def _positions(config: TrainerConfig) -> tuple[str, int] | None:
 
 
 def _counts_of_stages(parallel: ParallelSection) -> tuple[int, int] | None:
-    """How many stages have a number of blocks, and how many there are, where these differ."""
+    """Return the number of entries in `parallel.stages` and the number of stages, if they differ."""
     counts = len(parallel.stages or ()), parallel.pipeline * parallel.chunks
     return counts if parallel.stages and parallel.pipeline > 1 and counts[0] != counts[1] else None
 
@@ -202,12 +202,12 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
         _counts_of_stages(c.parallel)
     ),
-    # Its gradients of weights come after backward.
+    # zero_bubble computes weight gradients after backward.
     "optimizer.in_backward does not go with parallel.schedule zero_bubble, whose gradients of weights come after "
     "backward; set optimizer.in_backward: false, or another schedule": lambda c: (
         c.optimizer.in_backward and c.parallel.pipeline > 1 and c.parallel.schedule == "zero_bubble"
     ),
-    # An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed.
+    # An update adds gradient sums to master weights, so both have one dtype, no narrower than the compute dtype.
     "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
     "precision.compute is; set both to float32, or both to float64": lambda c: (
         c.precision.reduce != "bfloat16"
@@ -231,7 +231,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "steps that overflow; set it to skip, or precision.compute to bfloat16": lambda c: (
         c.precision.compute == "float16" and c.run.on_nonfinite == "stop"
     ),
-    # Inside backward neither the norm nor the finiteness of all gradients is known yet.
+    # Inside backward, neither the norm nor the finiteness of all gradients is known yet.
     "run.clip_norm: {c.run.clip_norm} does not go with optimizer.in_backward; set it to 0": lambda c: (
         c.optimizer.in_backward and c.run.clip_norm > 0
     ),
@@ -244,7 +244,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "are whole on every rank all the time; set zero.stage to 3, or offload.parameters to none": lambda c: (
         c.offload.parameters.tier != "none" and c.zero.stage < 3
     ),
-    # What rests elsewhere is the inputs of blocks that are recomputed.
+    # Activation offload moves the inputs of recomputed blocks only.
     "offload.activations: {c.offload.activations.tier} moves the inputs of recomputed blocks, and "
     "model.activation_checkpointing is none; set it to block, or offload.activations to none": lambda c: (
         c.offload.activations.tier != "none" and c.model.activation_checkpointing == "none"
@@ -291,16 +291,16 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.profile.steps is not None and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps)
     ),
 }
-"""The texts of disagreements in a configuration `c` whose keys are each valid, each with its condition. A rule is left out where a
-key is wrong that its text names, so that it names all keys whose defaults would break it."""
+"""Conditions of conflicts between the valid keys of a configuration `c`, by message. A rule is skipped if a key in its text is
+invalid, so the text names all keys whose defaults would break it."""
 
 
 _POLYNOMIAL_END = 1e-7
-"""The rate at which transformers' polynomial ends."""
+"""The final learning rate of transformers' polynomial schedule."""
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:
-    """The learning-rate schedule that `config` names, of a long run where its steps follow from epochs. Raises `ConfigError`."""
+    """Return the learning-rate schedule of `config`, for a long run if its steps depend on epochs. Raises `ConfigError`."""
     section, lr = config.schedule, config.optimizer.lr
     steps = config.run.most_steps or _LONG
     curve: dict[str, Any] = section.model_dump(exclude={"warmup_ratio"})
@@ -310,7 +310,7 @@ def schedule_of(config: TrainerConfig) -> LRSchedule:
 
 
 def with_length(config: TrainerConfig, steps: int) -> TrainerConfig:
-    """The configuration of a run that has `steps` steps, whose warm-up is a number."""
+    """Return the configuration with `steps` steps and a resolved warm-up."""
     sections = {
         "run": config.run.model_copy(update={"max_steps": steps}),
         "schedule": config.schedule.model_copy(update={"warmup_steps": config.schedule.warmup_of(steps)}),

@@ -1,4 +1,4 @@
-"""YAML and JSON text to plain values, with limits: nothing is executed, expanded without bound, or guessed.
+"""Parsing of YAML and JSON to plain values within limits: nothing is executed, expanded without bound, or guessed.
 
 Plain scalars follow the core schema of YAML 1.2, of which JSON is a part, and not that of 1.1: `1e-3` is a number, `no`, `on` and
 `2024-01-01` are text. Tags, duplicate keys and keys that are not text are errors with their line.
@@ -20,12 +20,12 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
 _MOST_BITS = 1000
-"""An integer of so many bits can still become a float."""
+"""The most bits of an integer, which can then still become a float."""
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")
-"""An integer of more digits is a float, and most often an infinite one."""
+"""The pattern of an integer; more digits make a float, most often an infinite one."""
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -48,17 +48,17 @@ _MISTAKES = (
     ("a constructor for the tag", "tags (!...) are not allowed; write plain values"),
     ("unconstructable recursive", "an alias of something that it is a part of"),
 )
-"""Patterns of what the parser says, and what a person is told instead. Its own words may quote a line with a secret."""
+"""Patterns of parser messages with their replacements, as the originals may quote a line with a secret."""
 
 
 def read_yaml(path: Path, missing: str, *, where: str) -> Any:
-    """Return what `parse_yaml` does of a file, which may be a pipe.
+    """Return the value of `parse_yaml` for a file, which may be a pipe.
 
-    Raises `ConfigError` too where it cannot be read; its words are `missing` where there is none.
+    Raises `ConfigError` for unreadable files, with the text `missing` for an absent one.
     """
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)  # One byte more than allowed tells what is too large.
+            content = file.read(MAX_BYTES + 1)  # One byte more than allowed detects a file that is too large.
         text = content.decode("utf-8-sig") if len(content) <= MAX_BYTES else content.decode("latin-1")
     except FileNotFoundError:
         raise ConfigError(missing, where=where) from None
@@ -69,16 +69,15 @@ def read_yaml(path: Path, missing: str, *, where: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"is no path: {error}", where=repr(where)) from None
     if path.suffix == ".json":
-        text = re.sub(r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text)  # YAML has no tabs there.
+        text = re.sub(
+            r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text
+        )  # YAML forbids tabs in indentation.
     return parse_yaml(text, where=where)
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Return the value of the one document in `text`, which may be JSON: dict, list, str, int, float, bool or None.
-
-    Raises:
-        ConfigError: not YAML, more than the limits, or something refused; `where` and mostly the line are named.
-    """
+    """Return the value of the single document in `text`, which may be JSON: dict, list, str, int, float, bool or None. Raises
+    `ConfigError`, with `where` and mostly the line, for text that is not YAML, exceeds the limits or has refused parts."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
     try:
@@ -99,9 +98,9 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
 
 def plain_value(value: Any, *, where: str) -> Any:
-    """Return a copy of `value` made of dict, list, str, int, float, bool and None, within the limits.
+    """Return a copy of `value` in dict, list, str, int, float, bool and None, within the limits.
 
-    Tuples become lists and paths text; what is none of these is left for the models to refuse. Raises `ConfigError`.
+    Tuples become lists and paths text; other objects are left for the models to refuse. Raises `ConfigError`.
     """
     count = 0
 
@@ -137,7 +136,7 @@ def plain_value(value: Any, *, where: str) -> Any:
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    """Return what an unquoted scalar means."""
+    """Parse an unquoted scalar by the core schema."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -157,12 +156,12 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(\w*)(:-)?([^{}]*)\}")
 
 
 def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = "") -> Any:
-    """Return `value` with variables of the environment in its texts: `${NAME}`, or `${NAME:-default}`; `$${` stands for `${`.
+    """Substitute environment variables in the texts of `value`: `${NAME}`, or `${NAME:-default}`; `$${` stands for `${`.
 
-    A text that is one variable and nothing else becomes what YAML makes of its value, unless `takes_text` of the key's dotted path.
+    A text of a single variable is parsed as YAML, unless `takes_text` holds for the key's dotted path.
 
     Raises:
-        ConfigError: for a variable that is not set, and for one that holds a secret, which a configuration must not.
+        ConfigError: for an unset variable, and for one with a secret, which a configuration must not hold.
     """
 
     def found(match: re.Match[str]) -> str:
@@ -195,14 +194,13 @@ def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = ""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars by the core schema, and refuses tags, duplicate keys and keys that are not text."""
+    """A YAML loader that parses plain scalars by the core schema, and refuses tags, duplicate keys and keys that are not text."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """Return the tag of a node that has none: `plain` for a scalar without quotes."""
+        """Return the tag of an untagged node: `plain` for an unquoted scalar."""
         return "plain" if kind is yaml.ScalarNode and implicit[0] else kind.__name__
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = True) -> dict[Any, Any]:
-        """Return the mapping of a node, with all that it holds."""
         mapping: dict[str, Any] = {}
         lines: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""From samples to batches, and what is checked about a batch before it trains anything.
+"""Collation of samples into batches, and the checks of a batch before training.
 
 A batch is a mapping from the model's argument names to tensors whose dim 0 is the sample. Everything here is on CPU, before a batch
 goes to its device, so that no check waits for one.
@@ -23,7 +23,7 @@ IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
 
 Collate = Callable[[list[Any]], Any]
-"""A data collator: a list of samples to a mapping of tensors."""
+"""A data collator, which turns a list of samples into a mapping of tensors."""
 
 _LABEL_NAMES = ("label", "label_ids")
 
@@ -54,7 +54,7 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
 
 
 def collator_of(collate: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
-    """The data collator: the user's own, or as in transformers one that pads the samples of datasets by a tokenizer that can."""
+    """Return the user's collator or, as transformers does, a padding one for `datasets` if the tokenizer can pad."""
     pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
     if collate is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))
@@ -62,7 +62,7 @@ def collator_of(collate: Collate | None, processing_class: Any, *, datasets: boo
 
 
 def masking_collator(tokenizer: Any, fraction: float) -> Collate:
-    """Return what masks a `fraction` of the tokens, which are then to be found (Devlin et al. 2019). Raises `DataError`."""
+    """Return a collator for masked language modelling at rate `fraction` (Devlin et al. 2019). Raises `DataError`."""
     if getattr(tokenizer, "mask_token", None) is None:
         raise DataError(
             "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that has, "
@@ -72,7 +72,7 @@ def masking_collator(tokenizer: Any, fraction: float) -> Collate:
 
 
 def is_library(collate: Collate | None) -> bool:
-    """True for collators of transformers, and for the one that is used where there is none: they make tensors of all fields."""
+    """Return True for transformers' collators and None (the default one), which make tensors of all fields."""
     return collate is None or str(getattr(collate, "__module__", "")).startswith("transformers.")
 
 
@@ -111,12 +111,11 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
 
 
 def _tensor(value: Any, index: int, field: str) -> Tensor:
-    """A value as a tensor. Raises `DataError` for what is no number or is ragged within the sample."""
     if isinstance(value, Tensor):
         return value
     try:
         if isinstance(value, np.ndarray):
-            # torch can hold the wide unsigned types but not index or compare with them
+            # torch has no indexing or comparison for wide unsigned types.
             signed = value.dtype.kind == "u" and value.dtype.itemsize > 1
             return torch.tensor(value.astype(np.int64) if signed else value)
         return torch.tensor(value)
@@ -132,10 +131,11 @@ def _field_list(sample: Mapping[str, Any]) -> str:
 
 
 def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
-    """A batch of text, fields `[batch, sequence]`, without the columns at its end that are padding in all of its rows.
+    """Cut the trailing columns that are padding in all rows of a text batch with fields `[batch, sequence]`.
 
     Padding is where `attention_mask` is 0, or the last document of a row by its `position_ids` where that has no target. A model
-    that balances experts, for example, counts all tokens that it is given. The length stays a `multiple`, and a mask of ones goes.
+    that balances experts, for example, counts all tokens that it is given. The length stays a `multiple`, and an `attention_mask`
+    of ones is dropped.
     """
     length = batch["input_ids"].shape[1]
     places = torch.arange(length)
@@ -153,7 +153,7 @@ def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
 
 
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
-    """Count the terms that the loss of a batch is the mean of.
+    """Count the targets that the loss of a batch is averaged over.
 
     Integer labels count where they are not `ignored`; a causal model predicts position i + 1 at i, so the first
     position of each sequence (labels `[batch, sequence]`) is no target. Labels of floating point (regression)
@@ -176,7 +176,7 @@ def check_batch(
     indices: Sequence[int],
     classes: int | None = None,
 ) -> None:
-    """Raise `DataError` for token ids that the vocabulary does not have, and labels of classes that the model does not have.
+    """Raise `DataError` for token ids outside of the vocabulary, and for class labels outside of the model's range.
 
     `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100; those of a classifier are in
     [0, classes). `indices` are the dataset indices of the batch's samples. None as `vocab_size` or `classes`: the model has none.
@@ -197,7 +197,7 @@ def check_batch(
             what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
             needs = "classes are integers, and a model with num_labels 1 takes numbers"
             if ids.is_floating_point() and ids.ndim > 1:
-                continue  # Each sample may be of several classes.
+                continue  # Multi-label targets are floats.
         if ids.is_floating_point():
             raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}; {needs}")
         wrong = (ids < 0) | (ids >= size)
@@ -217,32 +217,30 @@ def check_batch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRules:
-    """How samples become a checked batch."""
+    """The rules by which samples become a checked batch."""
 
     collate: Collate | None = None
-    """The user's data collator; None: `default_collate`."""
+    """The user's data collator; None means `default_collate`."""
     vocab_size: int | None = None
     causal: bool = False
     classes: int | None = None
     fields: frozenset[str] | None = None
-    """Fields of a batch that the model's forward accepts; None: any."""
+    """Names of the fields that the model's forward accepts; None accepts all."""
     reduced: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """Leaves out of a sample the fields that the data collator does not see."""
+    """The function that drops the fields of a sample that the data collator does not take."""
     cut_to: int | None = None
-    """The batches are text, and cut to a multiple of so many tokens; None: they stay as they are."""
+    """The number of tokens to a multiple of which text batches are cut; None leaves batches uncut."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
-        """Read, collate and check the samples of these dataset indices; the batch has all fields.
-
-        Raises `DataError` where the collator gives no mapping, and as `default_collate` and `check_batch` do. An error of the
-        user's own code has a note that names the samples.
-        """
+        """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` if the
+        collator returns no mapping, and as `default_collate` and `check_batch` do. Errors of the user's code get a note with the
+        indices."""
         with ending_children():
             samples = []
             for index in indices:
-                with _noted("in sample", [index]):
+                with _with_note("in sample", [index]):
                     samples.append(self._reduced(dataset[index], index))
-            with _noted("in a batch of the samples", indices):
+            with _with_note("in a batch of the samples", indices):
                 batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -258,7 +256,7 @@ class BatchRules:
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
     def _reduced(self, sample: Any, index: int) -> Any:
-        """A sample as the collator sees it. Raises `DataError` where no field is left, and for labels that are text."""
+        """Return the fields of a sample for the collator. Raises `DataError` if none is left, and for text labels."""
         if not isinstance(sample, Mapping):
             return sample
         labels = (
@@ -283,8 +281,7 @@ class BatchRules:
 
 
 @contextmanager
-def _noted(where: str, indices: Sequence[int]) -> Iterator[None]:
-    """Add to an error of the user's code what it came from."""
+def _with_note(where: str, indices: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -295,9 +292,9 @@ def _noted(where: str, indices: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def ending_children() -> Iterator[None]:
-    """A process that is forked inside the block ends where it would leave it, with the exit status that it would have had.
+    """End a process that is forked inside the block at the end of the block, with its exit status.
 
-    All that is around the block belongs to its parent: process groups, the board, locks, files that are written.
+    Resources outside of the block (process groups, the board, locks, open files) belong to the parent alone.
     """
     parent, ending = os.getpid(), None
     try:

@@ -1,10 +1,10 @@
-"""Rows of text, of conversations, or of prompts and completions, as tokens, and which of them are targets of the loss.
+"""Tokenization of text, conversation and prompt-completion rows, and the targets of the loss.
 
     row -> text and the characters of its answers (`Renderer`) -> tokens and targets (`encode_rows`)
 
-The text of a conversation is what its chat template makes of it. Where the answers lie in it, the template says itself by
-`{% generation %}`; of other templates it is what each turn of the assistant adds to the text before it, where that text, and the
-one with the turn, are beginnings of the whole. A template for which they are not is refused.
+The chat template renders a conversation to text. A template marks the spans of the answers by `{% generation %}`; in other
+templates, an answer is the text that a turn of the assistant appends, provided that the text before it, and the text with the turn,
+are prefixes of the whole. A template that breaks this is refused.
 """
 
 import json
@@ -32,25 +32,25 @@ from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokeniz
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NEARLY = 0.9
-"""Part of all answers that a token has to end."""
+_ENDING_SHARE = 0.9
+"""The least share of the answers that end with the token reported by `Renderer.ending`."""
 
 
 class RenderedRow(NamedTuple):
-    """The text of a row, and the first and last (exclusive) character of each answer in it."""
+    """The rendered text of a row, and the character spans `[begin, end)` of the answers."""
 
     row: Row
     text: str
     answers: tuple[tuple[int, int], ...]
     plain: bool
-    """True if the text was not made by a template: then it has neither a token that begins it nor one that ends it."""
+    """True for text that no template rendered, which has no begin and end tokens yet."""
     label: str | None = None
-    """The class of the text, where that is what is learnt."""
+    """The class name of a row for sequence classification."""
 
 
 class EncodedRow(NamedTuple):
-    """The ids of a row, `[tokens]`, which of them are targets, bool `[tokens]`, and whether some answer begins or ends inside of a
-    token. Such a token is no target."""
+    """The token ids of a row, int `[tokens]`, their target mask, bool `[tokens]`, and True in `inside` if an answer begins or ends
+    within a token, which is then no target."""
 
     key: str
     text_bytes: int
@@ -62,10 +62,10 @@ class EncodedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Makes text of the rows of a format. `columns` are their names in the files, and `template` is text, a name that the tokenizer
-    knows, or None.
+    """Renderer of the rows of one format to text.
 
-    `answers`: False: all that is in a row is an answer. `limit`: tokens to which labelled text is cut.
+    `columns` maps column names to those of the files; `template` is Jinja text, a name that the tokenizer knows, or None. With
+    `answers` False, the whole row is an answer. `limit` is the number of tokens to which labelled text is cut.
     """
 
     tokenizer: Tokenizer
@@ -77,22 +77,22 @@ class Renderer:
 
     @property
     def format(self) -> RowFormat:
-        """The row of the table of formats."""
+        """The entry of the table of formats."""
         return FORMATS[self.form]
 
     def named(self, *names: str) -> list[str]:
-        """The names in the files of some columns."""
+        """Return the names that these columns have in the files."""
         return [self.columns.get(name, name) for name in names]
 
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
-        """Yield the rows of a source, as `TextSource.rows` does; where they are documents, each file of text is one."""
+        """Yield the rows of a source, as `TextSource.rows` does; for formats of documents, each text file is a row."""
         form = self.format
         needed, label = form.needed, (form.label,) if form.label else ()
         optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
         return source.rows(self.named(*needed, *label), self.named(*optional), skipped, whole=form.joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
-        """The contents of a row, by the columns that they come from: text, or messages."""
+        """Return the contents of a row, text or messages, by column name."""
         form = self.format
         if form.parts is None:
             return {name: row.values[name] for name in self.named(*form.needed)}
@@ -103,7 +103,7 @@ class Renderer:
             raise DataError(f"{row.where} is no row of data.format {self.form}: {summary(error)}") from error
 
     def render(self, row: Row) -> RenderedRow:
-        """Return the text of a row. Raises `DataError` for one that is not as its format asks, and for templates, as above."""
+        """Render a row. Raises `DataError` for a row that does not fit its format, and for unusable templates."""
         given, label = self._parts(row), None
         values = list(given.values())
         if self.format.label is not None:
@@ -128,8 +128,8 @@ class Renderer:
         return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
 
     def _conversation(self, row: Row, given: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The text that the template makes of messages, and the characters of the answers in it. Raises `DataError`."""
-        # What is neither text nor a list is wrong by itself, and is looked at before text that is wrong only beside a list.
+        """Render messages by the template; return the text and the answer spans. Raises `DataError`."""
+        # Values that are neither text nor a list are checked before text that is wrong only beside a list.
         names = sorted(given, key=lambda name: isinstance(given[name], str))
         turns = {name: self._messages(row, name, given[name]) for name in names}
         whole = [message for name in given for message in turns[name]]
@@ -143,14 +143,14 @@ class Renderer:
         return text, answers
 
     def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
-        """What a process of a `DataLoader` makes, whose indices are rows: their tokens, or what is wrong with one of them."""
+        """Encode rows in a `DataLoader` worker, whose indices are rows; a data error is returned as its message."""
         try:
             return list(_encode([self.render(row) for row in rows], self))
         except DataError as error:
             return str(error)
 
     def ending(self, rows: Iterable[Row]) -> int | None:
-        """The token that ends nearly all answers of some rows, such as <|im_end|>; None where there is none."""
+        """Return the token that ends nearly all answers of the rows, such as <|im_end|>, or None."""
         found: Counter[int] = Counter()
         count = 0
         for row in rows:
@@ -162,17 +162,17 @@ class Renderer:
                 content = str(turn.get("content") or "").strip()
                 if not content:
                     continue
-                # What the template writes behind it is one token but for white space, or else the turn ends with a special one.
+                # A template closes a turn with one token (white space aside), or the content itself ends with a special
+                # token.
                 behind = rendered.text[begin:end].rpartition(content)[2].strip()
                 ends = not behind and content.endswith(tuple(map(str, self.tokenizer.special_tokens.values())))
                 own, said = self.tokenizer.encode([behind, content])
                 found.update(own.tolist() if len(own) == 1 else said[-1:].tolist() if ends else [])
                 count += 1
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
-        return token if times > _NEARLY * count else None
+        return token if times > _ENDING_SHARE * count else None
 
     def _messages(self, row: Row, name: str, value: Any) -> Messages:
-        """The messages of a column, without the keys that only other rows have: files of columns hold null for them."""
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             kind = "an empty list" if value == [] else type(value).__name__
             rest = ", as the other column is" if self.format.holds == "either" else ""
@@ -188,7 +188,6 @@ class Renderer:
         return [_without_null(message) for message in value]
 
     def _tools(self, row: Row) -> Any:
-        """The row's tools, JSON schemas, which may be one text; None where it has none."""
         (name,) = self.named("tools")
         tools = row.values.get(name)
         try:
@@ -208,7 +207,7 @@ class Renderer:
     def _apply(
         self, row: Row, messages: Messages, *, marked: bool = False, asking: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and the characters that the template marks; `asking`: up to where the assistant is to answer."""
+        """Render messages; return the text and the marked spans. `asking` adds the generation prompt."""
         more = row.values.get(*self.named("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
         template = self._template(row)
@@ -222,7 +221,7 @@ class Renderer:
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
 
     def _added(self, row: Row, text: str, messages: Messages, begin: int, end: int) -> tuple[int, int]:
-        """The characters of `text`, that of all messages, which those from `begin` to `end` add. Raises `DataError`."""
+        """Return the span of `text`, the rendering of all messages, that `messages[begin:end]` add. Raises `DataError`."""
         asked, _ = self._apply(row, messages[:begin], asking=True)
         told = text if end == len(messages) else self._apply(row, messages[:end])[0]
         if text.startswith(told) and told.startswith(asked):
@@ -235,7 +234,7 @@ class Renderer:
 
 
 def read_template(given: str | None) -> str | None:
-    """The chat template that `data.chat_template` gives: the text of a file, or the value itself. Raises `DataError`.
+    """Return the chat template that `data.chat_template` gives, read from a file or the value itself. Raises `DataError`.
 
     A value with neither a line break nor a brace is a path or a name that the tokenizer knows.
     """
@@ -250,9 +249,9 @@ def read_template(given: str | None) -> str | None:
 
 
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:
-    """Yield the tokens of each row, in order; `processes` of its own make them, or this one.
+    """Yield the tokens of each row, in order, made by `processes` worker processes, or by this one for 0.
 
-    Raises `DataError` for a row or template that cannot be used, and where a process ends before its time.
+    Raises `DataError` for a row or template that cannot be used, and if a worker process dies.
     """
     loader: DataLoader[Any] = DataLoader(
         renderer,  # type: ignore[arg-type]
@@ -260,7 +259,7 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
         num_workers=processes,
         collate_fn=lambda found: found,
         worker_init_fn=_begin_process,
-        generator=torch.Generator(),  # else a number would be drawn from the user's
+        generator=torch.Generator(),  # without it, torch draws from the user's generator
     )
     try:
         for found in loader:
@@ -307,7 +306,7 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
         targets, inside = _targets(row, ids, places, tokenizer)
         if row.plain:
             ids = np.concatenate([beginning.astype(ids.dtype), ids, np.asarray([tokenizer.end_of_text], ids.dtype)])
-            # What ends a text is learnt, and what begins it is given.
+            # The end-of-text token is a target, and the beginning tokens are not.
             targets = np.concatenate([np.zeros(len(beginning), np.bool_), targets, [True]])
         yield EncodedRow(row.row.key, text_bytes, ids, targets, inside, row.label)
 
@@ -315,11 +314,9 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
 def _targets(
     row: RenderedRow, ids: TokenArray, places: TokenArray | None, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.bool_], bool]:
-    """Which tokens are of an answer, and whether some are only in part. Raises `DataError`.
-
-    The places of the tokens say so, or the tokens of the pieces of the text, cut where answers begin and end, where these are
-    together the tokens of the whole text.
-    """
+    """Return the target mask, and True if an answer begins or ends within a token. Raises `DataError`. The offsets of the tokens
+    decide. Failing that, the text is cut at the answers' ends and its pieces are encoded one by one, if together they give the
+    tokens of the whole text."""
     if row.answers in ((), ((0, len(row.text)),)):
         return np.full(len(ids), bool(row.answers)), False
     targets, inside = (np.zeros(len(ids), np.bool_), True) if places is None else _by_places(places, row.answers)
@@ -340,11 +337,9 @@ def _targets(
 
 
 def _by_places(places: TokenArray, answers: Sequence[tuple[int, int]]) -> tuple[NDArray[np.bool_], bool]:
-    """Which tokens lie in an answer with all of their characters, and whether some lie in it with a part of them.
-
-    Some tokenizers leave white space out of the places of the token that holds it, so a token begins where the one before it ends.
-    A token without characters of its own is one of several of the character before it.
-    """
+    """Return the mask of tokens that lie wholly in an answer, and True if a token lies partly in one. Some tokenizers exclude white
+    space from a token's offsets, so a token begins where the previous one ends. A token with an empty span is a further piece of
+    the previous character."""
     ends = np.maximum.accumulate(places[:, 1])
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
     empty = starts == ends
@@ -356,7 +351,6 @@ def _by_places(places: TokenArray, answers: Sequence[tuple[int, int]]) -> tuple[
 
 
 def _without_null(value: Any) -> Any:
-    """A value without the keys that hold null, at any depth."""
     if isinstance(value, Mapping):
         return {name: _without_null(each) for name, each in value.items() if each is not None}
     return [_without_null(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,10 +1,10 @@
-"""From the `data` section of a configuration to datasets that training and evaluation read.
+"""Datasets for training and evaluation, built from the `data` section of a configuration.
 
     find_text -> rows -> text and token ids (conversations.py) -> held out or not -> packed sequences
 
-Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank does the same, and gets the same:
-nothing here knows a rank. The order in which a run reads the sequences is that of `sampler.SampleOrder`, and of several datasets
-that are mixed that of `sampler.MixedOrder`.
+Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank gets the same datasets:
+nothing here knows a rank. The order of the sequences is set by `sampler.SampleOrder`, and for mixtures of
+datasets by `sampler.MixedOrder`.
 """
 
 import hashlib
@@ -39,13 +39,13 @@ from zeromesh.trainer.data.tokenizer import (
 from zeromesh.trainer.formatting import Detail, human_bytes
 
 _VERSION = 5
-"""Version of how text becomes tokens here. Tokens that another version has cached are not read."""
+"""Version of the tokenization code; cached tokens of other versions are ignored."""
 
 _LARGE = 16 << 20
-"""Bytes of files above which several processes make conversations into tokens."""
+"""Bytes of input files above which several processes tokenize conversations."""
 _MOST_PROCESSES = 32
-_ASKED = 64
-"""Rows that are looked at for what ends an answer."""
+_SEARCHED_ROWS = 64
+"""The number of rows that are searched for the token that ends an answer."""
 
 Sequences = PackedDataset | ConversationDataset
 Evaluated = Sequences | Mapping[str, Sequences] | None
@@ -58,12 +58,12 @@ def load_datasets(
     cache: TokenCache | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> RunData:
-    """Read, tokenise and pack what `section` names; a `tokenizer` replaces the section's.
+    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's.
 
-    Text that `cache` has is not read again. `tell` is called every few documents, with a line about how far it is.
+    Text in `cache` is not read again. `tell` gets a progress line every few documents.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
-    every seed and machine. Where that leaves less than a sequence (few documents), it is the last sequences instead.
+    every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead.
 
     Raises:
         DataError: for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
@@ -93,34 +93,31 @@ def load_datasets(
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Return True if the document named `key` belongs to the `fraction` that is held out: a function of both alone."""
+    """Return True if a hash of the document's name `key` places it in the held-out `fraction`."""
     digest = hashlib.blake2b(key.encode("utf-8", errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DatasetLoader:
-    """Makes datasets of sections: of the whole one, or of the parts of its mixture."""
+    """Builder of the datasets of a `data` section, or of the parts of a mixture."""
 
     tokenizer: Tokenizer
     digest: str | None
-    """None where the tokenizer cannot be recognised."""
+    """Digest of the tokenizer; None if it has none, and then nothing is cached."""
     template: str | None
-    """The chat template of a tokenizer that has none itself."""
+    """The chat template, given for a tokenizer without one."""
     separate: bool
     masked: bool
-    """Samples have an `attention_mask`: those of rows do that are not packed."""
+    """True if samples have an `attention_mask`, as rows that are not packed do."""
     cache: TokenCache
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
-    """Lines for the person who runs it."""
     endings: set[int] = field(default_factory=set)
-    """The tokens that end nearly all answers of what was loaded."""
     classes: list[str] = field(default_factory=list)
-    """The classes of labelled text in the order of their numbers, as the first text that is loaded has them."""
+    """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
 
     def load(self, section: DataSection, where: str) -> RunData:
-        """Return the sequences to be trained on, and those of `data.eval` or held out."""
         fraction = section.eval_fraction
         source = self.source(section, section.train, where)
         where = f"{where} {source.name!r}"
@@ -135,7 +132,7 @@ class _DatasetLoader:
         if section.rows.answers:
             with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
                 renderer = self._renderer(section)
-                ending = renderer.ending(islice(renderer.rows(source, []), _ASKED))
+                ending = renderer.ending(islice(renderer.rows(source, []), _SEARCHED_ROWS))
                 self.endings.update([ending] if ending is not None else [])
         self.notes.extend(source.notes)
         train, evaluation = self._pack(section, text, 0, kept, where), None
@@ -156,7 +153,7 @@ class _DatasetLoader:
         return self._loaded(train, evaluation, entropy)
 
     def mix(self, section: DataSection, parts: Mapping[str, MixturePart]) -> RunData:
-        """Return the same of a mixture, whose held-out sequences are those of its parts by their names."""
+        """Return the datasets of a mixture; its evaluation sets are those held out of the parts, by name."""
         eval_sources = self.eval_sources(section)
         own = {"eval_fraction": 0.0, "eval": None} if eval_sources else {}
         loaded = {
@@ -185,11 +182,11 @@ class _DatasetLoader:
         )
 
     def _take_classes(self, section: DataSection, text: StoredText, where: str) -> None:
-        """Number the classes of labelled text, if those of no other text were. Raises `DataError` for a single one."""
+        """Number the classes of the first labelled text. Raises `DataError` for a single class."""
         names = set(text.remarks["labels"])
         if section.rows.label is None or self.classes:
             return
-        if len(names) == 1:  # Of one class, transformers makes a regression.
+        if len(names) == 1:  # transformers treats one class as a regression.
             raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
         numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
         self.classes.extend(sorted(names, key=int if numbers else str))
@@ -200,15 +197,13 @@ class _DatasetLoader:
         return Renderer(self.tokenizer, section.format, columns, self.template, answers, limit)
 
     def source(self, section: DataSection, given: Any, where: str) -> TextSource:
-        """Find the text that is `given` under a key."""
         return find_text(paths_of(given), where=where, encoding=section.encoding)
 
     def eval_sources(self, section: DataSection) -> dict[str, TextSource]:
-        """Find what `data.eval` names, by the key; nothing where that is null."""
         return {where: self.source(section, each, where) for where, each in section.evaluated().items()}
 
     def evaluation(self, section: DataSection, sources: Mapping[str, TextSource]) -> Evaluated:
-        """Return the sequences of `data.eval`, or of its sets by their names."""
+        """Return the sequences of `data.eval`, or a mapping of its sets by name."""
         found: dict[str, Sequences] = {}
         for where, source in sources.items():
             text = self._read(section, source, 0.0)
@@ -217,7 +212,6 @@ class _DatasetLoader:
         return found.get("", found)
 
     def _read(self, section: DataSection, source: TextSource, fraction: float) -> StoredText:
-        """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
         form, renderer = section.rows, self._renderer(section)
         values: list[Any] = [_VERSION, self.digest, fraction, source.description(), section.format, section.text_field]
         if not form.joined:
@@ -235,7 +229,7 @@ class _DatasetLoader:
             processes = min(available_cores(), _MOST_PROCESSES) if size > _LARGE and form.answers else 0
             for row in encode_rows(renderer.rows(source, skipped), renderer, processes):
                 counts["rows"] += 1
-                taken = _counted(row, renderer.limit, counts) if form.answers else row
+                taken = _cut(row, renderer.limit, counts) if form.answers else row
                 if not (taken.text_bytes if form.joined else taken.ids.size):
                     continue
                 apart = is_held_out(row.key, fraction)
@@ -257,7 +251,7 @@ class _DatasetLoader:
         return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=not form.joined)
 
     def _pack(self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str) -> Sequences:
-        """Return the sequences of a part of a text, which are noted. Raises `DataError` where it is shorter than one."""
+        """Return the sequences of `amount` tokens from `first`. Raises `DataError` for less than one sequence."""
         length = section.sequence_length
         if not section.rows.joined:
             return self._pack_rows(section, text, first, amount, where)
@@ -286,7 +280,7 @@ class _DatasetLoader:
     def _pack_rows(
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
     ) -> ConversationDataset:
-        """The same of rows that stay whole. Raises `DataError` for a class that the training text does not have."""
+        """Return the same for rows that stay whole. Raises `DataError` for classes absent from the training text."""
         length, counts, classes = section.sequence_length, Counter(text.remarks["counts"]), None
         if not counts["rows"]:
             raise DataError(f"{where} has no rows")
@@ -320,24 +314,24 @@ class _DatasetLoader:
         )
         if labelled:
             note += f"; {len(self.classes)} classes: {some(self.classes, 8)}"
-        elif not first:  # What follows is of all rows, and is said with the first of them.
+        elif not first:  # The counts below cover all rows, so one note has them.
             note += f"; targets of the loss are {counts['targets']:,} tokens of all rows"
-            note += "".join(f"; {line.format(counts[kind])}" for kind, line in _LOST.items() if counts[kind])
-        loud = labelled or (not first and any(counts[kind] for kind in _LOST))
+            note += "".join(f"; {line.format(counts[kind])}" for kind, line in _ROW_NOTES.items() if counts[kind])
+        loud = labelled or (not first and any(counts[kind] for kind in _ROW_NOTES))
         self.notes.append(note if loud else Detail(note))
         return found
 
 
-_LOST = {
+_ROW_NOTES = {
     "cut": "{:,} rows are longer than data.sequence_length and are cut",
     "without a target": "{:,} have no target and are left out",
     "inside": "in {:,} an answer begins or ends inside of a token, which is no target then",
 }
-"""By its count, what is lost of rows."""
+"""Messages about rows that were cut or lost, by the name of their count."""
 
 
-def _counted(row: EncodedRow, limit: int, counts: Counter[str]) -> EncodedRow:
-    """A row cut to `limit` tokens, and empty if it then has no target; what is lost so is counted."""
+def _cut(row: EncodedRow, limit: int, counts: Counter[str]) -> EncodedRow:
+    """Cut a row to `limit` tokens, empty it if no target remains, and update `counts`."""
     ids, targets = row.ids[:limit], row.targets[:limit]
     learnt = int(targets[1:].sum())
     counts.update(

@@ -1,4 +1,4 @@
-"""The data of a run: its datasets, and the feeds that make checked batches of them."""
+"""The datasets of a run, and the feeds that make checked batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,37 +16,37 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, Sam
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
-_COMPARED = 65536
-"""Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
-_TRIED = 100
-"""Global batches that are looked through for a target before a run begins. Later ones without any are passed over."""
+_COMPARED_ELEMENTS = 65536
+"""The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
+_SEARCHED_BATCHES = 100
+"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """The datasets of a run, and what is known of them where the configuration names their files."""
+    """The datasets of a run, and what loading their files told about them."""
 
     train: Any
     """A map-style dataset, a `StreamedDataset`, or None."""
     eval: Any = None
-    """A map-style dataset, several of them by their names, or None."""
+    """A map-style dataset, a mapping of names to such datasets, or None."""
     tokenizer: Tokenizer | None = None
-    """The tokenizer that has made text into tokens; None where the data is no text of files."""
+    """The tokenizer of the text; None for other data."""
     byte_pair_entropy: float | None = None
-    """Nats per token of the training text; it is there for text and the byte tokenizer alone."""
+    """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
     endings: tuple[int, ...] = ()
-    """The tokens that end answers, where there are any."""
+    """The tokens that end answers."""
     classes: tuple[str, ...] = ()
     """The names of the classes of labelled text or pictures."""
     processor: Any = None
-    """The image processor that has made pixels of pictures."""
+    """The image processor of pictures."""
     notes: tuple[str, ...] = ()
     """Lines for the start of the run."""
     limited: bool = False
-    """True if a part of some evaluation set is evaluated."""
+    """True if `data.eval_samples` limits an evaluation set."""
 
     def evaluated(self) -> dict[str, MapDataset]:
-        """Each evaluation set by the name that error messages use."""
+        """Return each evaluation set by its name in error messages."""
         if self.eval is None:
             return {}
         if isinstance(self.eval, Mapping):
@@ -54,11 +54,11 @@ class RunData:
         return {"eval_dataset": self.eval}
 
     def sets(self) -> dict[str, MapDataset | StreamedDataset]:
-        """All datasets by the name that error messages use."""
+        """Return all datasets by their names in error messages."""
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
 
     def row(self) -> str:
-        """The datasets in one row, for the start of the run."""
+        """Describe the datasets in one row, for the start of the run."""
         what = f"sequences of {self.train.sequence_length} tokens" if self.tokenizer else "samples"
         train = () if self.train is None else self.train
         text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"
@@ -67,11 +67,11 @@ class RunData:
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer or image processor of Hugging Face that reads the data, saved with the model; None: there is none."""
+        """The Hugging Face tokenizer or image processor, which is saved with the model, or None."""
         return self.tokenizer.tokenizer if isinstance(self.tokenizer, PretrainedTokenizer) else self.processor
 
     def description(self, *, shuffle: bool) -> dict[str, Any]:
-        """Describe what a resumed run must have in common: the same samples in the same order, wherever the files are now."""
+        """Describe the samples and their order, independent of file paths, which a resumed run must match."""
         if self.tokenizer is not None:
             found = {
                 "train": self.train.fingerprint(),
@@ -87,7 +87,7 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """Makes the checked batches of one dataset, in the order of global sample indices."""
+    """A dataset with its order, from which checked batches are made by global sample index."""
 
     dataset: MapDataset | StreamedDataset
     order: SampleOrder | MixedOrder
@@ -102,16 +102,16 @@ class Feed:
             )
 
     def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target, with all its fields. Raises `DataError` where the first global batches have none.
+        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none.
 
-        Every rank reads the same microbatches, up to the first with a target, so that all of them raise or none. A batch without
-        `labels` passes: the loss may be made of something else.
+        Every rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without
+        `labels` passes: the loss may use other fields.
         """
         plan = replace(self.plan, data_ranks=1)
-        steps = _TRIED if isinstance(self.dataset, StreamedDataset) else 1
+        steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:
-            steps = min(_TRIED, -(-plan.epoch_size // plan.global_size))
-        with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
+            steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
+        with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
             for step, turn in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
                 indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
                 batch = self.rules.make_batch(self.dataset, list(indices))
@@ -127,7 +127,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feeds:
-    """Makes the feeds of a run; `plan` cuts the training data, and `eval_micro_size` is the microbatch of evaluations."""
+    """The feeds of a run. `plan` cuts the training data; `eval_micro_size` is the microbatch size of evaluations."""
 
     data: RunData
     plan: BatchPlan
@@ -137,29 +137,28 @@ class Feeds:
     rules: BatchRules
 
     def train(self) -> Feed | None:
-        """The training data, one global batch after the other; None where there is none."""
+        """Return the feed of the training data, or None without any."""
         return None if self.data.train is None else self._feed(self.data.train, self.plan, shuffle=self.shuffle)
 
     def evaluation(self, dataset: MapDataset) -> Feed:
-        """A dataset as one global batch, in its own order."""
+        """Return the feed of an evaluation dataset, as one global batch in dataset order."""
         micro = min(self.eval_micro_size, len(dataset))
         plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self.plan.data_ranks)
         return self._feed(dataset, plan, shuffle=False)
 
     def named(self) -> dict[str, Feed]:
-        """The feeds of all datasets of the run, by the name that error messages use."""
+        """Return the feeds of all datasets by their names in error messages."""
         train = self.train()
         return ({} if train is None else {"train_dataset": train}) | {
             name: self.evaluation(dataset) for name, dataset in self.data.evaluated().items()
         }
 
     def example(self) -> dict[str, Any] | None:
-        """Return the first batch of the run, with the fields that the model accepts; None where there are no data."""
+        """Return the first batch of the run with the fields that the model accepts; None without data."""
         batch = next((feed.first_batch() for feed in self.named().values()), None)
         return batch and self.rules.accepted(batch)
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
-        """Raises `DataError` for token ids that the vocabulary does not have."""
         size = self.rules.vocab_size
         if isinstance(dataset, TokenDataset | MixedDataset) and size is not None:
             dataset.check_vocabulary(size)
@@ -174,7 +173,7 @@ class Feeds:
 
 
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
-    """Compare the kinds and lengths of datasets by name, and `others`, on all ranks. Raises `DataError` where they differ."""
+    """Raise `DataError` where the datasets' kinds and lengths, or `others`, differ between ranks."""
     kinds = {
         name: "a stream" if isinstance(dataset, StreamedDataset) else f"{counted(len(dataset), 'sample')}"
         for name, dataset in sets.items()
@@ -188,12 +187,12 @@ def require_same_batches(
     mesh: Mesh,
     cure: str = "datasets and collators must give the same samples for the same index on every rank",
 ) -> None:
-    """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
+    """Raise `DataError` where the ranks of a tensor or pipeline group, which share a batch, hold different batches."""
     if mesh.model_size == 1:
         return
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
-    own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED) for part in parts]])]
+    own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
     rows = mesh.world.gather_integers(own)
     others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
     if others:

@@ -1,8 +1,8 @@
-"""`BatchLoader`: the batches of one rank, in the order of its microbatches, made in this process or ahead of time by workers.
+"""`BatchLoader`, which yields a rank's microbatches in order, made in this process or prefetched by workers.
 
-Workers are those of torch's `DataLoader`, whose sampler names microbatches: a worker does for one what this process would do, with
-random numbers that belong to the microbatch, so that how many workers there are changes no batch. They are forked, so that a
-dataset may hold whatever it likes (docs/decisions/0023-data-workers-are-forked.md), and end with this process, however it ends.
+Workers are those of torch's `DataLoader`, whose sampler names microbatches: a worker makes a microbatch as this process would, with
+random numbers seeded by the microbatch, so their number changes no batch. They are forked, so that a dataset may hold objects that
+cannot be pickled (docs/decisions/0023-data-workers-are-forked.md), and end with this process, however it ends.
 """
 
 import ctypes
@@ -41,14 +41,14 @@ from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import Microbatch
 from zeromesh.trainer.data.streaming import StreamedDataset
 
-_MOST = 4
-"""Workers of a rank by themselves: enough for most tokenizers and images, and a host with few cores is left some."""
-_AHEAD = 128
-"""Microbatches that are made ahead at most: each field of each holds a file descriptor until it is used."""
+_MOST_WORKERS = 4
+"""The most workers of a rank that `auto` starts, enough for most tokenizers and images."""
+_MOST_AHEAD = 128
+"""The most microbatches that are prefetched; each tensor of them holds a file descriptor until it is used."""
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
-_ASK = signal.SIGRTMAX
-"""Asks a worker where it is, and is a signal that no scheduler sends."""
+_STACK_SIGNAL = signal.SIGRTMAX
+"""The signal that asks a worker for its stack; schedulers do not send it."""
 _PR_SET_PDEATHSIG = 1
 
 Batch = dict[str, Any]
@@ -56,9 +56,9 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """How batches are made: by `count` worker processes of each rank, or in the rank itself for 0.
+    """The data workers of a rank: `count` processes, or the rank itself for 0.
 
-    `timeout_seconds`: how long a worker may take for one microbatch. `pinned`: batches are to lie in pinned memory.
+    `timeout_seconds` is the limit for one microbatch; `pinned` puts batches into pinned memory.
     """
 
     count: int = 0
@@ -69,13 +69,13 @@ class Workers:
     def choose(
         cls, wanted: int | Literal["auto"], device: torch.device, local_ranks: int, *, timeout_seconds: float
     ) -> Self:
-        """Return the configured workers; auto: none on a CPU, whose cores compute, else a few, as far as this rank has cores.
+        """Return the configured workers; auto is 0 on a CPU device, else a few, limited by the cores per rank.
 
         Raises `ConfigError` where this process may have no children.
         """
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
-        automatic = min(_MOST, available_cores() // local_ranks) if on_device and not childless else 0
+        automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
         count = automatic if wanted == "auto" else wanted
         if count and childless:
             raise ConfigError(
@@ -85,7 +85,6 @@ class Workers:
         return cls(count=count, timeout_seconds=timeout_seconds, pinned=on_device)
 
     def notes(self, dataset: Any) -> list[str]:
-        """A line for the start of a run whose training data this is."""
         if not self.count:
             return []
         if isinstance(dataset, StreamedDataset):
@@ -94,14 +93,14 @@ class Workers:
 
 
 class _Task(NamedTuple):
-    """A microbatch to be made, and the sample whose place in the stream is wanted with it, or None."""
+    """A microbatch to make, and the sample index whose stream state is returned with it, or None."""
 
     microbatch: Microbatch
     place: int | None
 
 
-class _Made(NamedTuple):
-    """The result of a task: a batch and, if it was asked for, a stream's state; or the type and the text of an error."""
+class _Result(NamedTuple):
+    """The result of a task: a batch and, if asked for, the stream state; or the type and text of an error."""
 
     batch: Batch
     state: dict[str, Any] | None = None
@@ -109,15 +108,15 @@ class _Made(NamedTuple):
 
 
 class BatchLoader(AbstractContextManager["BatchLoader"]):
-    """The batches of a feed for one data rank, step by step. A context manager, as workers have to end.
+    """Loader of the batches of one data rank, a context manager that ends its workers.
 
     Args:
-        feed: what makes a batch.
-        data_rank: whose microbatches these are.
-        workers: who makes them.
-        last: the step of the data after which there is none (exclusive); workers make none beyond it.
-        state: where a stream goes on, by its own earlier state; None: at its beginning.
-        waiting: called a few times a second while workers are waited for.
+        feed: the dataset, order and rules of the batches.
+        data_rank: the data-parallel rank.
+        workers: the worker settings.
+        last: the exclusive last step of the data; nothing is prefetched beyond it.
+        state: the saved state from which a stream resumes; None starts at the beginning.
+        waiting: called a few times a second while the loader waits.
     """
 
     def __init__(
@@ -134,40 +133,39 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._rank = data_rank
         self._last = last
         self._state = state
-        """The latest place of the stream: behind the last step that was made whole."""
+        """The stream state after the last complete step."""
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         if self._stream is not None and not workers.count:
             self._stream.waiting = waiting
         tasks = last * feed.plan.accumulation
-        # A stream is read from front to back: by one worker.
+        # A stream is sequential, so one worker reads it.
         count = min(workers.count, 1 if self._stream is not None else tasks)
         self._workers = Workers(count=count, timeout_seconds=workers.timeout_seconds, pinned=workers.pinned)
         self._group: _WorkerGroup | None = None
-        self._maker = _Maker(feed, state)
+        self._maker = _BatchMaker(feed, state)
         self._place: tuple[int, int] = (0, 0)
-        """The step and the turn of the microbatch that workers make next."""
+        """The step and turn of the next prefetched microbatch."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the workers."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     @property
     def workers(self) -> int:
-        """How many processes make the batches; 0: this one does."""
+        """The number of worker processes; 0 means that this process makes the batches."""
         return self._workers.count
 
     def step(self, step: int) -> list[Batch]:
-        """The batches of all microbatches of step `step` of the data (from 0), on the CPU."""
+        """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""
         return [self.batch(step, turn) for turn in range(self.feed.plan.accumulation)]
 
     def batch(self, step: int, turn: int) -> Batch:
-        """The batch of number `turn` of the microbatches of a step.
+        """Return the batch of microbatch `turn` of a step.
 
         Raises:
             DataError: for a sample that cannot be read, a batch that cannot be trained on, and a worker that is gone or hangs.
@@ -178,7 +176,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         else:
             if self._group is None or self._place != (step, turn):
                 self.close()
-                self._maker = _Maker(self.feed, self._state)
+                self._maker = _BatchMaker(self.feed, self._state)
                 self._group = _WorkerGroup(self._tasks(step, turn), self._maker, self._workers)
             made = self._group.next(self._waiting, self._stream)
             self._place = (step, turn + 1) if turn + 1 < self.feed.plan.accumulation else (step + 1, 0)
@@ -189,17 +187,17 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._state = made.state or self._state
         if self._workers.pinned or not self._workers.count:
             return made.batch
-        # A tensor from a worker holds a file descriptor for as long as it is there.
+        # A tensor from a worker holds a file descriptor for its lifetime.
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.batch.items()}
 
     def state(self, step: int) -> Mapping[str, Any]:
-        """Return the place of the stream before step `step` of the data, the next one; empty for a dataset with a length."""
+        """Return the stream state before the next data step `step`; empty for a dataset with a length."""
         if self._stream is not None and self._state is None:
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
 
     def _tasks(self, step: int, turn: int) -> Iterator[_Task]:
-        """All tasks from a microbatch on. With the last one of a step comes the place of the stream behind it."""
+        """Yield all tasks from a microbatch on; the last one of a step asks for the stream state after the step."""
         plan = self.feed.plan
         for number in range(step, self._last):
             for each in range(turn if number == step else 0, plan.accumulation):
@@ -209,28 +207,29 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
                 )
 
 
-class _Maker(Dataset[_Made]):
-    """Makes what tasks ask for. In a worker also what goes wrong comes out, as a text: not every error can be sent."""
+class _BatchMaker(Dataset[_Result]):
+    """Dataset of torch's `DataLoader` whose items are the results of tasks; a worker returns errors as text, since not every error
+    pickles."""
 
     def __init__(self, feed: Feed, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
         self._state = state
         self._begun = False
 
-    def __getitem__(self, task: _Task) -> _Made:
+    def __getitem__(self, task: _Task) -> _Result:
         try:
             made = self.make(task)
             _require_sendable(made.batch, task)
             return made
         except ZeromeshError as error:
-            return _Made({}, failure=(type(error), str(error)))
+            return _Result({}, failure=(type(error), str(error)))
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises
             where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
             shown = "".join(traceback.format_exception(error)).rstrip()
-            return _Made({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
+            return _Result({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, task: _Task) -> _Made:
-        """The batch of a task, then the state of the stream: what a batch needs is read with its own random numbers."""
+    def make(self, task: _Task) -> _Result:
+        """Make the batch first and the stream state after, as the batch is read with its own random numbers."""
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
             with data_randomness(self.feed.order.seed, 0):
@@ -242,11 +241,10 @@ class _Maker(Dataset[_Made]):
         batch = self.feed.fetch(task.microbatch)
         state = stream.state(task.place) if stream is not None and task.place is not None else None
         self._begun = True
-        return _Made(batch, state)
+        return _Result(batch, state)
 
 
 def _require_sendable(batch: Batch, task: _Task) -> None:
-    """Raise `DataError` for a batch that a worker cannot hand over."""
     for name, value in batch.items():
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and (leaf.device.type != "cpu" or leaf.requires_grad):
@@ -265,18 +263,18 @@ def _require_sendable(batch: Batch, task: _Task) -> None:
 
 
 class _WorkerGroup:
-    """A `DataLoader` whose workers run, and what became of them."""
+    """A `DataLoader` with running workers, and their failures."""
 
-    def __init__(self, tasks: Iterator[_Task], work: _Maker, workers: Workers) -> None:
+    def __init__(self, tasks: Iterator[_Task], work: _BatchMaker, workers: Workers) -> None:
         self._timeout = workers.timeout_seconds
         self._report = os.memfd_create("zeromesh-data-workers")
-        """The file to which a worker writes its stack when it is asked."""
-        ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _AHEAD))
+        """The file descriptor to which a worker writes its stack."""
+        ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _MOST_AHEAD))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings(), without_states():
-            warnings.simplefilter("ignore")  # of more workers than cores, which may wait for disks
-            loader: DataLoader[_Made] = DataLoader(
+            warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
+            loader: DataLoader[_Result] = DataLoader(
                 work,
                 sampler=tasks,
                 batch_size=None,
@@ -287,21 +285,19 @@ class _WorkerGroup:
                 timeout=_POLL_SECONDS,
                 worker_init_fn=partial(_begin, os.getpid(), self._report),
                 multiprocessing_context="fork",
-                generator=torch.Generator(),  # else a number would be drawn from the user's
+                generator=torch.Generator(),  # without it, torch draws from the user's generator
             )
-            self._iterator: Iterator[_Made] | None = iter(loader)
+            self._iterator: Iterator[_Result] | None = iter(loader)
         if threading.current_thread() is threading.main_thread() and on_child is not None:
-            # torch's handler raises an error wherever this process is when a worker ends, amid a collective for instance.
+            # torch's handler would raise wherever this process is when a worker ends, such as in a collective.
             signal.signal(signal.SIGCHLD, on_child)
         self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
-        # They heed no SIGTERM, and an interpreter that ends waits for its children.
+        # Workers ignore SIGTERM, and an exiting interpreter waits for its children.
         Finalize(self, _kill, args=(self._processes,), exitpriority=1)
 
-    def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Made:
-        """Return the result of the next task. Raises `DataError` where a worker is gone or hangs.
-
-        A worker that reads `stream` again has as long for each piece of it as for a microbatch.
-        """
+    def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Result:
+        """Return the result of the next task. Raises `DataError` if a worker died or hangs. A worker that re-reads `stream` gets
+        the timeout anew for each piece."""
         began, read = time.monotonic(), 0
         while True:
             waiting()
@@ -337,28 +333,25 @@ class _WorkerGroup:
         return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
 
     def _stack(self, process: BaseProcess) -> str:
-        """Return the stack of a worker that makes a batch, newest call first; empty if it waits for a task or does not answer.
-
-        The worker is asked by a signal, and not by a timer of its own: where the process that forks has such a timer of
-        `faulthandler`, a child waits for ever for a thread that it does not have.
-        """
+        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. The worker is asked by a
+        signal, not by a timer of its own: if the parent has such a timer of `faulthandler`, the child waits forever for a thread
+        that a fork does not copy."""
         os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
-        os.kill(process.pid or 0, _ASK)
+        os.kill(process.pid or 0, _STACK_SIGNAL)
         until, text, before = time.monotonic() + 1.0, "", None
         while time.monotonic() < until and (not text or text != before):
             time.sleep(0.05)
             before, text = text, os.pread(self._report, 1 << 14, 0).decode(errors="replace")
-        making, mark, _ = text.partition(f" in {_Maker.__getitem__.__name__}\n")
+        making, mark, _ = text.partition(f" in {_BatchMaker.__getitem__.__name__}\n")
         waiting = not mark and " in _worker_loop\n" in text
         return "" if waiting else (making + mark).partition("\n")[2].rstrip()
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the workers, after what they are doing where that takes no longer than the grace."""
         if self._report < 0:
             return
         if at_once:
             _kill(self._processes)
-        self._iterator = None  # torch tells them to end.
+        self._iterator = None  # torch ends the workers.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))
@@ -383,21 +376,21 @@ def _ending(code: int) -> str:
 
 
 def _begin(parent: int, report: int, worker: int) -> None:
-    """Begin a worker, which ends when its parent does, and not by signals that are sent to all processes of a run."""
-    faulthandler.register(_ASK, report, all_threads=False)
+    """Start a worker, which dies with its parent and ignores the stop signals of the run."""
+    faulthandler.register(_STACK_SIGNAL, report, all_threads=False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    for name in ("stdout", "stderr"):  # The console draws over what is printed, and its screen is the parent's.
+    for name in ("stdout", "stderr"):  # Undo rich's redirection, as the console belongs to the parent.
         file = getattr(sys, name)
         setattr(sys, name, getattr(file, "rich_proxied_file", file))
     _reopen_files()
 
 
 def _reopen_files() -> None:
-    """Open anew what is open for reading: forked processes share the place in a file, and would move it for each other."""
+    """Reopen files that are open for reading, since forked processes share file offsets."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             number = int(name)

@@ -1,4 +1,4 @@
-"""Documents as token ids in sequences of one length: joined and cut, or conversations, which stay whole; and mixtures of those."""
+"""Packing of token documents into sequences of equal length, of conversations that stay whole, and mixtures of datasets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDataset:
-    """Sequences of `sequence_length` tokens of a text: a map-style dataset."""
+    """A map-style dataset of sequences of `sequence_length` tokens."""
 
     text: StoredText
     sequence_length: int
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `DataError` for a text with an id that a model of `vocab_size` does not have."""
+        """Raise `DataError` for a token id of `vocab_size` or more."""
         if self.text.largest >= vocab_size:
             raise DataError(
                 f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
@@ -41,27 +41,27 @@ class TokenDataset:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedDataset(TokenDataset):
-    """Documents joined, and cut into sequences: the tokens of `text` from its token `first` on."""
+    """Documents joined and cut into sequences, which begin at token `first` of `text`."""
 
     first: int
     sequences: int
     masked: bool = False
-    """Samples have an `attention_mask`, of ones, as those of conversations that are mixed with them."""
+    """True if samples have an `attention_mask` of ones, to match conversations in a mixture."""
     separator: int | None = None
-    """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
-    knows documents, and what comes first in a document is no target."""
+    """The token that ends a document, if attention separates documents: position ids restart after it, from which transformers
+    derives document boundaries, and the first token of a document is no target."""
 
     @property
     def tokens(self) -> TokenArray:
-        """The ids of all sequences, flat: uint8, uint16 or int32."""
+        """The flat ids of all sequences: uint8, uint16 or int32."""
         return self.text.tokens[self.first : self.first + self.sequences * self.sequence_length]
 
     def __len__(self) -> int:
         return self.sequences
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return `input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself; for separate documents
-        also `position_ids`."""
+        """Return `input_ids` and equal `labels`, int64 `[sequence]` (a causal model shifts labels itself), and `position_ids` if
+        documents are separate."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = self.first + index * self.sequence_length
@@ -76,7 +76,7 @@ class PackedDataset(TokenDataset):
         return {"input_ids": ids, "labels": labels, "position_ids": _positions(begins)}
 
     def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
-        """Return all but the last `fraction` of the sequences, and those; at least one on each side."""
+        """Split off the last `fraction` of the sequences; each side keeps at least one."""
         tail = min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
         head = len(self) - tail
         end = self.first + head * self.sequence_length
@@ -91,25 +91,25 @@ class PackedDataset(TokenDataset):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ConversationDataset(TokenDataset):
-    """Documents of marked tokens, each of them whole in one sequence; what is left of a sequence is padding, and no target."""
+    """Documents of marked tokens, each whole in one sequence; the rest of a sequence is padding without targets."""
 
     begins: NDArray[np.int64]
-    """The place in the text of each document, in the order of the sequences that hold them."""
+    """Offset in the text of each document, ordered by sequence."""
     ends: NDArray[np.int64]
     cuts: NDArray[np.int64]
-    """How many documents lie before each sequence, and behind the last one."""
+    """Cumulative document counts: sequence i holds documents cuts[i] to cuts[i + 1]."""
     separate: bool
-    """Positions begin anew with each document."""
+    """True if position ids restart with each document."""
     padding: int
-    """The id of what is left of a sequence."""
+    """The id that fills the rest of a sequence."""
     labels: NDArray[np.int64] | None = None
-    """The class of each document, where these are what is learnt; then each has a sequence of its own."""
+    """Class of each document for sequence classification, where each has its own sequence."""
 
     @classmethod
     def pack(
         cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
     ) -> ConversationDataset:
-        """The documents in the `amount` of a text that begins at its token `first`: one to a sequence, or as many as fit."""
+        """Build the dataset of the documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
         steps = range(first, end, _TOKENS_AT_ONCE)
         begins = np.concatenate(
@@ -158,7 +158,6 @@ class ConversationDataset(TokenDataset):
         return {**found, "attention_mask": (torch.arange(len(ids)) < size).long()}
 
     def split_tail(self, fraction: float) -> tuple[ConversationDataset, ConversationDataset]:
-        """Return all but the last `fraction` of the sequences, and those; at least one on each side."""
         head = len(self) - min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
         return replace(self, cuts=self.cuts[: head + 1]), replace(self, cuts=self.cuts[head:])
 
@@ -171,9 +170,9 @@ class ConversationDataset(TokenDataset):
 
 
 class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
-    """The sequences of several datasets, one dataset after the other, to be read in the order of `order`.
+    """The concatenation of several datasets, which is read in the order of `order`.
 
-    Raises `ConfigError` for weights of which no table can be made.
+    Raises `ConfigError` for weights that are too fine.
     """
 
     def __init__(self, parts: Sequence[PackedDataset | ConversationDataset], weights: Sequence[float]) -> None:
@@ -183,23 +182,21 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
         self.sequence_length = parts[0].sequence_length
 
     def order(self, seed: int, *, shuffle: bool) -> MixedOrder:
-        """Return the order of global samples: of the parts by their weights, and each part in epochs of its own."""
+        """Return the order of global samples: parts alternate by their weights, and each has its own epochs."""
         return MixedOrder(lengths=tuple(map(len, self.parts)), weights=self.weights, seed=seed, shuffle=shuffle)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `DataError` as those of the parts do."""
         for part in self.parts:
             part.check_vocabulary(vocab_size)
 
     def fingerprint(self) -> str:
-        """Return a hash of the parts' own."""
         return xxhash.xxh3_64_hexdigest(" ".join(part.fingerprint() for part in self.parts).encode())
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The number of the sequence that each document goes into: the longest first, each where it leaves the least room.
+    """Return the sequence index of each document by best-fit decreasing bin packing.
 
-    Lengths are at most `capacity`. It is best-fit decreasing; at most 11/9 of the fewest sequences possible, and one more (Johnson
+    Lengths are at most `capacity`. The result has at most 11/9 of the fewest sequences possible, and one more (Johnson
     and others, "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms", 1974).
     """
     found = np.empty(len(lengths), dtype=np.int64)
@@ -225,7 +222,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def _positions(begins: torch.Tensor) -> torch.Tensor:
-    """Positions, int64 `[sequence]`, that begin anew where `begins`, bool, says so."""
+    """Return position ids, int64 `[sequence]`, that restart where the bool tensor `begins` is True."""
     places = torch.arange(len(begins))
     return places - torch.where(begins, places, 0).cummax(0).values
 
@@ -233,8 +230,8 @@ def _positions(begins: torch.Tensor) -> torch.Tensor:
 def byte_pair_entropy(tokens: TokenArray) -> float:
     """Return the conditional entropy H(next token | token) of a text, in nats per token.
 
-    It is the loss, on this text, of the best model that sees one token back: what a model that has learned anything beyond letter
-    pairs is below. It is for small vocabularies such as bytes, as a table of all pairs is in memory, and for two tokens or more.
+    This is the loss on the text of the best bigram model, which a model that has learned anything beyond letter
+    pairs undercuts. A table of all pairs is kept in memory, so use it for small vocabularies such as bytes, and two tokens or more.
     """
     size = int(tokens.max()) + 1
     counts = np.zeros(size * size, dtype=np.int64)

@@ -1,6 +1,6 @@
 """Folders of pictures whose sub-folders are labels (`data.format: pictures`), as the `imagefolder` of datasets takes them.
 
-What is a picture, and how it is decoded, is the library's matter; files are listed here, as nothing of them need be copied into a
+The library decides which files are pictures and decodes them; files are listed here, so that nothing is copied into a
 cache. A picture is read when its sample is asked for, and becomes `pixel_values` by the image processor of the model.
 """
 
@@ -24,12 +24,12 @@ _KEY = "data.format"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureDataset:
-    """Pictures and the numbers of their classes: a map-style dataset."""
+    """A map-style dataset of pictures and their class numbers."""
 
     files: Sequence[tuple[Path, int]]
     processor: Any
     mode: str
-    """Pillow's mode of what the model takes, such as RGB."""
+    """Pillow's mode of the model's input, such as RGB."""
 
     def __len__(self) -> int:
         return len(self.files)
@@ -46,7 +46,7 @@ class PictureDataset:
 
 
 def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
-    """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out, by their names.
+    """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name.
 
     Raises:
         DataError: for folders that are not there, have no pictures in sub-folders, or labels that the training pictures lack, for
@@ -77,7 +77,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
 
 
 def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
-    """The path, the label and the name of each picture, sorted by names, once each is known to begin as a picture does."""
+    """Return the path, label and name of each picture, sorted by name, after checking the file headers."""
     import PIL.Image
 
     kinds, broken, found = picture_endings(), list[str](), list[tuple[Path, str, str]]()

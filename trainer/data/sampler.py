@@ -1,4 +1,4 @@
-"""Which samples a step trains on, and in what order: arithmetic, with no process and no tensor in it.
+"""The samples of each step and their order, as plain arithmetic without processes or tensors.
 
 A global sample index counts samples from the start of training. A step takes `global_size` of them, cut into
 blocks of `micro_size`; blocks are dealt to data ranks in turn. The blocks of a step, and so what is computed,
@@ -32,7 +32,7 @@ _ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """One forward and backward of one rank.
+    """The samples of one forward and backward pass of one rank.
 
     `samples` are global sample indices: `micro_size` of them, or fewer in the last block of a global batch
     that `micro_size` does not divide. `weight` is 1, or 0 for a microbatch past the end of the global batch:
@@ -46,10 +46,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """How a global batch is cut into microbatches of data-parallel ranks. Sizes are in samples.
+    """The division of a global batch into microbatches of data-parallel ranks; sizes are in samples.
 
-    `epoch_size`: samples of an epoch, if that is known. `last`: a global batch goes on from one epoch into the next (carry), or
-    ends with the epoch (partial), or is left out where it would be smaller (drop).
+    `epoch_size` is the samples of an epoch, if known. By `last`, a global batch continues into the next epoch (carry),
+    ends with the epoch (partial), or is dropped if smaller (drop).
 
     Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without any global batch.
     """
@@ -60,7 +60,8 @@ class BatchPlan:
     epoch_size: int | None = None
     last: Literal["carry", "partial", "drop"] = "carry"
     average: Literal["tokens", "samples"] = "tokens"
-    """The items that a loss is a mean over: targets of a global batch, or samples, where each microbatch counts by its samples."""
+    """The unit that the loss is averaged over: targets of a global batch, or samples, where microbatches are weighted by their
+    samples."""
 
     def __post_init__(self) -> None:
         if self.micro_size > self.global_size:
@@ -77,14 +78,14 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None where global batches go on into the next one."""
+        """Steps of an epoch; None if global batches continue into the next one."""
         if self.epoch_size is None or self.last == "carry":
             return None
         whole, rest = divmod(self.epoch_size, self.global_size)
         return whole + int(rest > 0 and self.last == "partial")
 
     def steps_of(self, epochs: float) -> int:
-        """Steps that pass over the data `epochs` times; the last one is whole. Raises `ConfigError` where no length is known."""
+        """Return the steps of `epochs` passes over the data, rounded up. Raises `ConfigError` for data without a length."""
         if self.epoch_size is None:
             raise ConfigError("run.epochs: the training data has no length; set run.max_steps")
         per_epoch = (
@@ -93,13 +94,13 @@ class BatchPlan:
         return max(1, math.ceil(Fraction(str(epochs)) * per_epoch))
 
     def epochs_after(self, step: int) -> int:
-        """How many times the data has been passed over to its end after `step` steps; 0 where no length is known."""
+        """Return the number of complete epochs after `step` steps; 0 for data without a length."""
         return int(self.epoch_after(step))
 
     def epoch_after(self, step: int) -> float:
-        """How many times the data has been passed over after `step` steps; 0 where no length is known.
+        """Return the fractional epochs after `step` steps; 0 for data without a length.
 
-        A smaller step at the end of an epoch is that much less of it, in rounds of microbatches, as transformers counts them.
+        A smaller last step counts for proportionally less, in rounds of microbatches, as in transformers.
         """
         if self.epoch_size is None:
             return 0.0
@@ -113,7 +114,7 @@ class BatchPlan:
 
     @property
     def rounds_per_epoch(self) -> int:
-        """Microbatches of an epoch that the rank with the most of them runs; of a stream, those of a step."""
+        """Microbatches of an epoch on the rank with the most of them; for a stream, microbatches of a step."""
         if self.epoch_size is None:
             return self.accumulation
         if self.last == "drop":
@@ -125,13 +126,13 @@ class BatchPlan:
         return self.epochs_after(step + 1) > self.epochs_after(step)
 
     def next_epoch(self, step: int) -> int:
-        """The first step from `step` on that begins in a new epoch; of a stream, whose epochs have no end, `step` itself."""
+        """Return the first step from `step` on that begins an epoch; for a stream, `step` itself."""
         while step and self.epoch_size is not None and not self.ends_epoch(step - 1):
             step += 1
         return step
 
     def samples_of(self, step: int) -> range:
-        """Global indices of the samples of step `step` (from 0)."""
+        """Return the global indices of the samples of step `step` (from 0)."""
         if self.epoch_size is None or self.steps_per_epoch is None:
             return range(step * self.global_size, (step + 1) * self.global_size)
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -144,11 +145,11 @@ class BatchPlan:
         return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
 
     def rounds_of(self, step: int) -> int:
-        """Microbatches of step `step` (from 0) in which some rank has samples that count."""
+        """Return the number of microbatch rounds of step `step` (from 0) in which some rank has weighted samples."""
         return math.ceil(len(self.samples_of(step)) / (self.micro_size * self.data_ranks))
 
     def equation(self) -> str:
-        """Return one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
+        """Return the batch sizes as one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
         line = (
             f"global {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
             f"x data-parallel {self.data_ranks}"
@@ -157,13 +158,13 @@ class BatchPlan:
         return line + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        """The `accumulation` microbatches of one rank in step `step` (from 0)."""
+        """Return the `accumulation` microbatches of one rank in step `step` (from 0)."""
         return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
 
     def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
-        """Return number `turn` of them, in a time that does not depend on how many there are.
+        """Return microbatch `turn` of a rank's step, in constant time.
 
-        It is a block of the step's samples, or the first one again with weight 0 where there is no such block.
+        A turn past the end of the step repeats the first block with weight 0.
         """
         samples = self.samples_of(step)
         start = (turn * self.data_ranks + data_rank) * self.micro_size
@@ -181,8 +182,8 @@ class SampleOrder:
     memory, whatever the length, starts anywhere at once, and stays the same across versions of NumPy and
     PyTorch, whose generators may change; a run that resumes years later sees the same data.
 
-    `endless`: the dataset is a stream, dealt by the number of a sample since the start of training, and each `length` of them have
-    an order of their own.
+    With `endless`, the dataset is a stream indexed by the number of a sample since the start of training, and each block of
+    `length` samples has its own order.
     """
 
     length: int
@@ -191,20 +192,20 @@ class SampleOrder:
     endless: bool = False
 
     def dataset_index(self, sample: int) -> int:
-        """The dataset index of global sample `sample`, in [0, length) unless endless."""
+        """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
         epoch, position = divmod(sample, self.length)
         if self.shuffle and self.length > 1:
             position = _permute(position, self.length, _round_keys(self.seed, epoch))
         return epoch * self.length + position if self.endless else position
 
     def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
-        """The dataset index of each sample of `microbatch`, in order."""
+        """Return the dataset indices of the samples of `microbatch`, in order."""
         return map(self.dataset_index, microbatch.samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedOrder:
-    """The order of global samples in several datasets, one behind the other, that are mixed by whole `weights`.
+    """The order of global samples in concatenated datasets that are mixed by integer `weights`.
 
     Of W = sum(weights) samples from a multiple of W on, part p has `weights[p]`, spread evenly among the others. The samples of a
     part have an order of their own: each comes once before any comes again, however long the other parts are. All of this is a
@@ -217,21 +218,20 @@ class MixedOrder:
     shuffle: bool = True
 
     def dataset_index(self, sample: int) -> int:
-        """The index of global sample `sample` in the datasets, one behind the other."""
+        """Return the index of global sample `sample` in the concatenated datasets."""
         cycle, place = divmod(sample, sum(self.weights))
-        parts, turns = _dealt(self.weights)
+        parts, turns = _mixture_table(self.weights)
         part = int(parts[place])
-        # Another seed for each part: parts of one length would have one order.
+        # Each part has its own seed; else parts of equal length would share an order.
         order = SampleOrder(length=self.lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
         return sum(self.lengths[:part]) + order.dataset_index(cycle * self.weights[part] + int(turns[place]))
 
     def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
-        """The dataset index of each sample of `microbatch`, in order."""
         return map(self.dataset_index, microbatch.samples)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the same proportions: 0.5 and 0.25 are 2 and 1.
+    """Return the smallest integers in the same proportions: 0.5 and 0.25 become 2 and 1.
 
     Raises `ConfigError` where they add up to more than 2^20.
     """
@@ -248,11 +248,9 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _dealt(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each of sum(weights) places: whose it is, and how many of that part lie before it.
-
-    Turn k of a part comes at the time (k + 1/2) / weight; of two at one time, that of the earlier part first.
-    """
+def _mixture_table(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the part of each of sum(weights) places, and its index within the part. Turn k of a part comes at the time (k + 1/2) /
+    weight; ties go to the earlier part."""
     parts = np.repeat(np.arange(len(weights)), weights)
     turns = np.concatenate([np.arange(weight) for weight in weights])
     order = np.argsort((turns + 0.5) / np.asarray(weights)[parts], kind="stable")
@@ -261,18 +259,16 @@ def _dealt(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """One 64-bit key per Feistel round. The last few epochs are kept: a step may span two, of each part of a mixture."""
+    """Return one 64-bit key per Feistel round. The cache holds a few epochs, as a step may span two for each part."""
     digest = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 
 
 def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
-    """The image of `index` under a permutation of [0, length) chosen by `keys`.
-
-    An index is a pair of digits in [0, rows) x [0, columns). Each round adds a hash of one digit to the
-    other, modulo its base, which can be undone, so rounds are a permutation of all pairs. A pair past
-    `length` is sent on until it lands inside (cycle walking): there are fewer than 2 sqrt(length) of them.
-    """
+    """Return the image of `index` under a permutation of [0, length) chosen by `keys`. An index is a pair of digits in [0, rows) x
+    [0, columns). Each round adds a hash of one digit to the other, modulo its base, which can be undone, so rounds are a
+    permutation of all pairs. A pair past `length` is sent on until it lands inside (cycle walking): there are fewer than 2
+    sqrt(length) of them."""
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
     while True:
@@ -286,7 +282,7 @@ def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
 
 
 def _mix(value: int) -> int:
-    """The 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable PRNGs", 2014)."""
+    """Apply the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable PRNGs", 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)

@@ -1,6 +1,6 @@
-"""The sources of text: Python's own standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
+"""Sources of text: Python's standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
 
-A source is found first (`find_text`), in an order that depends on names alone, and read after, one row or file of text at a time
+A source is found first (`find_text`), in an order that depends on names alone, and then read one row or text file at a time
 (`TextSource.rows`). Files may be compressed, and are in the encoding that their byte order mark says, or else in `data.encoding`;
 bytes that are not in it are an error.
 """
@@ -40,10 +40,10 @@ _STDLIB_SKIPPED = frozenset(
     }
 )
 _OF_A_MACHINE = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|usercustomize)[^/]*$)")
-"""Files that are not the same wherever a version of Python is installed."""
+"""Files that differ between installations of one Python version."""
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, with which it begins
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is a prefix of it
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -63,19 +63,19 @@ _UNPACKED: dict[str, Callable[[Path, Any], Any]] = {
     ".xz": lzma.open,
     ".lzma": lzma.open,
 }
-"""By a name's last suffix, what opens a compressed file, of which one file is made."""
+"""Functions that open compressed files, by file suffix."""
 _CURE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
 _HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
-"""Characters of a field of CSV; the default of 131,072 is less than some documents have."""
+"""The most characters of a CSV field; the default of 131,072 is too small for some documents."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Columns of a row of a file, or the one text of a file of text.
+    """The columns of a row, or the text of a text file.
 
-    `key` is the same on every machine, such as a relative path, and `where` names the row in error messages.
+    `key`, such as a relative path, is the same on every machine, and `where` names the row in error messages.
     """
 
     key: str
@@ -85,33 +85,31 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """A file of one document (`form` is `text`), or of one per row, which the form's function in `_READERS` reads."""
+    """A text file, or a file of rows that the function of `form` in `_READERS` reads."""
 
     path: Path
     key: str
     form: str
     encoding: str = "utf-8"
     named: bool = False
-    """True if its own path was given, and not that of a directory above it."""
+    """True if the user named this file, not a directory above it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """Files to read, in order. Those that were found in a directory may turn out not to be text, and are left out then."""
+    """Files to read, in order; files in a directory that turn out not to be text are skipped."""
 
     name: str
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...] = ()
-    """Lines that say how many files patterns have found."""
+    """Lines about the number of files that patterns matched."""
 
     def rows(
         self, wanted: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
     ) -> Iterator[Row]:
-        """Yield every row, file by file, with the `wanted` columns and those of the `optional` ones that there are; names of files
-        without rows are added to `skipped`. `whole`: a file of text is a row, too, whose only column is the first that is wanted.
-
-        Raises `DataError` where a file cannot be read as what its name says or lacks a wanted column, and where no file has rows.
-        """
+        """Yield every row, file by file, with the `wanted` columns and available `optional` ones; names of files without rows are
+        added to `skipped`. With `whole`, a text file is a row with the first wanted column. Raises `DataError` for a file that
+        cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
         read = 0
         for file in self.files:
             if file.form == "text" and not (whole and _is_text(file)):
@@ -130,7 +128,7 @@ class TextSource:
             raise DataError(f"no {kind} in {self.name!r}; give {ROW_FILES} files{' or text' if whole else ''}")
 
     def description(self) -> list[Any]:
-        """Return JSON values that differ between sources, and change when a file of this one does."""
+        """Return JSON values that identify this source and change when one of its files does."""
         stats = [(file, file.path.stat()) for file in self.files]
         return [
             [os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns, file.encoding]
@@ -140,7 +138,7 @@ class TextSource:
 
 def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: str = "utf-8") -> TextSource:
     """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, a pattern, a dataset of the Hub, or a list
-    of those, in an `encoding`.
+    of those.
 
     A directory is searched for all files that are text, hidden ones left out, and a pattern (`data/*.jsonl`) is the paths that fit
     it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
@@ -162,7 +160,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     for given in (Path(each).expanduser() for each in paths):
         found = [(given, given.name)]
         if not given.exists() and glob.has_magic(str(given)):
-            every = "**" in given.parts  # Else a folder would be found beside its own files.
+            every = "**" in given.parts  # Without this, a folder would match beside its files.
             fitting = sorted(
                 each for each in glob.glob(str(given), recursive=True) if not every or Path(each).is_file()
             )
@@ -189,20 +187,20 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
 
 
 def picture_endings() -> tuple[str, ...]:
-    """Return the ends of the names of files that datasets takes for pictures, such as `.png`, in lower case."""
+    """Return the suffixes of files that datasets takes for pictures, such as `.png`, in lower case."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     return tuple(ImageFolder.EXTENSIONS)
 
 
 def holds_pictures(folder: Path) -> bool:
-    """Return True if one of the first files in sub-folders is named as a picture is."""
+    """Return True if one of the first files in sub-folders has a picture's suffix."""
     names, endings = [each.name.lower() for each in islice(folder.glob("*/*"), 1000)], picture_endings()
     return any(name.endswith(endings) for name in names)
 
 
 def first_columns(paths: Sequence[str]) -> frozenset[str]:
-    """Return the names of the columns of the first row of some files; none of text, and none where there is no such row."""
+    """Return the column names of the first row of some files; empty for text, and without a row."""
     with suppress(DataError):
         files = (file for file in find_text(paths, where="data.train").files if file.form != "text")
         return frozenset(next(chain.from_iterable(map(_records, files)), {}))
@@ -224,22 +222,21 @@ def stdlib_source(root: Path | None = None) -> TextSource:
 
 
 def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _CURE) -> str:
-    """Read the text of a file. Raises `DataError` where it cannot be read, or is in another encoding; `cure` is what to do then."""
+    """Read the text of a file. Raises `DataError` with the advice `cure` if the file cannot be read or decoded."""
     with _text(path, encoding, cure) as text:
         return text.read()
 
 
 @contextmanager
 def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWrapper]:
-    """A file to read its text, unpacked, in the encoding that its byte order mark says, or else in `encoding`."""
     with _opened(path) as file:
         encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
         try:
             yield io.TextIOWrapper(file, encoding, newline="\n")
         except UnicodeError as error:
-            what = str(error)  # Such as that UTF-16 does not begin with a byte order mark.
+            what = str(error)  # For example, UTF-16 without a byte order mark.
             if isinstance(error, UnicodeDecodeError):
-                # What could not be decoded ends where the file was read to.
+                # The undecodable object ends at the current read position.
                 place = file.place - len(error.object) + error.start
                 wrong = error.object[error.start : error.end][:4].hex(" ")
                 what = f"byte {place:,} of its text is {wrong} ({error.reason})"
@@ -247,7 +244,7 @@ def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWra
 
 
 class _CountingReader(io.BufferedReader):
-    """A file that knows how many bytes were read, which not all that unpack can tell."""
+    """A reader that counts the bytes read, which not all decompressors can tell."""
 
     place = 0
 
@@ -264,7 +261,6 @@ class _CountingReader(io.BufferedReader):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_CountingReader]:
-    """A file to read its bytes, or those that it unpacks to. Raises `DataError`."""
     try:
         with _CountingReader(_UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
             yield file
@@ -278,7 +274,7 @@ def _encoding_of(head: bytes, encoding: str) -> str:
 
 
 def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
-    """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
+    """Return the sorted relative POSIX paths of all files below `root`, except hidden and `skipped` folders."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
@@ -299,7 +295,7 @@ def _form(name: str) -> str:
 
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
-    """The files that datasets has made of a dataset of the Hub, in its own cache. Raises `DataError`."""
+    """Return the Arrow files of a Hub dataset in the cache of datasets, downloading it if needed. Raises `DataError`."""
     match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
     if match is None:
         raise DataError(f"{where}: {spec!r} is no dataset of the Hub; give {HUB_FORM}")
@@ -315,7 +311,7 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
 
 
 def _saved_files(path: Path, where: str) -> list[str]:
-    """The files of a directory that `save_to_disk` of datasets wrote; none of any other path. Raises `DataError` for splits."""
+    """Return the Arrow files of a `save_to_disk` directory; none for other paths. Raises `DataError` for splits."""
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(
             repr(str(path / name)) for name in json.loads(read_text(path / "dataset_dict.json"))["splits"]
@@ -327,7 +323,6 @@ def _saved_files(path: Path, where: str) -> list[str]:
 
 
 def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str], *, cure: str) -> Iterator[Row]:
-    """Yield the rows of a file, streamed: no copy in a cache folder, and memory for a few rows."""
     for number, values in enumerate(_records(file)):
         where = f"{str(file.path)!r} row {number}"
         if missing := [name for name in wanted if name not in values]:
@@ -340,7 +335,7 @@ def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str], *, c
 
 
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield the values of each row by their columns. Raises `DataError` where the file cannot be read as what its name says."""
+    """Yield the values of each row by column. Raises `DataError` for a damaged file."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
     try:
@@ -352,24 +347,23 @@ def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
 
 
 def _arrow_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield each row of a file of datasets. Not by load_dataset: it reports each use of a format to a server, with no argument that
-    stops it."""
+    """Yield each row of an Arrow or Parquet file without `load_dataset`, whose telemetry no argument stops."""
     import datasets
 
     if file.form == "arrow":
         found: Any = datasets.Dataset.from_file(str(file.path))
-    else:  # The library reads it as a pattern. Its own size of a batch is that of the first group of rows, maybe 0.
+    else:  # The library takes patterns; its default batch size is that of the first row group, maybe 0.
         found = datasets.IterableDataset.from_parquet(glob.escape(str(file.path)), batch_size=_ROWS_AT_ONCE)
-    for columns in found.iter(_ROWS_AT_ONCE):  # row by row it takes thirty times as long
+    for columns in found.iter(_ROWS_AT_ONCE):  # reading single rows is thirty times slower
         yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
+    """Yield each row of CSV by the header's names; values stay text, and NA is not missing."""
     csv.field_size_limit(_LONGEST_FIELD)
     with _text(file.path, file.encoding) as lines:
         names = next(lines)
-        # Spreadsheets of many countries write semicolons.
+        # Spreadsheets write semicolons in many locales.
         mark = "\t" if file.form == "tsv" else next((mark for mark in ",;\t|" if mark in names), ",")
         reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
         for row in reader:
@@ -382,7 +376,7 @@ def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
 
 
 def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield each row of JSON lines, or of one list. Halves of characters, which have no bytes, become '?'."""
+    """Yield each row of JSON lines, or of one list. Lone surrogates become '?'."""
     with _text(file.path, file.encoding) as lines:
         for number, line in enumerate(lines, 1):
             text = line + lines.read() if line.lstrip().startswith("[") else line
@@ -407,7 +401,7 @@ _READERS: dict[str, Callable[[SourceFile], Iterator[dict[str, Any]]]] = {
     **dict.fromkeys(("csv", "tsv"), _csv_rows),
     **dict.fromkeys(("parquet", "arrow"), _arrow_rows),
 }
-"""By the ends of names, what yields the rows of a file. A new format of files is a row here, and its function."""
+"""Functions that yield the rows of a file, by file suffix; a new row format is one more entry."""
 ROW_FILES = ", ".join(f".{form}" for form in _READERS)
 _NO_TEXT = "is not text (its start holds NUL bytes); UTF-16 without a byte order mark needs data.encoding: utf-16-le"
 _NO_ROWS = f"has no rows; give {ROW_FILES}, or set data.format: text"

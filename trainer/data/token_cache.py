@@ -1,10 +1,10 @@
-"""Text that was tokenised once, on disk: token ids in one file, which all ranks of a host map into memory.
+"""The on-disk cache of tokenised text, whose file of token ids all ranks of a host map into memory.
 
     <cache>/<key>/tokens.bin    ids back to back: kept documents, then those that are held out
-                  entry.json    counts, xxh3 of each block of 64 KiB, and a checksum of what it says itself
+                  entry.json    counts, xxh3 of each block of 64 KiB, and a checksum of the entry itself
 
-The key is a digest of the files (paths, sizes, times of change), the tokenizer and what is held out, so that a change of any of
-these makes another entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of a small text
+The key is a digest of the files (paths, sizes, times of change), the tokenizer and the held-out fraction; a change of any of
+these gives a new entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of a small text
 at once.
 
 Tokens of conversations are marked: an int32 is the id, shifted left by two bits, with a bit for the first token of a document and
@@ -33,17 +33,17 @@ from zeromesh.trainer.data.tokenizer import TokenArray
 
 _BLOCK = 1 << 16
 _CHECKED_AT_ONCE = 256 << 20
-"""Bytes that are verified when an entry is opened. What lies behind them is verified block by block, when it is read."""
+"""Bytes that are verified when an entry is opened; later blocks are verified when they are read."""
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"
 BEGINS, TARGET = 2, 1
-"""The bits of a marked token beside its id."""
+"""Flag bits of a marked token, beside its id."""
 ID_SHIFT = 2
 _ABANDONED_SECONDS = 86400.0
-"""Age at which what a killed process left is removed."""
+"""Age in seconds at which temporary folders of killed processes are removed."""
 
 
 class TextAmount(NamedTuple):
-    """How much text there is. `tokens` count end-of-text ones."""
+    """Amounts of text in documents, bytes and tokens, including end-of-text tokens."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -51,8 +51,7 @@ class TextAmount(NamedTuple):
 
 
 class TokenWriter:
-    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids, or
-    `marked`, as int32."""
+    """Writer of the tokens of documents to a file, in the narrowest dtype for `vocab_size` ids, or int32 if `marked`."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, *, marked: bool = False) -> None:
         self.dtype = np.dtype(np.int32 if marked else token_dtype(vocab_size))
@@ -62,7 +61,7 @@ class TokenWriter:
         self._vocab_size, self._marked = vocab_size, marked
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
-        """Add the tokens of one document, one or more; `targets`, bool of the same length, says which are targets where tokens are
+        """Append the tokens of one document, one or more; `targets`, bool of the same length, is the target mask if tokens are
         marked.
 
         Raises `DataError` for an id that the vocabulary does not have.
@@ -94,23 +93,22 @@ _Remarks = Callable[[TokenArray, int], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredText:
-    """The token ids of a text: those of kept documents, and behind them those of held-out ones."""
+    """The token ids of a text: kept documents, then held-out ones."""
 
     tokens: TokenArray
     kept: TextAmount
     held: TextAmount
     largest: int
-    """The largest id."""
     digest: str
-    """The same for equal ids."""
+    """The xxh3 digest of the ids."""
     remarks: dict[str, Any]
-    """Whatever the maker of the entry noted, as JSON values."""
+    """The JSON values that the maker of the entry stored."""
     path: Path
     blocks: list[int | None] = field(repr=False)
-    """The checksum of each block; None once it is verified."""
+    """The xxh3 of each block; None once it is verified."""
 
     def check(self, first: int, end: int) -> None:
-        """Verify the ids from `first` to `end`. Raises `DataError` where they are not as they were written."""
+        """Verify the ids from `first` to `end`. Raises `DataError` for damaged blocks."""
         size = self.tokens.itemsize
         for block in range(first * size // _BLOCK, -(-end * size // _BLOCK)):
             data = self.tokens.view(np.uint8)[block * _BLOCK : (block + 1) * _BLOCK]
@@ -125,7 +123,7 @@ class StoredText:
 
 
 class TokenCache:
-    """Entries below a directory, which is made when it is needed; None: each has a temporary one, which goes once it is mapped."""
+    """Cache entries below a directory that is made on demand; with None, entries are temporary and deleted once mapped."""
 
     def __init__(self, root: Path | None, note: Callable[[str], None] = lambda text: None) -> None:
         self._root = root
@@ -134,14 +132,13 @@ class TokenCache:
     def get(
         self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
     ) -> StoredText:
-        """Return the entry of a key; where there is none, `write` writes kept and held-out documents, whose tokens are `marked` or
-        not.
+        """Return the entry of a key; a missing one is made by `write`, which writes kept and held-out documents, `marked` or not.
 
-        `remarks` are made of all tokens and the number of those that are kept. Without a key the entry is for this process alone.
+        `remarks` is called with all tokens and the number of kept ones. Without a key the entry is private to the process.
 
         Raises:
             DataError: as `write` does.
-            StorageError: where it cannot be written.
+            StorageError: if the entry cannot be written.
         """
         path = None if self._root is None or key is None else self._root / key
         try:
@@ -159,7 +156,7 @@ class TokenCache:
                 _write_entry(Path(folder), vocab_size, write, remarks, marked)
                 if path is None:
                     return _open(Path(folder))
-                with suppress(OSError):  # Another process has made the same meanwhile.
+                with suppress(OSError):  # Another process has written the same entry.
                     Path(folder).rename(path)
             return _open(path)
         except OSError as error:
@@ -175,7 +172,6 @@ def _remove_abandoned(root: Path) -> None:
 
 
 def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks, marked: bool) -> None:
-    """Write the files of an entry, the tokens as they come and the description last."""
     with (folder / _TOKENS).open("xb") as file, tempfile.TemporaryFile(dir=folder) as held_file:
         kept, held = (TokenWriter(each, vocab_size, marked=marked) for each in (file, held_file))
         write(kept, held)
@@ -202,7 +198,7 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
 
 
 def _open(folder: Path) -> StoredText:
-    """Open an entry, whose description, lengths and first blocks are verified. Raises `DataError` and `OSError`."""
+    """Open an entry and verify its description, size and first blocks. Raises `DataError` and `OSError`."""
     checksum, text = json.loads(read_whole(folder / _ENTRY))
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
         raise DataError(f"{_ENTRY} is not as it was written")

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a directory."""
+"""Tokenizers: UTF-8 bytes as token ids, or a Hugging Face tokenizer from a directory."""
 
 import copy
 import hashlib
@@ -24,7 +24,7 @@ from zeromesh.errors import DataError, library_errors, summary
 
 BYTES = "bytes"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""Each of these makes a directory one of a tokenizer."""
+"""Files of which one marks a directory as that of a tokenizer."""
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
@@ -43,52 +43,46 @@ class ByteTokenizer:
     end_of_text: int = 255
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
+        """Return the UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
     def encode_whole(self, text: str, limit: int) -> TokenArray:
-        """The first bytes of a text, at most `limit`."""
         return self.encode([text])[0][:limit]
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
-        """The bytes of each text. Where they lie in it nobody needs to ask: those of two texts are those of both together."""
+        """Return the bytes of each text without offsets, as bytes never merge across a cut."""
         return [(ids, None) for ids in self.encode(texts)]
 
     @property
     def padding(self) -> int:
-        """The id of what fills a sequence up."""
         return self.end_of_text
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that a model is to go on from: its bytes."""
         return [int(each) for each in self.encode([text])[0]]
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        """Raise `DataError`: bytes have no template of conversations."""
+        """Raise `DataError`, as bytes have no chat template."""
         raise DataError(f"{_NO_TEMPLATE}; this run's tokenizer is bytes: give text")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes, without what ends it; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of bytes without the end-of-text byte; invalid UTF-8 becomes U+FFFD."""
         return bytes(each for each in ids if each < self.end_of_text).decode("utf-8", errors="replace")
 
     decode_all = decode
 
     def template(self, given: str | None, tools: Any) -> str | None:
-        """The Jinja template of a conversation: the one that is `given`."""
         return given
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The names that templates know beside messages and tools: none."""
         return {}
 
     @property
     def beginning(self) -> list[int]:
-        """The ids that a text begins with."""
         return []
 
     def digest(self) -> str | None:
-        """Return the same for tokenizers that give equal ids; None where that is not known."""
+        """Return a digest that is equal for tokenizers that give equal ids; None if unknown."""
         return BYTES
 
 
@@ -96,7 +90,7 @@ class ByteTokenizer:
 class PretrainedTokenizer:
     """A transformers tokenizer object, `tokenizer`, with the methods of `ByteTokenizer`. Ids are in [0, `vocab_size`).
 
-    Raises `DataError` where it has no token that can end a text.
+    Raises `DataError` for a tokenizer without an end-of-text token.
     """
 
     tokenizer: Any
@@ -115,24 +109,24 @@ class PretrainedTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tokenizer can give, added tokens included."""
+        """The number of ids, added tokens included."""
         return len(self.tokenizer)
 
     @property
     def end_of_text(self) -> int:
-        """The id of `eos_token`, or of `sep_token` where there is none."""
+        """The id of `eos_token`, or else of `sep_token`."""
         end = self.tokenizer.eos_token_id
         separator: int = self.tokenizer.sep_token_id if end is None else end
         return separator
 
     @property
     def padding(self) -> int:
-        """The id of `pad_token`, or of what ends a text where there is none."""
+        """The id of `pad_token`, or else of the end-of-text token."""
         pad = self.tokenizer.pad_token_id
         return self.end_of_text if pad is None else int(pad)
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The ids of each text, int64."""
+        """Return the ids of each text without special tokens, int64."""
         return [ids for ids, _ in self._encoded(texts)]
 
     def _encoded(self, texts: Sequence[str], *, places: bool = False) -> list[tuple[TokenArray, TokenArray | None]]:
@@ -146,25 +140,25 @@ class PretrainedTokenizer:
         return list(zip(ids, own, strict=True))
 
     def encode_whole(self, text: str, limit: int) -> TokenArray:
-        """The ids of a text as the tokenizer begins and ends it, cut to `limit`, int64."""
+        """Return the ids of a text with special tokens, cut to `limit`, int64."""
         return np.asarray(self.tokenizer(text, truncation=True, max_length=limit)["input_ids"], dtype=np.int64)
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
-        """The ids of each text, and the characters of each token, int64 `[tokens, 2]`: the first, and the one behind the last; None
-        where the tokenizer does not say."""
+        """Return the ids of each text and the character offsets `[begin, end)` of the tokens, int64 `[tokens, 2]`; None if the
+        tokenizer gives no offsets."""
         return self._encoded(texts, places=getattr(self.tokenizer, "is_fast", False))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that a model is to go on from, with those that the tokenizer begins and ends a text with."""
+        """Return the ids of a prompt with the tokenizer's special tokens."""
         return list(self.tokenizer(text)["input_ids"])
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        """The ids of a conversation by the tokenizer's chat template, up to where the assistant is to answer.
+        """Return the ids of a conversation rendered by the chat template, generation prompt included.
 
-        `tools`: what the assistant may call, as JSON schemas.
+        `tools` are JSON schemas of the functions that the assistant may call.
 
         Raises:
-            DataError: without a template, and for what the template refuses.
+            DataError: without a template, and for messages that the template refuses.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
@@ -176,46 +170,46 @@ class PretrainedTokenizer:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
     def try_template(self) -> None:
-        """Raise `DataError` for a chat template that comes to no end, or makes too much text."""
+        """Raise `DataError` for a chat template that does not end, or makes too much text."""
         if getattr(self.tokenizer, "chat_template", None):
             apply = partial(self.tokenizer.apply_chat_template, tokenize=False)
             require_bounded(str(self.tokenizer.chat_template), lambda messages, tools: apply(messages, tools=tools))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The text of ids, with special tokens."""
+        """Return the text of ids, with special tokens."""
         return str(self.tokenizer.decode(list(ids)))
 
     def template(self, given: str | None, tools: Any) -> str | None:
-        """The Jinja template of a conversation: the one that is `given`, which may be a name, or the tokenizer's own, or None."""
+        """Return the Jinja chat template that is `given` as text or by name, or else the tokenizer's; None without one."""
         if given is None and not getattr(self.tokenizer, "chat_template", None):
             return None
         try:
             return str(self.tokenizer.get_chat_template(given, tools))
-        except ValueError as error:  # It has several, and none is the default.
+        except ValueError as error:  # The tokenizer has several templates and no default.
             raise DataError(f"data.chat_template: {error}") from error
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The names that templates know beside messages and tools: `bos_token`, `eos_token` and others."""
+        """The special tokens that chat templates may use, such as `bos_token` and `eos_token`."""
         return dict(self.tokenizer.special_tokens_map)
 
     @property
     def beginning(self) -> list[int]:
-        """The ids that a text begins with, such as that of `bos_token`, where the tokenizer adds any."""
+        """The ids that the tokenizer adds before a text, such as that of `bos_token`."""
         plain, whole = (list(self.tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
         places = range(len(whole) - len(plain) + 1) if plain else ()
         begin = next((place for place in places if whole[place : place + len(plain)] == plain), None)
         if begin is not None:
             return whole[:begin]
-        added = list(self.tokenizer("")["input_ids"])  # Its vocabulary has no letters.
+        added = list(self.tokenizer("")["input_ids"])  # The vocabulary has no letters.
         return added[:-1] if added and added[-1] == self.end_of_text else added
 
     def with_template(self, given: str) -> "PretrainedTokenizer":
-        """A copy whose chat template is the one that is `given`, which may be a name; models are saved with the one they learnt."""
+        """Return a copy with the `given` chat template, text or a name, so that a model is saved with the one it learnt."""
         own, named = copy.deepcopy(self.tokenizer), getattr(self.tokenizer, "chat_template", None)
         if "{" not in given and not (isinstance(named, Mapping) and given in named):
             raise DataError(
@@ -225,7 +219,7 @@ class PretrainedTokenizer:
         return PretrainedTokenizer(tokenizer=own)
 
     def digest(self) -> str | None:
-        """Return a digest of what `save_pretrained` writes and of the libraries' versions; None without such a method."""
+        """Return a digest of the files of `save_pretrained` and the libraries' versions; None without that method."""
         if not hasattr(self.tokenizer, "save_pretrained"):
             return None
         versions = " ".join(version(package) for package in ("transformers", "tokenizers"))
@@ -240,40 +234,39 @@ class PretrainedTokenizer:
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
 _BOUNDED: set[str] = set()
-"""Chat templates that were rendered within the limits."""
+"""Chat templates that were rendered within the limits of time and memory."""
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""The errors that chat templates raise."""
+"""The errors that rendering a chat template raises."""
 _TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 _CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
-_ASKED, _TOLD = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-_TRIED: tuple[list[dict[str, Any]], ...] = (
-    [_ASKED],
-    [{"role": "system", "content": "Be brief."}, _ASKED, _TOLD],
-    [_ASKED, _TOLD] * 20,
-    [_ASKED, {**_TOLD, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _TOLD],
+_QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+_SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
+    [_QUESTION],
+    [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
+    [_QUESTION, _ANSWER] * 20,
+    [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _ANSWER],
 )
-"""Conversations of the kinds that people have."""
+"""Sample conversations by which chat templates are tried."""
 
 
 def require_bounded(
     template: str, render: Callable[[list[dict[str, Any]], Any], object], *own: list[dict[str, Any]]
 ) -> None:
-    """Render conversations of several kinds, and `own`, by a chat template that is used for the first time.
+    """Render sample conversations, and `own`, by a new chat template under limits of time and memory.
 
-    `render` gets the messages, and the tools that there are, or None. It runs in a process of its own, which may take some time and
-    memory and no more.
+    `render` is called with messages, and with tools or None, in a child process with limited time and memory.
 
     Raises:
-        DataError: for a template that comes to no end there, or makes too much text.
+        DataError: for a template that does not end in time, or makes too much text.
     """
     if template in _BOUNDED:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, none of which this process needs
+        warnings.simplefilter("ignore")  # about forking with threads, which the child does not use
         child = os.fork()
     if not child:
         code = 0
@@ -282,12 +275,12 @@ def require_bounded(
             signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            for messages, tools in product((*own, *_TRIED), (None, [_TOOL])):
-                with suppress(*TEMPLATE_ERRORS):  # That is said where it is used.
+            for messages, tools in product((*own, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
+                with suppress(*TEMPLATE_ERRORS):  # The use of the template reports these.
                     code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
             code = 1
-        finally:  # What else is wrong with it is said where it is used.
+        finally:  # Other errors are reported when the template is used.
             os._exit(code)
     status = os.waitpid(child, 0)[1]
     if status:
@@ -303,10 +296,9 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: `bytes`, or a directory that `save_pretrained` wrote.
+    """Load the tokenizer of `data.tokenizer`: `bytes`, or a directory that `save_pretrained` wrote.
 
-    A hub name is refused like any missing path: nothing is downloaded and no code of the directory is run.
-    Raises `DataError`.
+    A hub name is refused like any missing path: nothing is downloaded and no code of the directory is run. Raises `DataError`.
     """
     if spec == BYTES:
         return ByteTokenizer()
@@ -326,39 +318,39 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         found = PretrainedTokenizer(tokenizer=tokenizer)
-        found.decode(found.encode_prompt("a"))  # Some of what is wrong in its files shows when it is called.
+        found.decode(found.encode_prompt("a"))  # Some damage in the files shows only in a call.
         return found
 
 
 _UNFINISHED = "�"
-"""The character that stands in a text for bytes that are no whole character."""
+"""The replacement character, which decoders give for an incomplete character."""
 _KEPT_TOKENS = 12
-"""Characters of a text that is all bytes have up to 4 each, and this is a multiple of all."""
+"""The number of tokens that are decoded again as context; a multiple of 1 to 4, the bytes of a character."""
 
 
 class TextStream:
-    """Turns new tokens into new text, which ends with a whole character.
+    """Incremental decoder of new tokens to new text, in whole characters.
 
     Args:
-        decode: the text of tokens, without special ones.
+        decode: the function that returns the text of tokens without special ones.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._told = 0
-        """The latest tokens are decoded anew with each; of their text so many letters were told."""
+        self._returned = 0
+        """The number of characters of the text of `_tokens` that were returned."""
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Return the text that is new with these tokens; `last`: none come after, so that what is unfinished stays so."""
+        """Return the text that these tokens add; `last` also returns an incomplete character."""
         self._tokens += tokens
         text = self._decode(self._tokens)
         end = len(text if last else text.rstrip(_UNFINISHED))
-        new = text[self._told : end]
-        self._told = max(self._told, end)
+        new = text[self._returned : end]
+        self._returned = max(self._returned, end)
         if len(self._tokens) > 2 * _KEPT_TOKENS and end == len(text):
-            # Some tokens stay, as many decoders leave out the space before the first one. They may not begin within a character.
+            # Some tokens stay as context, as many decoders drop the first token's space; the context begins at a character.
             kept = self._decode(self._tokens[-_KEPT_TOKENS:])
             if kept and text.endswith(kept):
-                self._tokens, self._told = self._tokens[-_KEPT_TOKENS:], len(kept)
+                self._tokens, self._returned = self._tokens[-_KEPT_TOKENS:], len(kept)
         return new

@@ -1,6 +1,6 @@
-"""Uploading a model to the Hub, with a model card: rank 0 does it, and the other ranks wait for what came of it.
+"""Upload of a model to the Hub with a model card by rank 0, while the other ranks wait.
 
-What goes there is what `Trainer.save` writes, and a draft of a model card: nothing else of the run's directory, whose files name
+Only the files of `Trainer.save` and a draft of a model card are uploaded: the run's other files name
 paths and settings of this machine.
 """
 
@@ -26,19 +26,19 @@ from zeromesh.trainer.models.build import while_posting
 from zeromesh.trainer.tracking.tracking import describe_error
 
 FOLDER = "hub-upload"
-"""The folder of the run's directory where what is uploaded lies until it is."""
+"""The folder in the run's directory that holds the files until they are uploaded."""
 _TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 
 
 def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
-    """Write transformers' own draft of a model card; `values` are what the user says of the model, by transformers' names."""
+    """Write transformers' draft of a model card; `values` are the user's fields, by transformers' names."""
     config, mesh = trainer.run.config, trainer.mesh
     values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
     tags = getattr(trainer.model, "model_tags", None)
     if tags:
         own = values.get("tags") or []
         values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
-    described = SimpleNamespace(  # What transformers reads of a trainer for a card.
+    described = SimpleNamespace(  # The attributes that transformers reads for a card.
         args=arguments_of(config),
         model=trainer.model,
         state=trainer.state,
@@ -46,7 +46,7 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
         eval_dataset=trainer.inputs.eval_dataset,
     )
     card = TrainingSummary.from_trainer(described, **values)
-    if mesh.world_size > 1:  # What follows from the number of ranks, which transformers' arguments do not always know.
+    if mesh.world_size > 1:  # Numbers derived from the ranks, which transformers' arguments may lack.
         micro = config.batch.eval_micro_size or config.batch.micro_size
         card.hyperparameters |= {
             "num_devices": mesh.world_size,
@@ -59,16 +59,13 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
 
 
 def open_repository(trainer: Any, token: str | None, private: bool | None) -> str:
-    """The full name of the repository, which is made if there is none; all ranks call it.
-
-    Raises:
-        ConfigError: on all ranks, where it cannot be reached.
-    """
+    """Return the full name of the repository, which is created if missing; all ranks call it. Raises `ConfigError` on all ranks if
+    it cannot be reached."""
     hub, mesh = trainer.config.hub, trainer.mesh
     name, private = hub.repository or trainer.config.run.name, hub.private if private is None else private
 
     def make() -> str:
-        with _told(
+        with _library_errors(
             token,
             lambda why: ConfigError(
                 f"the repository {name!r} of the Hub cannot be written to: {why}; {_TOKEN}", where="hub.repository"
@@ -85,10 +82,10 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
 def push(
     trainer: Any, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
 ) -> CommitInfo | None:
-    """Upload the model as it is now to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0.
+    """Upload the current model to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0.
 
     Raises:
-        StorageError: on all ranks, where it cannot be saved or uploaded; what was saved stays in `hub-upload`.
+        StorageError: on all ranks, if saving or uploading fails; saved files stay in `hub-upload`.
     """
     directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
     commits: list[CommitInfo] = []
@@ -107,7 +104,9 @@ def push(
 
     def work() -> None:
         cure = f"It is in {directory}: upload it with `hf upload {repository} {directory}`"
-        with _told(token, lambda why: StorageError(f"the model could not be uploaded to {repository}: {why}. {cure}")):
+        with _library_errors(
+            token, lambda why: StorageError(f"the model could not be uploaded to {repository}: {why}. {cure}")
+        ):
             commits.append(while_posting(trainer.mesh, upload))
 
     trainer.mesh.world.all_or_raise("upload to the Hub", work, StorageError, first=True)
@@ -119,8 +118,8 @@ def push(
 
 
 @contextmanager
-def _told(token: str | None, error: Callable[[str], ZeromeshError]) -> Iterator[None]:
-    """Raise what a library or the network meets inside the block as `error` of its description, without secrets."""
+def _library_errors(token: str | None, error: Callable[[str], ZeromeshError]) -> Iterator[None]:
+    """Convert errors inside the block to `error` of their description, without secrets."""
     try:
         yield
     except Exception as met:  # noqa: BLE001 - a library's and the network's

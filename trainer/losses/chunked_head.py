@@ -1,9 +1,9 @@
-"""A language model's head that computes the loss itself, chunk by chunk, and never returns logits.
+"""A language model's head that computes the loss chunk by chunk instead of returning logits.
 
-The model's own code stays as it is. While a microbatch is announced, the head module's `forward` computes the loss and
-returns a few known numbers where logits were expected. They flow through the model to its end, which shows what the model
-does to its logits on the way. Because the loss is computed inside the head module's own call, hooks on it (which may
-gather its weight) find things as always. Otherwise, as in `generate`, the head does what it always did.
+The model's own code stays as it is. During a microbatch, the head module's `forward` computes the loss and
+returns a few known numbers where logits were expected. They pass through the rest of the model, which shows how it
+transforms its logits. Because the loss is computed inside the head module's own call, hooks on it (which may
+gather its weight) work as usual. Otherwise, as in `generate`, the head is unchanged.
 """
 
 import math
@@ -29,37 +29,36 @@ from zeromesh.tensor.layers import VocabParallelHead
 from zeromesh.trainer.models.adapters import output_layer
 
 Route = Literal["loss_function", "logits"]
-"""The place where the model's logits end: in its replaced `loss_function`, or in what a call without labels returns."""
+"""The place where the model's logits end: in its replaced `loss_function`, or in the output of a call without labels."""
 
 _TINY, _HUGE = 2.0**-26, 2.0**40
 _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
-"""Numbers in place of the expected logits. What the model makes of the first two gives scale and cap; the others must agree."""
+"""Probe values in place of logits: the first two reveal scale and cap, and the others check them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _HeadWork:
-    """The work of the head for the present microbatch."""
+    """The head's input for the current microbatch."""
 
     targets: torch.Tensor
-    """`[tokens]`."""
+    """Target ids, `[tokens]`."""
     seed: float
-    """The gradient that backward will start with."""
+    """The gradient with which backward starts."""
     count: int
-    """The number of targets."""
     result: torch.Tensor | None = None
 
 
 class ChunkedHead:
-    """Replaces `forward` of a model's output embedding while it runs, and by the route `loss_function` that function too.
+    """Replacement of the `forward` of a model's output embedding during a run, and by the route `loss_function` of that function.
 
-    Before and after a run the model is as it was: it can be copied, pickled and given to others.
+    Outside of a run the model is unchanged: it can be copied and pickled.
 
     Args:
         model: a Hugging Face model whose `output_layer` is an `nn.Linear`.
         route: see `Route`.
-        chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
-        change: what the model does to each logit before its loss; the first run checks it.
-        kernel: what computes the loss, by the arguments of `chunked_cross_entropy`.
+        chunk_tokens: tokens whose logits exist at once; None minimises memory.
+        change: the transformation of each logit before the model's loss; the first run checks it.
+        kernel: the loss function, with the arguments of `chunked_cross_entropy`.
     """
 
     def __init__(
@@ -79,25 +78,25 @@ class ChunkedHead:
         self._kernel = kernel
         self._probes: torch.Tensor | None = None
         self.found: LogitChange | None = None
-        """The change that the model makes to its logits, as the first run has shown."""
+        """The transformation of the logits that the first run has measured."""
 
     def require_known(self, labels: torch.Tensor) -> None:
-        """Raise `DataError` for labels that are no tokens of the vocabulary: on a device nobody looks at them again."""
+        """Raise `DataError` for labels outside of the vocabulary, which devices do not check."""
         require_targets_in(labels, self._vocab)
 
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
     ) -> torch.Tensor:
-        """Return the sum of the losses over `targets`: the model's inputs include `labels`; -100 marks what is no target.
+        """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`.
 
-        Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
+        Raises `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`.
         """
         current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
         with _replaced(output_layer(self._model), "forward", partial(self._forward, current)):
             if self._route == "logits":
                 return self._arrived(current, model(**_without_labels(model, inputs)).logits)
             with _replaced(self._model, "_loss_function", partial(self._loss, current)):
-                # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
+                # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
                 loss: torch.Tensor = model(**inputs).loss * count
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
@@ -109,7 +108,7 @@ class ChunkedHead:
         rows = hidden.reshape(-1, hidden.shape[-1])
         if rows.shape[0] != current.targets.numel():
             raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
-        # The present one: a divided model has its own again after training.
+        # The head is looked up for each call, as a divided model gets its own head back after training.
         head: nn.Linear | VocabParallelHead = output_layer(self._model)
         parts: dict[str, Any] = {}
         if isinstance(head, VocabParallelHead):
@@ -128,9 +127,10 @@ class ChunkedHead:
         if self._route == "loss_function":
             total = total / max(1, current.count)
         if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):
-            self._probes = total.new_tensor(_PROBES)  # Once: the host waits for a copy to a device.
+            self._probes = total.new_tensor(_PROBES)  # Made once, as a copy to a device blocks the host.
         returned = torch.cat((total.reshape(1), self._probes)).reshape(1, 1, -1)
-        # Through what is returned, whose gradient hooks on the head listen for; a copy, as the model may write into that.
+        # The result depends on the returned tensor, so that gradient hooks of the head run; it is a copy, as the model
+        # may write in place.
         current.result = returned[0, 0, 0].clone()
         return returned
 
@@ -140,7 +140,7 @@ class ChunkedHead:
     def _arrived(self, current: _HeadWork, logits: torch.Tensor) -> torch.Tensor:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
-        if self.found is None and not logits.is_meta:  # Without values nothing shows.
+        if self.found is None and not logits.is_meta:  # Meta tensors have no values.
             self.found = _change_of(logits)
             if not self.found.close_to(self._change):
                 raise PhaseError(
@@ -151,10 +151,8 @@ class ChunkedHead:
 
 
 def _change_of(logits: torch.Tensor) -> LogitChange:
-    """Return the change that the model has made to `_PROBES`, which follow the loss in `logits`.
-
-    Raises `PhaseError` where it is neither a scale nor a cap.
-    """
+    """Return the transformation that the model has applied to `_PROBES`, which follow the loss in `logits`. Raises `PhaseError`
+    unless it is a scale and a cap."""
     if logits.numel() != len(_PROBES) + 1:
         raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
     made = logits.detach().flatten()[1:].double().cpu()
@@ -169,8 +167,8 @@ def _change_of(logits: torch.Tensor) -> LogitChange:
 
 
 def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a call that is to give logits alone. An encoder-decoder model makes its decoder's inputs of the labels:
-    by a method of its own, or by the function that its module has for it."""
+    """Return the inputs without labels. An encoder-decoder model gets its decoder inputs from the labels, by a method of the model
+    or a function of its module."""
     rest, labels = {name: value for name, value in inputs.items() if name != "labels"}, inputs["labels"]
     if any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")):
         return rest
@@ -188,7 +186,7 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Give an instance another attribute inside the block."""
+    """Set an instance attribute inside the block."""
     before = {key: each for key, each in vars(module).items() if key == name}
     vars(module)[name] = value
     try:

@@ -1,7 +1,7 @@
-"""The trial, on a small copy, of whether documents that are packed into one sequence stay apart.
+"""The trial, on a small copy, that packed documents do not affect each other.
 
-Positions that begin anew separate documents in the models whose code asks them. Others take them and mix the tokens all the same:
-their masks are made without positions, or tokens are mixed by recurrence or convolution.
+Restarting position ids separate documents only in models that derive masks from them. Other models mix the tokens:
+their masks ignore positions, or recurrence or convolution mixes tokens.
 """
 
 import inspect
@@ -19,17 +19,16 @@ from zeromesh.zero.hooks import tensors_in, watch_outputs
 
 _TOKENS = 24
 _DOCUMENTS = ((0, 0, 11), (0, 11, 13), (1, 0, 9), (1, 9, 5), (1, 14, 10))
-"""The row of each document in a batch of two, where it begins, and how many of the `_TOKENS` of that row it has."""
+"""Row, start and length in tokens of each document in a batch of two rows of `_TOKENS`."""
 _TOLERANCE = 1e-8
 _Calls = list[tuple[str, Sequence[Tensor]]]
-"""The name of each module that was called, in the order in which the calls ended, and copies of what came out."""
+"""Module names with copies of their outputs, in the order in which the calls ended."""
 
 
 def require_separate_documents(model: nn.Module) -> None:
-    """Run packed documents through a small copy of a model, beside others and alone; what comes out must agree.
+    """Run documents packed and alone through a small copy of a model; outputs must agree.
 
-    Raises:
-        ConfigError: where it differs, by the name of the module that mixes tokens, and where nothing could be tried.
+    Raises `ConfigError` with the module that mixes tokens, or if the trial is impossible.
     """
     inside = pretrained_of(model)
     if "position_ids" not in ForwardInputs.of(model, users_loss=False).named:
@@ -45,7 +44,7 @@ def require_separate_documents(model: nn.Module) -> None:
 
 
 def _difference(model: Any | None) -> str:
-    """Why documents do not stay apart, or why that cannot be found out; empty where they do."""
+    """Return the reason why documents mix or the trial is impossible; empty if they stay apart."""
     found: list[_Calls] = []
 
     def run(small: Any) -> Tensor:
@@ -61,16 +60,16 @@ def _difference(model: Any | None) -> str:
     pairs = list(zip(alone, _DOCUMENTS, strict=True))
     if not any(_differ(together[-1][1], calls[-1][1], *where) for calls, where in pairs):
         return ""
-    name = next(filter(None, (_mixing(together, calls, *where) for calls, where in pairs)), "")
+    name = next(filter(None, (_first_mixing_module(together, calls, *where) for calls, where in pairs)), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
-        name = name.rpartition(".")[0]  # The last step of one that mixes, which looks at each token by itself.
+        name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
     by = f"by {name or 'the model'}, a {type(small.get_submodule(name)).__name__}"
     return f"gives a document other values beside another one than alone ({by}, in a trial on a small copy)"
 
 
 def _calls(small: Any, document: int | None = None) -> _Calls:
-    """Run a document alone, or all of them packed; the last entry is the logits, or the hidden states of a model without a head."""
+    """Run one document alone, or all of them packed; the last entry is the logits or, without a head, the hidden states."""
     vocabulary = small.get_input_embeddings().weight.shape[0]
     ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
@@ -90,8 +89,8 @@ def _calls(small: Any, document: int | None = None) -> _Calls:
     return [*made, ("", [found[0] if logits is None else logits])]
 
 
-def _mixing(together: _Calls, alone: _Calls, row: int, begin: int, length: int) -> str:
-    """The first module whose results differ beside another document."""
+def _first_mixing_module(together: _Calls, alone: _Calls, row: int, begin: int, length: int) -> str:
+    """Return the first module whose outputs differ beside another document."""
     left: dict[str, list[Sequence[Tensor]]] = {}
     for name, found in alone:
         left.setdefault(name, []).append(found)
@@ -102,10 +101,8 @@ def _mixing(together: _Calls, alone: _Calls, row: int, begin: int, length: int) 
 
 
 def _differ(together: Sequence[Tensor], alone: Sequence[Tensor], row: int, begin: int, length: int) -> bool:
-    """Return True if a tensor of all documents has other values at one of them than the tensor of that document alone.
-
-    Tensors of other shapes, such as those of the tokens of one expert, are not compared.
-    """
+    """Return True if a tensor of all documents differs at one document from that document's tensor alone. Tensors of unexpected
+    shapes, such as the tokens of one expert, are skipped."""
     for one, other in zip(together, alone, strict=False):
         changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
         if [(one.shape[dim], other.shape[dim]) for dim in changed] == [(2, 1), (_TOKENS, length)]:

@@ -1,4 +1,4 @@
-"""The loss of a language model's head by liger-kernel, whose kernels pass over logits once (Hsu et al. 2024, arXiv:2410.10989)."""
+"""The loss of a language model's head by liger-kernel's fused kernels (Hsu et al. 2024, arXiv:2410.10989)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,20 +11,20 @@ from zeromesh.kernels.chunked_cross_entropy import LogitChange, chunked_cross_en
 from zeromesh.offload.accelerator import found
 
 _ROWS = 256
-"""Tokens of the first microbatch that the trial computes in both ways."""
+"""Tokens of the first microbatch that the trial compares."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""By compute dtype: the largest difference of two right results, a part of their norm."""
+"""The largest relative difference of two correct results, by compute dtype."""
 _WHERE = "model.loss"
 
 
 class LigerLoss:
-    """Stands for `chunked_cross_entropy` where the whole head is on one accelerator; the first microbatch is a trial of it.
+    """Replacement of `chunked_cross_entropy` for an undivided head on one accelerator; the first microbatch checks it.
 
-    The host waits for the device twice a microbatch, because liger-kernel counts targets and looks at the seed there.
+    The host waits for the device twice a microbatch, because liger-kernel reads the targets' count and the seed.
     """
 
     def __init__(self) -> None:
-        """Raises `ConfigError` where the package is not installed, or there is no accelerator for its kernels."""
+        """Load liger's kernel. Raises `ConfigError` if the package is not installed, or without an accelerator."""
         if found() is None:
             raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_WHERE)
         try:
@@ -44,11 +44,8 @@ class LigerLoss:
         change: LogitChange,
         **settings: Any,
     ) -> torch.Tensor:
-        """Return the sum of the losses; shapes and dtypes are those of `chunked_cross_entropy`, whose `settings` it has.
-
-        Raises:
-            ConfigError: for a head that liger's kernels have no way for, or where the trial finds another result.
-        """
+        """Return the sum of the losses; shapes, dtypes and `settings` are those of `chunked_cross_entropy`. Raises `ConfigError`
+        for a head that liger's kernels do not support, and if the trial finds another result."""
         if "exchange" in settings or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
             raise ConfigError(
                 f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
@@ -61,7 +58,7 @@ class LigerLoss:
         ) -> torch.Tensor:
             scaled = rows if change.scale == 1 else rows * change.scale
             cap = change.cap or None
-            # Sums of several chunks need more bits than 16.
+            # Sums over several chunks need more than 16 bits.
             return self._fused(scaled, weight, labels, bias, reduction="sum", softcap=cap, accum_dtype=torch.float32)
 
         if not self._tried:
@@ -75,7 +72,7 @@ class LigerLoss:
 def _require_equal(
     kernels: Sequence[Callable[..., torch.Tensor]], hidden: torch.Tensor, *head: torch.Tensor | None
 ) -> None:
-    """Raise `ConfigError` where the package's own head and liger's give other losses, or other gradients of hidden states."""
+    """Raise `ConfigError` if liger's loss or its gradient of hidden states differs from this package's."""
     results = []
     for kernel in kernels:
         rows = hidden.detach().clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean."""
+"""Losses of models, as sums over targets with their number, never as means."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,56 +24,52 @@ from zeromesh.trainer.weights.safetensors_source import quiet_library
 ComputeLoss = Callable[
     [nn.Module, Mapping[str, Any]], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]
 ]
-"""A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are; a third element, if there is
-one, holds scalars by name, which are logged."""
+"""A user's `(model, batch) -> (sum, count)`, a scalar sum of losses and their number; an optional third element holds scalars to
+log, by name."""
 
 LossMode = Literal["auto", "native", "liger"]
-# The library's names for what a class computes (`model.loss_type`).
+# The library's names of losses (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = (
     *("ForTokenClassification", "ForSequenceClassification"),
     *("ForImageClassification", "ForVideoClassification", "ForAudioClassification"),
 )
 _LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")
-"""Ends of the names of classes that have labels, and for which the library has no `loss_type`."""
+"""Suffixes of names of classes with labels that have no `loss_type` in the library."""
 _POSITIONS = ("start_positions", "end_positions")
 
 
 _Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
-"""The sum of the losses of a batch, what the model returned (None: not known), the number of targets, and scalars to be logged."""
+"""The sum of a batch's losses, the model's outputs (None if unknown), the number of targets, and scalars to log."""
 
 
 @dataclass(kw_only=True)
 class Loss:
-    """How a model's loss is computed and counted."""
+    """The computation of a model's loss, and the count of its targets."""
 
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
-    """The kind of items that the loss is a sum over."""
+    """The kind of item that the loss sums over."""
     count: Callable[[Mapping[str, Any]], int | None]
-    """Counts the targets of a batch by its labels; None where only the forward tells. Raises `DataError` without labels."""
+    """Count the targets of a batch from its labels; None if only forward tells. Raises `DataError` without labels."""
     compute: Callable[[Any, Mapping[str, Any], int, float | None], _Computed]
-    """Computes the loss of a model for a batch, which has so many targets (0 where only the forward tells). The backward will start
-    with the last argument; None: the outputs are wanted."""
+    """Compute the loss of a batch from the model, the batch, its targets (0 if only forward tells) and the seed of backward; a None
+    seed asks for the outputs."""
     notes: tuple[str, ...] = ()
-    """Lines that the run prints about how the loss counts and computes."""
     causal: bool = False
-    """True if the model predicts the next token, so that its first label is no target."""
+    """True if the model predicts the next token, so that the first label is no target."""
     classes: int | None = None
-    """The number of classes of which each label is one; None where labels are something else."""
+    """The number of classes, if labels are classes, else None."""
     last_count: int | Tensor = 0
-    """Targets of the batch that was computed last. Where the forward has counted them on a device it is a scalar there, which
-    nobody has read."""
+    """Targets of the last computed batch; a device scalar, not yet read, if forward counted them there."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)
-    """Further numbers, by name, that the batch that was computed last gave, to be logged."""
+    """Scalars to log of the last computed batch, by name."""
 
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Any], *, seed: float, targets: int | None = None
     ) -> Tensor:
-        """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation).
-
-        A batch without targets gives 0, with gradients of 0. `targets` is what `count` has found in it, before it went to a device;
-        None: it is counted here.
-        """
+        """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 for evaluation without gradients). A
+        batch without targets gives 0, with gradients of 0. `targets` is the batch's `count` before it went to a device; None counts
+        here."""
         counted = self.count(batch) if targets is None else targets
         total, _, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, seed)
         return total
@@ -81,7 +77,7 @@ class Loss:
     def with_outputs(
         self, model: nn.Module, batch: Mapping[str, Any], *, targets: int | None = None
     ) -> tuple[Tensor, Any]:
-        """Return the sum of the losses, 0 for a batch without labels, and what the model returned."""
+        """Return the sum of the losses, 0 for a batch without labels, and the model's outputs."""
         if self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
             self.last_count = 0
             return torch.zeros(()), model(**batch)
@@ -97,16 +93,16 @@ def make_loss(
     compute_loss: ComputeLoss | None = None,
     smoothing: float = 0.0,
 ) -> Loss:
-    """Return how `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
+    """Return the loss of `model`, which is undivided, may be on the meta device, and is not run.
 
     Args:
         mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a
             small copy gives the model's own loss and gradients; `native` always takes the model's own.
-        compute_loss: a user's own, which is then taken as it is.
-        smoothing: part of each target that is spread over all classes; the loss is then computed from the model's logits.
+        compute_loss: a user's loss function, which is taken as is.
+        smoothing: the share of each target that is spread over all classes; the loss is then computed from the model's logits.
 
     Raises:
-        ConfigError: for smoothing of a loss whose targets are not known, and for models that have no loss.
+        ConfigError: for smoothing of a loss with unknown targets, and for models without a loss.
     """
     if smoothing:
         return _smoothed_loss(model, compute_loss, smoothing)
@@ -139,7 +135,7 @@ def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing
 
 
 def _task_loss(model: Any) -> Loss | None:
-    """The loss of a task that needs no trial; None for a language model, and for what nothing is known of."""
+    """Return the loss of a task that needs no trial; None for language models and unknown tasks."""
     kind, config, arguments = getattr(model, "loss_type", None), model.config, signature(type(model).forward).parameters
     if kind in _LABELLED or type(model).__name__.endswith(_LABELLED_CLASSES):
         single = getattr(config, "problem_type", None) in (None, "single_label_classification")
@@ -147,7 +143,7 @@ def _task_loss(model: Any) -> Loss | None:
         return replace(_label_loss(model, causal=False), classes=classes)
     if "_loss_function" in vars(model):
         return None
-    # Answers may also be classes (of a picture), or be searched for with beams and a loss of several parts.
+    # Question answering may also classify pictures, or use beam search and a loss of several parts.
     if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
         return Loss(kind="answers", count=_count_answers, compute=_compute_answers)
     if kind == "ForCTC":
@@ -158,7 +154,7 @@ def _task_loss(model: Any) -> Loss | None:
 
 
 def _language_loss(model: Any, mode: LossMode) -> Loss:
-    """The loss of a language model, with as few logits at once as a trial has shown to be possible."""
+    """Return the loss of a language model, chunked over tokens if a trial shows that to be equal."""
     whose = f"the loss of {type(model).__name__}"
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
         return _example_loss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
@@ -198,7 +194,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
 
 
 def _shifts_labels(model: Any) -> bool | None:
-    """Return True if a language model is known to shift its labels; None if the library has no name for its kind."""
+    """Return True if a language model shifts its labels; None for an unknown kind."""
     kind = getattr(model, "loss_type", None)
     if kind not in _LANGUAGE:
         return None
@@ -213,12 +209,10 @@ def _label_loss(
     ignored: int = IGNORED_LABEL,
     smoothing: float = 0.0,
 ) -> Loss:
-    """Return the loss of a Hugging Face model that is a mean over labels: `sum = mean x count`, or the sum that `head` computes.
-
-    `ignored` is the label of what is no target. With `smoothing` the loss is the cross entropy of the model's logits with smoothed
-    targets (Szegedy et al. 2016), as that of transformers' `LabelSmoother`.
-    """
-    # Training and evaluation read each position once: a cache of keys and values would only take memory.
+    """Return a Hugging Face loss that is a mean over labels, as `mean x count`, or as the sum that `head` computes. `ignored` is
+    the label of no target. With `smoothing`, the loss is the cross entropy of logits with smoothed targets (Szegedy et al. 2016),
+    as in transformers' `LabelSmoother`."""
+    # Each position is read once: a key-value cache would only take memory.
     fixed = {"use_cache": False} if "use_cache" in signature(type(model).forward).parameters else {}
 
     def count(batch: Mapping[str, Any]) -> int:
@@ -242,12 +236,12 @@ def _label_loss(
             logits = outputs.logits
             if causal:
                 logits, labels = logits[..., :-1, :], labels[..., 1:]
-            # In 32 bits at least, as the model's own loss.
+            # Logits are widened to 32 bits at least, as in the model's own loss.
             wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
             total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing)
             return total, outputs, found, {}
         if not found:
-            # A mean over nothing is NaN, and NaN times 0 too: it becomes the mean over something, times 0.
+            # A mean over nothing is NaN, even times 0, so the labels become valid and the result is multiplied by 0.
             inputs["labels"] = torch.zeros_like(labels)
         outputs = model(**inputs)
         return outputs.loss * found, outputs, found, _scalars_of(outputs)
@@ -256,11 +250,9 @@ def _label_loss(
 
 
 def _compute_answers(model: Any, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
-    """Compute the loss of extractive question answering: cross entropy of where an answer starts, and of where it ends; both count.
-
-    As in transformers, a position beyond the sequence is no target. Where an example has either both or none, as transformers' own
-    preparation of such data makes them, the mean is that of the model's own loss: the mean of the two means.
-    """
+    """Compute the loss of extractive question answering: cross entropy of the start and of the end of an answer; both count. As in
+    transformers, a position beyond the sequence is no target. If each example has both positions or none, as in transformers'
+    preprocessing, the mean equals the model's own loss, the mean of two means."""
     outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
     total = torch.zeros((), device=outputs.start_logits.device)
     for logits, targets in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
@@ -274,7 +266,7 @@ def _count_answers(batch: Mapping[str, Any]) -> int:
 
 
 def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return the positions where answers start and where they end, `[batch]` each; beyond the sequence they are no targets."""
+    """Return the start and end positions of answers, `[batch]` each; positions beyond the sequence are no targets."""
     fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
     length = next((each.shape[1] for each in fields if isinstance(each, Tensor) and each.dim() > 1), None)
     if length is None:
@@ -285,11 +277,9 @@ def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _transcript_loss(reduction: str) -> Loss:
-    """Return connectionist temporal classification: the mean over examples, each aligned with its transcript as a whole.
-
-    `reduction` (transformers' `ctc_loss_reduction`) says what an example counts: the sum over its frames, or that divided by the
-    length of its transcript. Raises `ConfigError` for one that gives no scalar.
-    """
+    """Return the CTC loss as a mean over examples, each aligned with its transcript as a whole. `reduction` (transformers'
+    `ctc_loss_reduction`) is the sum over an example's frames, or that sum divided by the transcript's length. Raises `ConfigError`
+    for one that gives no scalar."""
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
 
@@ -305,7 +295,7 @@ def _transcript_loss(reduction: str) -> Loss:
 
 
 def _example_loss(what: str) -> Loss:
-    """Return a module's own scalar, as the mean over the examples of the batch (dim 0 of its first tensor)."""
+    """Return a module's own scalar loss as a mean over the batch's examples (dim 0 of its first tensor)."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
         outputs = model(**batch)
@@ -323,7 +313,7 @@ def _count_examples(batch: Mapping[str, Any]) -> int:
 
 
 def _user_loss(compute_loss: ComputeLoss) -> Loss:
-    """Return a user's loss, which raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
+    """Return a user's loss. Raises `ConfigError` unless `compute_loss` returns a scalar and an integer of 0 or more."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], _: int, seed: float | None) -> _Computed:
         result: Any = compute_loss(model, batch)
@@ -348,14 +338,14 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
 
 
 def whole_count(count: object) -> int:
-    """Return the count of a user's loss. Raises `ConfigError` where that is no whole number of 0 or more."""
+    """Return the count of a user's loss. Raises `ConfigError` unless it is an integer of 0 or more."""
     if isinstance(count, bool) or not isinstance(count, int | float) or count != int(count) or count < 0:
         raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
     return int(count)
 
 
 def _scalar(output: Any, name: str) -> Tensor:
-    """The loss among what a module returned: a tensor, an object or mapping with `loss`, or a tuple that begins so."""
+    """Return the loss among a module's outputs: a tensor, `loss` of an object or mapping, or the first of a tuple."""
     first = output[:1] if isinstance(output, tuple | list) else ()
     found = output.get("loss") if isinstance(output, Mapping) else next(iter(first), getattr(output, "loss", output))
     if not isinstance(found, Tensor) or found.numel() != 1:
@@ -368,7 +358,7 @@ def _scalar(output: Any, name: str) -> Tensor:
 
 
 def _scalars_of(outputs: Any) -> dict[str, Any]:
-    """The scalars among what a model returned, such as a `ModelOutput`, by their names, without its loss."""
+    """Return the scalars among a model's outputs by name, without the loss."""
     found = {} if not isinstance(outputs, Mapping) else {name: each for name, each in outputs.items() if name != "loss"}
     return {
         name: value

@@ -1,4 +1,4 @@
-"""The trial, on a small copy, of what a model's loss is the mean of, and of whether the chunked head may stand for it.
+"""The trial, on a small copy, of the targets that a model's loss averages over, and of the chunked head in its place.
 
 The copy is in float64 throughout (`models/small_copy.py`).
 """
@@ -26,25 +26,25 @@ _TRIAL = "trial"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The findings of the trial."""
+    """The results of the trial."""
 
     causal: bool | None
-    """True if the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as is known."""
+    """True if the loss is a mean over shifted labels, False if over labels; None if over neither, as far as is known."""
     route: Route | None = None
-    """How the chunked head replaces the model's loss, or None with the `reason` why it cannot."""
+    """The route by which the chunked head replaces the loss; None with the `reason` why it cannot."""
     reason: str = ""
     change: LogitChange = UNCHANGED
-    """The change that the model makes to its logits before its loss."""
+    """The transformation of the logits before the model's loss."""
     auxiliary: bool = False
-    """True if the loss has terms that are no mean over targets (auxiliary losses of experts)."""
+    """True if the loss has terms that are no mean over targets, such as auxiliary losses of experts."""
     sees_later: bool = False
-    """True if logits depend on tokens after them, those that the loss asks for among them."""
+    """True if logits depend on the tokens that they are to predict."""
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
-    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape.
+    """Try a small copy of a Hugging Face language model on a batch with `input_ids` and `labels` of one shape.
 
-    `known`: whether its class is known to shift labels, which stands where no small copy can be made.
+    `known` tells if its class is known to shift labels, which is the fallback without a small copy.
     """
     small = small_copy(model, lambda each: each(**_inputs(each)).loss)
     if isinstance(small, str):
@@ -67,12 +67,12 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
         found = _try_chunked_head(small, route, causal=causal)
         if isinstance(found, LogitChange):
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
-        reason = reason or found  # The trial of the loss function, which is the first, says why.
+        reason = reason or found  # The first route, the loss function, gives the reason.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
 
 
 def _sees_later(small: Any) -> bool:
-    """Return True if another last token changes the logits before it, in a model that reads the tokens that it is trained on."""
+    """Return True if a change of the last token changes earlier logits."""
     ids = _inputs(small).get("input_ids")
     if ids is None or small.config.is_encoder_decoder:
         return False
@@ -84,7 +84,7 @@ def _sees_later(small: Any) -> bool:
 
 
 def _unlike_its_class(model: Any) -> str:
-    """Why logits of `model` may be others than those of a copy of its class; empty where they are not."""
+    """Return the reason why logits may differ from those of a copy of the class; empty if none."""
     head = output_layer(model)
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__module__}.{type(head).__name__}, and no nn.Linear"
@@ -94,11 +94,8 @@ def _unlike_its_class(model: Any) -> str:
 
 
 def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
-    """Return how `small` changes its logits, where the chunked head then gives the loss and every gradient of its own loss; else
-    why it does not.
-
-    Both run in training mode with the same random numbers, so dropout is no difference.
-    """
+    """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, else the reason. Both
+    run in training mode with the same random numbers, so dropout makes no difference."""
     head = small.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a Linear"
@@ -119,12 +116,12 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
                 except PhaseError:
                     if chunked.found in (None, change):
                         raise
-                    change = chunked.found  # The first run has shown it.
+                    change = chunked.found  # The first run has measured it.
     except ERRORS as error:
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
-    # Some gradients are zero but for rounding (attention does not see a bias of its keys).
+    # Some gradients are zero up to rounding (attention is invariant to a bias of its keys).
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
         difference = float((found[name] - gradient).norm())
@@ -134,12 +131,12 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return labels `[batch, sequence]` moved so that position i holds the label of i + 1; the last has none (-100)."""
+    """Return labels `[batch, sequence]` shifted left, so that position i holds the label of i + 1, and the last -100."""
     return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the loss under the empty name, and the gradient of every parameter that has one (Whisper's positions have none)."""
+    """Return the loss under the empty name, and the gradients of all trained parameters (zeros for unused ones)."""
     named = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
@@ -149,10 +146,8 @@ def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, to
 
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
-    """Two sequences with 4 and 6 labels, of which 4 and 5 are targets when shifted, or one of them.
-
-    A decoder that reads pictures or sound is given what an encoder would have made of them: its loss is about labels alone.
-    """
+    """Return two sequences with 4 and 6 labels, of which 4 and 5 are targets when shifted, or one of them. The decoder of a model
+    of pictures or sound gets random encoder outputs, as its loss depends on labels alone."""
     vocab = small.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab, (2, 8), generator=generator)
@@ -167,7 +162,7 @@ def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
 
 
 def _is_mean_over(small: Any, causal: bool) -> bool:
-    """Return True if mean x count is a sum: for two sequences together it is that of the one plus that of the other."""
+    """Return True if mean x count is additive: the value of two sequences is the sum of the two values."""
     parts = [_inputs(small, sequences) for sequences in (slice(None), slice(0, 1), slice(1, 2))]
     try:
         with InFloat64(), torch.no_grad():

@@ -1,8 +1,8 @@
-"""Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): recognised, and made around a model whose own weights may still be in files.
+"""Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): their detection, and their addition to a model whose weights may still be in
+files.
 
-A model with adapters is, or wraps, a Hugging Face model some of whose layers are replaced. What is asked about the task (arguments
-of forward, loss, vocabulary) is asked of the model inside. What is trained, and runs, is the wrapper. Models are recognised by
-their attributes: PEFT itself is imported only where adapters are made.
+The wrapper is trained and run; questions about the task (arguments of forward, loss, vocabulary) go to the Hugging Face model
+inside. Models are recognised by their attributes, so that PEFT is imported only to make adapters.
 """
 
 import re
@@ -40,7 +40,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def pretrained_of(model: nn.Module) -> Any | None:
-    """The Hugging Face model that `model` is, or that its adapters are in; None for any other module."""
+    """Return the Hugging Face model that `model` is or wraps with adapters; None for any other module."""
     inside: Any = model
     if wraps_another(model):
         inside = inside.get_base_model()
@@ -48,7 +48,7 @@ def pretrained_of(model: nn.Module) -> Any | None:
 
 
 def output_layer(model: Any) -> Any:
-    """The output embedding of a Hugging Face model; where PEFT trains a copy of it (`modules_to_save`), that copy."""
+    """Return the output embedding of a Hugging Face model, or the copy that PEFT trains of it (`modules_to_save`)."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     copies = getattr(head, "modules_to_save", None)
     active: list[str] = list(getattr(head, "active_adapters", ()))
@@ -56,19 +56,19 @@ def output_layer(model: Any) -> Any:
 
 
 def learns_prompts(model: Any) -> bool:
-    """Return True if an adapter of `model` puts tokens before its inputs, or keys and values before theirs."""
+    """Return True if an adapter of `model` learns prompt tokens or prefixes of keys and values."""
     return any(getattr(settings, "is_prompt_learning", False) for settings in model.peft_config.values())
 
 
 def adapter_names(model: Any) -> frozenset[str]:
-    """Names of the parameters and buffers that a saved adapter is made of: its own, and what else is trained."""
+    """Return the names of the parameters and buffers of a saved adapter: its tensors and other trained ones."""
     adapters = set(model.peft_config)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return frozenset(name for name, tensor in tensors if tensor.requires_grad or adapters & set(name.split(".")))
 
 
 def description_of_adapters(model: Any) -> dict[str, Any]:
-    """Return what a resumed run must have in common of a model's adapters, by flat keys."""
+    """Return the settings of a model's adapters that a resumed run must match, by flat keys."""
     passing = {"base_model_name_or_path", "revision", "inference_mode", "peft_version"}
     return {
         f"adapter.{name}.{key}": sorted(value) if isinstance(value, set) else value
@@ -86,16 +86,15 @@ _TASKS: Mapping[Head, str] = {
     "question_answering": "QUESTION_ANS",
     "base": "FEATURE_EXTRACTION",
 }
-"""PEFT's names. It trains the heads of those for classification and question answering too."""
+"""PEFT's task types, by head; PEFT also trains the heads of classification and question answering."""
 _LANGUAGE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_text_to_text", "speech_seq2seq", "base")
 """Heads that are part of the pretrained model."""
 
 
 def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> BuiltModel:
-    """Return `built` with adapters. They alone are trained, and the head of a classifier; their values depend on `seed` alone.
+    """Return `built` with LoRA adapters drawn from `seed`; only they and a classifier's head are trained.
 
-    Raises:
-        ConfigError: without PEFT, for a model that is none of transformers or has adapters, and for targets that it does not have.
+    Raises `ConfigError` without PEFT, for a model that is not of transformers or has adapters, and for targets that it lacks.
     """
     peft = import_peft()
     base: Any = built.model
@@ -143,8 +142,8 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
 
 
 def _no_targets(base: nn.Module) -> list[str]:
-    """The modules that "all-linear" does not mean, but PEFT may take for targets, since it goes by names and by classes: linear
-    layers that do something else, and blocks with a number for a name, which linear layers of a sequence have too."""
+    """Return the modules that PEFT might match for "all-linear", as it goes by names and classes, but that must not be targets:
+    linear layers with another computation, and numbered blocks that share a name with linear layers."""
     linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     leaves = {name.rpartition(".")[2] for name in linear}
     return [
@@ -155,7 +154,7 @@ def _no_targets(base: nn.Module) -> list[str]:
 
 
 def _multiplies(layer: nn.Module) -> bool:
-    """Return False for a linear layer that does not make a tensor [..., out] of one [..., in], as routers and grouped layers do."""
+    """Return False for a linear layer that does not map [..., in] to [..., out], such as a router or a grouped layer."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return True
     meta = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
@@ -167,7 +166,7 @@ def _multiplies(layer: nn.Module) -> bool:
 
 
 def import_peft() -> Any:
-    """Return the package `peft`. Raises `ConfigError` where it is not installed."""
+    """Import and return `peft`. Raises `ConfigError` if it is not installed."""
     try:
         import peft
         import peft.tuners.lora
@@ -183,7 +182,7 @@ def _heads(model: Any) -> list[str]:
 
 
 def _initialise(layer: Any, seed: int, name: str) -> None:
-    """Draw a layer's adapters as PEFT does. Those of a layer on the meta device are there too, and get memory first."""
+    """Draw a layer's adapters as PEFT does; those on the meta device get CPU memory first."""
     for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
         if any(parameter.is_meta for parameter in adapters.parameters()):
             adapters.to_empty(device="cpu")
@@ -193,9 +192,9 @@ def _initialise(layer: Any, seed: int, name: str) -> None:
 
 
 class AdaptedSource:
-    """The values of a model with adapters: those of adapters are kept here, the others come from the source of the model inside.
+    """The parameter values of a model with adapters, which are kept here; other values come from the base model's source.
 
-    `names` maps identities of tensors to their names in the model inside.
+    `names` maps ids of tensors to their names in the base model.
     """
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:

@@ -1,11 +1,11 @@
-"""Which implementation of attention a transformers model computes with, and what that is told of packed documents.
+"""The attention implementation of a transformers model, and the document boundaries that it gets for packed sequences.
 
-Documents that are packed into one sequence are known by positions that begin anew. What separates them costs
+Packed documents are recognised by position ids that restart. Their separation costs
 
     eager, sdpa       a mask of [batch, 1, sequence, sequence], with which sdpa takes a kernel that is slower than flash attention
-    flex_attention    a mask of blocks, which transformers makes of the positions
-    flash_attention   nothing: the kernel is told where documents begin. transformers finds that out by itself for a batch of one
-                      sequence alone, and asks the device in every layer; so it is told here, from positions on the CPU
+    flex_attention    a mask of blocks, which transformers derives from the position ids
+    flash_attention   nothing, as the kernel takes document boundaries. transformers derives them for a batch of one sequence
+                      only, and synchronises the device in every layer; here they come from position ids on the CPU
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ _FLASH = {
         is_flash_attn_3_available,
     ),
 }
-"""The package of each, and what says whether it is there."""
+"""The package of each implementation, and the function that tells if it is installed."""
 
 
 def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Have a transformers model compute attention by `name`; returns what undoes that.
+    """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one.
 
-    Raises:
-        ConfigError: where the model, the device, the dtype `compute` or a missing package does not allow it.
+    Raises `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it.
     """
     inside = pretrained_of(model)
     if inside is None:
@@ -66,7 +65,8 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
             f"{type(inside).__name__} cannot compute by {name}: {summary(error)}", where=_WHERE
         ) from error
     taken = inside.config._attn_implementation
-    # Where the package is missing and `kernels` is there, transformers takes the same from the Hub under another name.
+    # If the package is missing but `kernels` is installed, transformers loads the same kernel from the Hub under
+    # another name.
     if taken != name and not (name in _FLASH and "flash" in str(taken)):
         undo()
         raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_WHERE)
@@ -90,14 +90,11 @@ def _require_flash(name: str, compute: torch.dtype, device: torch.device) -> Non
 
 
 def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch with what tells flash attention where packed documents begin, if `model` computes by some.
+    """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention.
 
-    Where `position_ids` `[batch, sequence]` begin anew inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
+    For `position_ids` `[batch, sequence]` that restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
     of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
-    longest. Other batches, and those with a mask, are as they are.
-
-    Raises:
-        ConfigError: for a model whose forward does not hand that on.
+    longest. Other batches are unchanged. Raises `ConfigError` for a model whose forward takes no further keywords.
     """
     inside, positions = pretrained_of(model), batch.get("position_ids")
     if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):

@@ -1,8 +1,7 @@
-"""Building a Hugging Face model from a configuration, a local directory or the cache of the Hub; on meta where that is exact.
+"""Building of Hugging Face models from a configuration, a directory or the Hub's cache, on meta where that is exact.
 
-Models of the Hub are fetched once for each host before a run begins, at one commit on all ranks. A name that is a directory on this
-machine is that directory. Any other is a repository, found by `huggingface_hub` in its cache or, unless `HF_HUB_OFFLINE` is set, on
-the Hub.
+Hub models are fetched once per host before a run begins, at one commit on all ranks. A name that is a directory on this machine is
+that directory. Any other is a repository, found by `huggingface_hub` in its cache or, unless `HF_HUB_OFFLINE` is set, on the Hub.
 """
 
 import dataclasses
@@ -44,20 +43,18 @@ from zeromesh.zero.hooks import parameters_made
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
-"""Patterns of the files that are fetched of a repository, from its root alone."""
+"""Patterns of the files that are downloaded from the root of a repository."""
 
 
 def pin_sources(
     config: TrainerConfig, mesh: Mesh, *, model_given: bool, came_from: str | None = None, reads_text: bool = False
 ) -> TrainerConfig:
-    """Fetch what the configuration names on the Hub; all ranks call it, and all get the same.
+    """Fetch the model and tokenizer that the configuration names on the Hub; all ranks call it and get the same result.
 
-    A model that is given to the trainer (`model_given`) needs no source, and `came_from` is where it was loaded from. Returns the
-    configuration with `model.revision` as the commit that was fetched, and `data.tokenizer` as bytes or a directory: where it names
-    none and the run `reads_text`, the model's own, if it has one.
-
-    Raises:
-        ConfigError: for what is neither a directory nor a repository that can be reached, with what was tried.
+    A model that is given to the trainer (`model_given`) needs no source, and `came_from` is where it was loaded from. In the
+    returned configuration, `model.revision` is the fetched commit and `data.tokenizer` is bytes or a directory, by default the
+    model's tokenizer if the run `reads_text`. Raises `ConfigError` for a name that is neither a directory nor a reachable
+    repository, with what was tried.
     """
     model, data = config.model, config.data
     if model.source is not None and not model_given:
@@ -71,7 +68,7 @@ def pin_sources(
         wanted = model.revision if named == model.source else None
         commit = _fetch(named, wanted, TOKENIZER_FILES, mesh, where="data.tokenizer")
         found = directory_of(named, commit, TOKENIZER_FILES, where="data.tokenizer")
-        # That a model has none is an error about text, which comes after those about the model.
+        # A missing tokenizer is an error about text, which is raised after those about the model.
         named = str(found) if data.tokenizer is not None or has_tokenizer(found) else None
     data = data.model_copy(update={"tokenizer": named})
     return config.model_copy(update={"model": model, "data": data})
@@ -80,17 +77,13 @@ def pin_sources(
 def directory_of(
     source: str, revision: str | None, files: Sequence[str] = MODEL_FILES, *, where: str = "model.source"
 ) -> Path:
-    """Return the directory of this machine that has `source`; nothing is downloaded.
-
-    Raises:
-        ConfigError: where there is none, with what was tried.
-    """
+    """Return the local directory of `source` without downloading. Raises `ConfigError` without one, with what was tried."""
     directory = Path(source).expanduser()
     return directory if directory.is_dir() else _snapshot(source, revision, files, where=where, download=False)
 
 
 def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, *, where: str) -> str | None:
-    """Have a repository in the cache of every host; returns its commit, or None for a directory."""
+    """Download a repository to every host's cache; returns its commit, or None for a directory."""
     here = Path(source).expanduser().is_dir()
     rows = [row[0] for row in mesh.world.gather_integers([int(here)])]
     if all(rows):
@@ -114,7 +107,7 @@ def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, 
 
 
 def _load_code_in_turn(directory: Path, mesh: Mesh) -> None:
-    """Have transformers copy a model's code to where it imports it from, one rank first: others would read half a file."""
+    """Have transformers copy a model's code to its module cache, one rank first, lest others read half a file."""
     turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
     for number in range(3):
         if number == turn and (directory / "config.json").is_file():
@@ -150,7 +143,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
 
 
 def while_posting(mesh: Mesh, call: Callable[[], T]) -> T:
-    """Return what `call` returns, and let the other ranks, which wait for it, see that this one goes on."""
+    """Return the result of `call` while this rank posts signs of life to the waiting ranks."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(call)
         while not wait([future], timeout=1.0).done:
@@ -166,32 +159,32 @@ _ALSO_KNOWN = {
     "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
-"""The keys that every configuration accepts and that are no fields, or are older names of fields."""
-_MANY = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
-_MOST = 10_000
-"""Modules of a kind in a model: to make more of them takes minutes, and no model has them."""
+"""Keys without a field that every configuration accepts, and older names of fields."""
+_MODULE_COUNTS = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
+_MOST_MODULES = 10_000
+"""The most layers, experts or stages of a model; more take minutes to build, and no model has them."""
 _MOST_ELEMENTS = 2**62
 _MOST_MEMORIES = 1000
-"""The most that a model in 16 bits may need, in memories of this machine: it can be divided among many, and lie on disks."""
+"""The largest model in 16 bits as a multiple of this machine's memory, as ranks and disks may share it."""
 _MOST_SECONDS = 30
-"""Seconds of the processor after which describing a model's parts is given up."""
+"""Seconds of CPU time after which describing a model's modules is given up."""
 _SHOWN_NUMBERS = 3
 _MOST_LABELS = 1_000_000
-"""A configuration holds a name for each label."""
+"""The most labels of a model, as its configuration holds a name for each."""
 
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
-    """Build the model that a run's `model` section names.
+    """Build the model of a `model` section.
 
-    `seed` is that of all weights that no file has. The sizes of `tokenizer` are taken where the section and its source say none.
+    `seed` seeds all weights that are in no file. The sizes of `tokenizer` apply where section and source give none.
     Code of the source runs with `trust_remote_code` alone.
 
     The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where building on meta would
     lose values it is built whole on CPU, and a note says so.
 
     Raises:
-        ConfigError: for a model type, a field or a value that does not exist, with the nearest names, and for a source that is not
-            there, with what was tried.
+        ConfigError: for a model type, a field or a value that is unknown, with the nearest names, and for a missing
+            source, with what was tried.
     """
     directory = None if section.source is None else directory_of(section.source, section.revision)
     made, automatic = read_configuration(section, directory, tokenizer)
@@ -208,7 +201,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     model: Any = built.model
     streamed = SafetensorsSource(directory, model, built.source)
     generation = directory / "generation_config.json"
-    # How to generate is not a weight, but belongs to the directory and is written with the model again.
+    # The generation settings are no weight, but belong to the directory and are written with the model again.
     if generation.is_file() and model.can_generate():
         with _library_errors("model.source", f"{generation}: "):
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -217,11 +210,8 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
 
 @contextmanager
 def _bounded(made: Any) -> Iterator[None]:
-    """Count the parameters of modules that are built inside the block, on the meta device at first.
-
-    Raises:
-        ConfigError: as soon as they could be in no memory, or take too long, with the largest numbers of the configuration.
-    """
+    """Count the parameters of modules that are built inside the block. Raises `ConfigError`, with the configuration's largest
+    numbers, once they exceed any memory or take too long."""
     began, memory, total = time.process_time(), machine_bytes(), 0
 
     def refused(size: str) -> ConfigError:
@@ -241,15 +231,15 @@ def _bounded(made: Any) -> Iterator[None]:
         with parameters_made(count):
             yield
     except RuntimeError as error:
-        if "overflow" in str(error):  # Of the bytes of one weight.
+        if "overflow" in str(error):  # The byte count of a single weight overflows.
             raise refused("a weight of more than 2**63 bytes") from error
         raise
 
 
 def check_model(section: ModelSection) -> None:
-    """Look at what a configuration says about its model, before anything else is read or built.
+    """Check the model's configuration before anything else is read or built; a `source` on the Hub is skipped.
 
-    A `source` that is not on this machine is passed over. Raises `ConfigError` as `build_model` does.
+    Raises `ConfigError` as `build_model` does.
     """
     directory = None if section.source is None else Path(section.source).expanduser()
     if directory is None or directory.is_dir():
@@ -257,10 +247,9 @@ def check_model(section: ModelSection) -> None:
 
 
 def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
-    """Return what makes pictures into a model's pixels, its own or ViT's for its size, and the mode of pictures that it takes.
+    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB).
 
-    Raises:
-        ConfigError: for an image processor of the model's directory that cannot be loaded.
+    Raises `ConfigError` for an image processor of the model's directory that cannot be loaded.
     """
     directory = None if section.source is None or model is not None else directory_of(section.source, section.revision)
     made = getattr(model, "config", None) if model is not None else read_configuration(section, directory)[0]
@@ -279,7 +268,7 @@ def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
 
 @contextmanager
 def _library_errors(where: str, before: str = "") -> Iterator[None]:
-    """Raise what the library raises in the block as a `ConfigError` of the key `where`, whose text follows `before`."""
+    """Raise the library's errors in the block as `ConfigError` for the key `where`, prefixed by `before`."""
     with library_errors(where, before):
         try:
             yield
@@ -288,7 +277,7 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
                 raise
             raise ConfigError(
                 before + str(error.__cause__), where=where
-            ) from error  # What the field's own check found.
+            ) from error  # The field's check raised the cause.
 
 
 def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
@@ -300,13 +289,13 @@ def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
 def read_configuration(
     section: ModelSection, directory: Path | None, tokenizer: Tokenizer | None = None
 ) -> tuple[Any, Any]:
-    """Return the library's configuration of a model, and the class that builds it; `directory` is where its source is here."""
+    """Return the library's configuration of a model, read from `directory` if given, and the class that builds it."""
     settings, trusted = dict(section.config or {}), section.trust_remote_code
     if directory is None:
         made = _from_fields(settings, tokenizer)
     else:
         made = _from_directory(directory, settings, trust_remote_code=trusted)
-        # Saved adapters name it as what they belong to, and code of the directory is found by it.
+        # Saved adapters refer to the base model by this name, and code of the directory is found by it.
         made.name_or_path = directory if trusted else section.source
     _check_values(made)
     return made, _automatic_class(made, section.head, trust_remote_code=trusted)
@@ -344,7 +333,7 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
     _check_fields(cls, settings)
     if tokenizer is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
         settings["vocab_size"] = tokenizer.vocab_size
-        # Ids of the class's own vocabulary mean nothing in the tokenizer's, which has an end of a text of its own.
+        # Ids of the class's vocabulary mean nothing in the tokenizer's, which has its own end-of-text token.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             usual = getattr(cls, name, None)
             if name not in settings and isinstance(usual, int) and usual >= tokenizer.vocab_size:
@@ -354,7 +343,6 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
 
 
 def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_code: bool) -> Any:
-    """Read `config.json`, and set the fields in `settings` on top of it."""
     if (directory / ADAPTER_CONFIG).is_file():
         merged = f"merge them (`zeromesh checkpoint export {directory} OUT --merge`), and give OUT"
         if not (directory / MANIFEST).is_file():
@@ -377,7 +365,7 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         )
     _check_fields(type(stored), settings, vars(stored))
     values = stored.to_dict()
-    if "num_labels" in settings:  # The names of the stored labels would count for more.
+    if "num_labels" in settings:  # The stored label names would override it.
         values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
     with _library_errors("model.config"):
         return type(stored).from_dict({**values, **settings})
@@ -392,7 +380,7 @@ _READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](
 
 
 def _read_names(cls: type) -> set[str]:
-    """Names of attributes of a configuration that the code beside its class reads, whether the class declares them or not."""
+    """Return the attributes of a configuration that the modeling code reads, declared or not."""
     folder = Path(inspect.getfile(cls)).parent
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.py")]
     found = {one or other for text in texts for one, other in _READS.findall(text)}
@@ -400,10 +388,8 @@ def _read_names(cls: type) -> set[str]:
 
 
 def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
-    """Raise `ConfigError` for settings that neither a configuration's class nor its model's code, nor what is `stored`, knows.
-
-    A whole number that is written as a float becomes an integer where the class declares one.
-    """
+    """Raise `ConfigError` for settings that neither the configuration class, the modeling code nor the `stored` values know. A
+    whole number that is written as a float becomes an integer where the class declares one."""
     declared, problems = _fields(cls), []
     known = declared.keys() | _read_names(cls)
     for name, value in settings.items():
@@ -423,7 +409,7 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
 
 
 def _check_values(made: Any) -> None:
-    """Raise `ConfigError` for values that the library accepts and that fail, or mean something else, later."""
+    """Raise `ConfigError` for values that the library accepts but that fail later or mean something else."""
     text = text_part(made)
     values = {name: integer(text, name) for name in _COUNTS}
     problems = [
@@ -432,7 +418,7 @@ def _check_values(made: Any) -> None:
     problems += [
         f"{name} is {value}; at most {most} are built"
         for name, value in _numbers(made.to_dict())
-        if value > (most := _MOST if _MANY.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
+        if value > (most := _MOST_MODULES if _MODULE_COUNTS.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
     ]
     if not getattr(made, "return_dict", True):
         problems.append("return_dict is false, and outputs are read by their names; leave it out, or set it to true")
@@ -449,7 +435,7 @@ def _check_values(made: Any) -> None:
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers of a configuration by name, those of its parts too."""
+    """Yield the integers of a configuration by dotted name, nested ones included."""
     for name, value in values.items() if isinstance(values, dict) else ():
         if type(value) is int:
             yield f"{path}{name}", value

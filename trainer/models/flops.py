@@ -1,6 +1,6 @@
-"""Model FLOPs utilisation: the floating-point operations that a step needs at least, over what its ranks could have done meanwhile.
+"""Model FLOPs utilisation: the model FLOPs of a step over the peak FLOPs of its ranks in the same time.
 
-Counted is what the model needs, and not what is computed again (activation checkpointing), as in "PaLM: Scaling Language Modeling
+Recomputation (activation checkpointing) does not count, as in "PaLM: Scaling Language Modeling
 with Pathways" (arXiv 2204.02311, appendix B): for a token
 
     6 for each trained weight of a matrix, 4 for each frozen one      forward 2, gradients of inputs 2, of weights 2
@@ -32,28 +32,28 @@ _PEAKS = {
     "B200": 2250e12,
     "L40S": 362e12,
 }
-"""Dense 16-bit operations a second by what a device's name holds, from NVIDIA's data sheets; the first that fits."""
+"""Dense 16-bit FLOP/s from NVIDIA's data sheets by part of a device's name; the first match counts."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
 _LONG_ENOUGH = 1e-3
-"""Seconds of a product beside which launching it and waiting for it are nothing."""
+"""Seconds of a product beside which launch and synchronisation are negligible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlops:
-    """Floating-point operations of a whole model's forward and backward."""
+    """Floating-point operations of a whole model's forward and backward passes."""
 
     dense: float
-    """Operations for a token, without attention."""
+    """FLOPs per token, without attention."""
     attention: float = 0.0
-    """Operations for a token and each token that it sees, in a layer."""
+    """FLOPs per token, attended token and layer."""
     windows: tuple[float, ...] = ()
-    """The longest distance that each attention layer sees, in tokens."""
+    """The attention window of each attention layer, in tokens."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops | None:
-        """Count those of a language model that is not yet divided; None where samples are not tokens, or two kinds of them."""
+        """Count the FLOPs of an undivided language model; None if samples are not tokens, or for encoder-decoders."""
         config: Any = getattr(model, "config", None)
         two_kinds = getattr(config, "is_encoder_decoder", False)
         if two_kinds or "input_ids" not in inspect.signature(model.forward).parameters:
@@ -61,7 +61,7 @@ class ModelFlops:
         config = text_part(config)
         count = positive(config, *_EXPERTS)
         chosen = positive(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
-        # The part of a layer's experts that a token goes through.
+        # The fraction of a layer's experts that process a token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
         looked_up = _lookup_tables(model)
@@ -75,28 +75,26 @@ class ModelFlops:
         return cls(dense=dense, attention=12.0 * heads * size, windows=_windows(config) if heads else ())
 
     def of_step(self, tokens: int, length: float) -> float:
-        """Return the operations for so many tokens, in sequences of `length`."""
+        """Return the FLOPs of `tokens` tokens in sequences of `length`."""
         seen = sum(min(window, length) for window in self.windows)
         return tokens * (self.dense + self.attention * seen)
 
 
 def counted_parameters(model: nn.Module) -> int:
-    """Count the parameters without embeddings by which transformers estimates operations; 0 for other models, as there."""
+    """Count the parameters without embeddings, as transformers' FLOPs estimate does; 0 for other models."""
     count = getattr(model, "num_parameters", None)
     return int(count(exclude_embeddings=True)) if callable(count) else 0
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the operations a second that this rank could do at most, and where that is known from.
-
-    16-bit products of some accelerators are in a table; else a product of matrices is timed, once in a process.
-    """
+    """Return the peak FLOP/s of this rank and the source of the number, a table of data sheets or a timed matrix product (once per
+    process)."""
     if is_accelerator(device) and dtype.itemsize == 2:
         name = device_name(device)
         for part, peak in _PEAKS.items():
             if part in name:
                 return peak, f"by the data sheet of {part}"
-    # Many CPUs multiply 16-bit numbers slower than wider ones, which then stand in for them.
+    # Many CPUs multiply 16-bit numbers slower than fp32, so the peak is that of the faster dtype.
     dtypes = [dtype] if dtype.itemsize > 2 or is_accelerator(device) else [dtype, torch.float32]
     return max(_measured(device, each, torch.get_num_threads()) for each in dtypes), "measured by a product of matrices"
 
@@ -119,7 +117,7 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
 
 
 def _lookup_tables(model: nn.Module) -> set[int]:
-    """Ids of embedding tables that are multiplied by nothing: those that are no head's weight too."""
+    """Return the ids of embedding tables that are only looked up, not tied to a head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
     tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))

@@ -1,8 +1,8 @@
-"""A model's own `generate` on all ranks of a mesh, whatever the layout.
+"""The model's `generate` on all ranks of a mesh, in any layout.
 
-The library's loop runs on every rank. Where a model is in stages, each of its calls of the model is one of all stages, which gives
-all ranks the same logits. Where units are gathered around use, ranks that have other prompts need each other to the end: before a
-call they agree that some rank goes on, and those that are done take part in it with an input of no use.
+The library's loop runs on every rank. In a pipeline, each call of the model runs all stages, which gives
+all ranks the same logits. Where parameters are gathered, ranks with different prompts need each other to the end: before a
+call they agree whether some rank continues, and finished ranks take part with a dummy input.
 """
 
 import copy
@@ -33,21 +33,18 @@ from zeromesh.zero.engine import ZeroEngine
 _STAGED_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
 ) | {"prefix_allowed_tokens_fn", "streamer", "tokenizer"}
-"""Arguments of `generate`, beside fields of `GenerationConfig`, that a model in stages accepts."""
+"""Arguments of `generate` beside fields of `GenerationConfig` that a pipeline accepts."""
 _UNSTAGED_SETTINGS = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
-"""Fields of `GenerationConfig` that a model in stages cannot follow."""
+"""Fields of `GenerationConfig` that a pipeline does not support."""
 _ON_THE_HUB = (
     *(GenerationMode.GROUP_BEAM_SEARCH, GenerationMode.CONSTRAINED_BEAM_SEARCH),
     *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
 )
-"""Ways of searching whose code transformers loads from the Hub."""
+"""Generation modes whose code transformers loads from the Hub."""
 
 
 def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
-    """Have a model's generation, as it is saved with it, end at these tokens too; returns a line for each that is new.
-
-    `name` gives the text of tokens.
-    """
+    """Add end tokens to a model's saved generation settings; returns a note for each new one. `name` decodes tokens."""
     settings: Any = getattr(pretrained_of(model), "generation_config", None)
     notes = []
     for token in tokens if settings is not None else ():
@@ -60,16 +57,15 @@ def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequenc
 
 
 def ends_of(settings: GenerationConfig) -> list[int]:
-    """The tokens that end a text."""
+    """Return the ids of the end-of-text tokens in generation settings."""
     ends = settings.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str) -> GenerationConfig:
-    """Return the model's own settings with `fields` on top. `refused` says of fields that are not taken why.
+    """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons.
 
-    Raises:
-        ConfigError: for these, and for fields and values that transformers does not know, in the name of what `asked` to generate.
+    Raises `ConfigError`, which begins with `asked` (the source of the request), for refused, unknown and invalid fields.
     """
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(refused))
@@ -85,13 +81,10 @@ def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, s
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
-    """Check that `generate` can be given these arguments; every rank comes to the same answer.
+    """Check the arguments of `generate`, with the same result on every rank; `mesh` is None for a model that is not partitioned.
 
-    `mesh`: over which the model is partitioned; None: it is not.
-
-    Raises:
-        ConfigError: for a model that does not generate, and for arguments that do not go with the layout.
-        DataError: for prompts that are padded on the right.
+    Raises `ConfigError` for a model that does not generate and arguments that do not go with the layout, and `DataError` for
+    prompts that are padded on the right.
     """
     if not callable(getattr(model, "generate", None)):
         raise ConfigError(
@@ -138,7 +131,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         )
     found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
-        found.append("guidance_scale")  # It has a second cache, and stages keep one.
+        found.append("guidance_scale")  # Guidance has a second cache, and stages keep one.
     if settings.cache_implementation not in (None, "dynamic"):
         found.append(f"cache_implementation: {settings.cache_implementation}")
     if found:
@@ -155,31 +148,31 @@ def generate(
     pipeline: Pipeline | None = None,
     see: Callable[[torch.Tensor], object] = lambda logits: None,
 ) -> Any:
-    """Return what `model.generate(**arguments)` gives, in evaluation mode; all ranks call it.
+    """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
 
-    Ranks along data axes may have other prompts. `seed` seeds what is drawn; the generator is afterwards as it was. None: the mode
-    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a model that is partitioned.
+    Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
+    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a partitioned model.
     `see` is given the logits [rows, vocabulary] of the last position, as the model computes them, after each of its calls.
 
     Raises:
-        DataError: where ranks of one model have other prompts or arguments.
-        LayoutError: for a model in stages whose modules keep tensors from one token to the next.
+        DataError: if ranks that share a model have different prompts or arguments.
+        LayoutError: for a pipeline whose modules keep tensors between tokens.
     """
     arguments = {
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
     }
     if engine is not None:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
-    # The library's loop calls the model inside one with adapters.
+    # The library's loop calls the base model inside an adapter's wrapper.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
     calls = _Calls(looped, mesh, engine, pipeline, len(arguments["input_ids"]) if pipeline is not None else 0)
 
     def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
         calls.some_rank_goes_on(here=True)
-        # Guidance gives the tokens by their place.
+        # Classifier-free guidance passes the ids as a positional argument.
         outputs = calls.compute({**inputs, **dict(zip(["input_ids"], ids, strict=False))})
-        # Frequencies of rotary positions, which some models make when they need them, are of no text.
+        # Rotary frequencies, which some models compute lazily, do not depend on the text.
         if pipeline is not None and (kept := [name for name in put_aside() if not name.endswith("inv_freq")]):
             raise LayoutError(
                 f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches of a pipeline "
@@ -189,7 +182,7 @@ def generate(
         return outputs
 
     mode = in_evaluation_mode(model) if seed is not None else nullcontext()
-    # What modules keep between tokens is of this text, and nothing to the next one.
+    # Tensors that modules keep between tokens belong to this text alone.
     with mode, torch.no_grad(), tensors_put_aside(model) as put_aside:
         with own_randomness() if seed is not None else nullcontext():
             if seed is not None:
@@ -207,22 +200,18 @@ def generate(
 
 
 class _Calls:
-    """The model's own calls in one generation, which all ranks that need each other's parameters make together, and those of a
-    pipeline in all stages.
-
-    `rows`: the prompts of this rank.
-    """
+    """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
+    is the number of this rank's prompts."""
 
     def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
         sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
         self._model, self._mesh, self._engine, self._waits = model, mesh, engine, sharded and mesh.data.size > 1
         self._plain, self._pipeline, self._microbatches = partial(type(model).__call__, model), None, 1
         if pipeline is not None and engine is not None:
-            # As many microbatches as stages can work on, and as all data-parallel ranks have rows for.
+            # The number of microbatches is limited by the stages and by the rows of each data-parallel rank.
             fewest = -int(mesh.data.max_(torch.tensor([-rows]), "prompts to generate")[0])
             self._pipeline, self._microbatches = pipeline, min(mesh.pipeline.size, fewest)
         self.compute = self._forward()
-        """Computes a forward from its arguments."""
 
     def _forward(self) -> Callable[[dict[str, Any]], Any]:
         plain, engine, pipeline = self._plain, self._engine, self._pipeline
@@ -237,13 +226,13 @@ class _Calls:
         return computed
 
     def some_rank_goes_on(self, *, here: bool) -> bool:
-        """Agree with the other ranks on whether any of them makes one more call."""
+        """Agree with the other ranks on whether any of them makes another call."""
         if not self._waits:
             return here
         return int(self._mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
     def wait_for_others(self) -> None:
-        """Take part in the calls of ranks that go on, by inputs of no use."""
+        """Take part in the remaining calls of other ranks with dummy inputs."""
         while self._waits and self.some_rank_goes_on(here=False):
             ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
             inputs: dict[str, Any] = {"input_ids": ids}
@@ -257,16 +246,16 @@ class _Calls:
 
 
 def decoder_positions(module: Any) -> int | None:
-    """How many positions a model knows, where it says so; None otherwise."""
+    """Return the number of positions of a model's decoder, or None if unlimited or unknown."""
     config = module.config.get_text_config(decoder=True)
-    # The frequencies of these grow with the text, beyond what the model was trained for.
+    # Dynamic rotary frequencies scale with the text beyond the trained length.
     if "dynamic" in rope_kinds(config):
         return None
     return positive(config, "max_decoder_position_embeddings", "max_position_embeddings") or None
 
 
 def encoder_positions(module: Any) -> int | None:
-    """How many positions the encoder of a model knows, where it has one and says so; None otherwise."""
+    """Return the number of positions of a model's encoder, or None without an encoder or if unknown."""
     if not module.config.is_encoder_decoder:
         return None
     config = encoder_config(module)
@@ -274,12 +263,12 @@ def encoder_positions(module: Any) -> int | None:
 
 
 def encoder_config(module: Any) -> Any:
-    """The configuration of the encoder of a model that has one, which may be another than the model's."""
+    """Return the configuration of a model's encoder, which may differ from the model's."""
     return getattr(module.get_encoder(), "config", module.config).get_text_config(encoder=True)
 
 
 def rope_kinds(config: Any) -> set[str]:
-    """The kinds of rotary positions (`rope_type`) that a configuration names, for all layers or for some."""
+    """Return the rotary embedding types (`rope_type`) in a configuration, over all layers."""
     given = getattr(config.get_text_config(), "rope_parameters", None) or {}
     groups = [given, *(each for each in given.values() if isinstance(each, Mapping))]
     return {str(each["rope_type"]) for each in groups if each.get("rope_type")}

@@ -1,8 +1,7 @@
-"""The form that weights have in files of the Hub, as `save_pretrained` writes them, made of a model's own a few at a time.
+"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time.
 
 transformers converts weights as it loads them, and undoes it for a whole state dict as it saves (`revert_weight_conversion`). Here
-it is asked for one group of tensors at a time, those that go into one conversion together. Adapters of PEFT are merged by PEFT
-itself, a layer at a time.
+it runs on one group of tensors at a time, those of one conversion. Adapters of PEFT are merged by PEFT itself, a layer at a time.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ from zeromesh.zero.full_state import saved_buffers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Tensors of a model that together become other ones."""
+    """A group of tensors that are converted together."""
 
     names: tuple[str, ...]
     converted: bool
     outputs: Mapping[str, torch.Tensor]
-    """The tensors that they become, by name, on the meta device."""
+    """The converted tensors by name, on the meta device."""
 
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class HubNames:
-    """The names that tensors of a model have on the hub. `note` says why names stay as they are, where nothing is known."""
+    """The Hub names of a model's tensors; `note` explains why names stay unchanged, if they do."""
 
     def __init__(self, model: Any, note: str = "") -> None:
-        """`model` is one of transformers, of which no tensor is read; None: names stay as they are."""
+        """Take a transformers model, whose tensors are not read, or None to leave names unchanged."""
         self.note = note
         self._model: Any = None
         self._converters: list[Any] = []
         found = getattr(model, "_weight_conversions", None)
         if model is not None and found is None:
-            # What transformers itself reverts for a model that was not loaded from files.
+            # The conversions that transformers itself reverts for a model that was not loaded from files.
             found = get_model_conversion_mapping(model, add_legacy=False)
             found = [each for each in found if not isinstance(each, PrefixChange)]
         if found:
@@ -67,7 +66,7 @@ class HubNames:
 
     @classmethod
     def of_directory(cls, directory: Path) -> Self:
-        """The names of the model that `config.json` of a directory describes. Raises `CheckpointError` where it cannot be built."""
+        """Return the names of the model in a directory's `config.json`. Raises `CheckpointError` if it cannot be built."""
         if not (directory / "config.json").is_file():
             return cls(None, "no config.json: only the weights are written, under the model's own names")
         model_class, config, reason = read_class(directory)
@@ -82,11 +81,7 @@ class HubNames:
             ) from error
 
     def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-        """Return every tensor, which is on the meta device, in the group that it is reverted with.
-
-        Raises:
-            CheckpointError: where transformers cannot revert a conversion.
-        """
+        """Group meta tensors by the conversion that reverts them. Raises `CheckpointError` if transformers cannot revert one."""
         found: dict[tuple[str, bool], list[str]] = {}
         for name in sorted(tensors, key=dot_natural_key):
             target, pattern = rename_source_key(name, [], self._converters)
@@ -97,7 +92,7 @@ class HubNames:
         ]
 
     def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of one group as the hub has them. Raises `CheckpointError` where transformers cannot revert them."""
+        """Return the Hub form of one group's tensors. Raises `CheckpointError` if transformers cannot revert them."""
         if self._model is None:
             return dict(tensors)
         try:
@@ -110,10 +105,8 @@ class HubNames:
         return reverted
 
     def convert(self, weights: Named, groups: Iterable[Group]) -> Named:
-        """Yield what `weights`, `(name, tensor)` of all members of the groups, are on the hub.
-
-        Tensors that are converted together are kept until the last of them has come.
-        """
+        """Yield the Hub form of `weights`, `(name, tensor)` of all members of the groups; tensors of a conversion wait for the last
+        of them."""
         group_of = {name: group for group in groups for name in group.names}
         waiting: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
@@ -128,10 +121,10 @@ class HubNames:
 
 
 class HubForm:
-    """Brings the weights of a model, as they come, into the form of the hub, with adapters merged."""
+    """Streaming conversion of a model's weights to the Hub form, with adapters merged."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` is whole: it has not been divided over ranks yet. None of its values is kept or read."""
+        """Take the undivided model; its values are neither kept nor read."""
         self._why_not = ""
         if is_adapted(model) and learns_prompts(model):
             self._why_not = (
@@ -139,7 +132,8 @@ class HubForm:
                 "model; save them with trainer.save"
             )
         inside = pretrained_of(model)
-        # To look conversions up takes a while, which only those pay who want them. Stages of a pipeline lack some modules by then.
+        # Looking conversions up is slow, so it is done lazily, and the module list is kept as stages of a pipeline lose
+        # modules.
         submodels = [] if inside is None else [row for row in inside.named_modules() if is_pretrained_model(row[1])]
         self._library_model = inside and SimpleNamespace(
             config=inside.config,
@@ -149,17 +143,17 @@ class HubForm:
         )
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
         self._layers: dict[str, nn.Module] = {}
-        """Layers with adapters, and modules of which adapters train a copy."""
+        """Layers with adapters, and modules that adapters train as a copy."""
         self.layer_of: dict[str, str] = {}
-        """The layer with adapters that a tensor is in, by name; the tensors of one are kept until all of them have come."""
+        """The layer with adapters that holds a tensor, by name; tensors of a layer wait until all have come."""
         tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
         self._name_of = {
             first: name for name, first in canonical_names(model).items() if first in tied and name not in tied
         }
-        """The names that parameters with several names have in files, by their first ones."""
+        """Names in files of tied parameters, by their first names."""
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
-        """Tensors that the model computes anew where it is loaded, such as positions."""
+        """Tensors that the model recomputes when loaded, such as positions."""
         if is_adapted(model):
             self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
@@ -168,7 +162,7 @@ class HubForm:
             for name, first in canonical_names(model).items()
             if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
         }
-        """Layers that were tied to a module of which adapters train a copy, and keep its weights, by the names of those."""
+        """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
         self._counts = Counter(self.layer_of.values())
         plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
         plain |= {name: tensors[first] for first, name in self._outside.items()}
@@ -180,13 +174,11 @@ class HubForm:
         }
 
     def of(self, weights: Named, dtype: torch.dtype) -> Named:
-        """Yield what `weights`, `(name, tensor)` of each parameter and persistent buffer of the model, are on the hub.
+        """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
+        `dtype`.
 
-        Floating-point tensors are in `dtype`. A few tensors are kept meanwhile: those of one conversion, and of layers whose
-        adapters are to come.
-
-        Raises:
-            ConfigError: for adapters that cannot be merged, and for weights that transformers cannot convert.
+        A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `ConfigError` for adapters
+        that cannot be merged and weights that transformers cannot convert.
         """
         if self._why_not:
             raise ConfigError(self._why_not)
@@ -207,19 +199,19 @@ class HubForm:
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
-        """The tensors that `of` yields, by name, on the meta device in the model's own dtypes."""
+        """The tensors that `of` yields by name, on the meta device in the model's dtypes."""
         return {name: tensor for group in self._groups for name, tensor in group.outputs.items()}
 
     def _in_files(self, weights: Named) -> Named:
-        """Yield those weights of the model without adapters that are in files, by their names there."""
+        """Yield the base model's weights that are stored in files, by their names there."""
         for name, tensor in weights:
-            # Adapters of single tokens are in a module of their own inside the embedding.
+            # PEFT puts adapters of single tokens into a submodule of the embedding.
             plain = self._name_of.get(name, name).removeprefix(self._prefix).replace(".token_adapter.", ".")
             if plain not in self._left_out:
                 yield plain, tensor
 
     def _merged(self, weights: Named) -> Named:
-        """Yield weights of the model without adapters, in the modules that it has with them."""
+        """Yield the base model's weights with adapters merged, once all tensors of a layer have come."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
             layer = self.layer_of.get(name)
@@ -241,13 +233,13 @@ class HubForm:
 
 
 def _is_adapter(module: Any) -> bool:
-    """Return True for a layer of PEFT around one of the model's own, and for its copy of a module."""
+    """Return True for a PEFT layer around a model's layer, and for PEFT's copy of a module."""
     around = isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
     return around or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 
 
 def _base_of(layer: Any) -> nn.Module:
-    """The layer that adapters are merged into, or the copy that is trained of a module."""
+    """Return the layer that adapters are merged into, or the trained copy of a module."""
     if hasattr(layer, "base_layer"):
         base: nn.Module = layer.get_base_layer()
         return base
@@ -262,10 +254,10 @@ def _parents(name: str) -> Iterable[str]:
 
 
 def _merge(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of the layer that `module` is around, with the adapters of `tensors`, which are all that it has."""
+    """Return the tensors of a wrapped layer after merging its adapters; `tensors` are all that the layer has."""
     layer: Any = Skeleton(module).root
     for part in layer.modules():
-        # What merging writes into is not that of the model, whose attributes these are.
+        # Merging writes into these containers, which must not be the model's.
         own = {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict | list | set)}
         vars(part).update(own)
     widest = torch.float32

@@ -1,6 +1,6 @@
-"""The changes that a run makes to the modules of a model before it trains, and how it undoes them.
+"""The changes that a run makes to a model's modules before training, and their reversal.
 
-It changes training mode, the dtype in which linear layers multiply, and which blocks are recomputed and compiled.
+These are the training mode, the dtype of linear layers' products, and recomputed and compiled blocks.
 
 Activation checkpointing keeps the inputs of blocks only, and runs blocks again in backward. It is always the non-reentrant form of
 torch, around `forward` and not around the call of the module: hooks on a block then run once, outside of the recomputation, which
@@ -32,9 +32,8 @@ from zeromesh.units.plan import block_modules
 
 Mode = Literal["none", "block", "selective"]
 
-# What `selective` keeps: results of matrix products and of fused attention, which are dear to compute.
-# Batched products are not among them: unfused attention makes its scores with them, [sequence, sequence] for
-# each head.
+# `selective` keeps the results of matrix products and fused attention, which are expensive. It does not keep batched
+# products, which unfused attention uses for scores of shape [sequence, sequence] per head.
 _KEPT_NAMES = (
     "aten::mm",
     "aten::addmm",
@@ -51,7 +50,7 @@ _KEPT_NAMES = (
 )
 
 _ALIGNMENT = 64
-"""Bytes to which PyTorch aligns tensors on CPU."""
+"""Byte alignment of PyTorch's CPU tensors."""
 
 
 def enable_activation_checkpointing(
@@ -61,19 +60,19 @@ def enable_activation_checkpointing(
     blocks: Sequence[nn.Module] | None = None,
     store: ActivationStore | None = None,
 ) -> int:
-    """Checkpoint the activations of `model`'s blocks; returns how many blocks do so.
+    """Checkpoint the activations of `model`'s blocks; returns the number of checkpointed blocks.
 
     Args:
         model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with `blocks`.
         mode: `none`: as the model was given, whose layers may recompute themselves; `block`: a block keeps its inputs and is
             recomputed whole; `selective`: it also keeps the results of matrix products and of fused attention, and recomputes only
             what is cheap.
-        blocks: the modules to checkpoint where they do not know it themselves.
-        store: keeps the inputs of blocks until backward; None: they stay on the device. Around it `torch.compile` compiles
+        blocks: the modules to checkpoint in a model that does not support it itself.
+        store: offloads the inputs of blocks until backward; None keeps them on the device. With a store, `torch.compile` compiles
             nothing of a block.
 
     Gradients are those without checkpointing, dropout included. Raises `ConfigError` if the model has no
-    blocks that can be checkpointed, and for a store that nothing would be kept in.
+    blocks that can be checkpointed, and for a store without checkpointing.
     """
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if mode == "none":
@@ -104,7 +103,7 @@ def enable_activation_checkpointing(
 
 
 def _count_recomputing(layers: Sequence[nn.Module]) -> int:
-    """Count the layers that the user has made recompute themselves (`model.gradient_checkpointing_enable()`) and that go on so."""
+    """Count the layers for which the user enabled checkpointing (`model.gradient_checkpointing_enable()`)."""
     own = [module for module in layers if module.gradient_checkpointing]
     for module in own:
         if getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"):
@@ -124,7 +123,7 @@ def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what checkpoints a block whose inputs stay on the device, and one whose inputs leave it."""
+    """Return the checkpoint functions for blocks whose inputs stay on the device, and for those with offloaded inputs."""
     run = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
@@ -135,7 +134,8 @@ def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Ca
     def storing(away: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if store is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
+        # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own
+        # hooks.
         with store.keeping(away=away):
             return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
 
@@ -143,8 +143,7 @@ def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Ca
 
 
 def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, whose later calls, in backward, draw from NumPy's and Python's generators what the first one did:
-    `checkpoint` itself restores PyTorch's generators alone."""
+    """Wrap `function` to replay NumPy's and Python's random state in backward; `checkpoint` restores only PyTorch's."""
     if torch.compiler.is_compiling():
         return function
     state, calls = HostState.now(), itertools.count()
@@ -157,11 +156,8 @@ def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LastingCopy(torch.autograd.Function):
-    """A copy of a block's input in memory of its own.
-
-    It lives until backward, while all that the block computes goes at once: on the C library's heap every input would leave a
-    hole behind it that the next block's results do not fit into.
-    """
+    """A copy of a block's input in separate memory. The input lives until backward, while the block's other tensors are freed at
+    once: on the C library's heap, each input would leave a hole too small for the next block's results."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -179,7 +175,7 @@ def _copied(value: Any) -> Any:
 
 
 def _aligned(hidden: torch.Tensor) -> torch.Tensor:
-    """Hidden states as the store will give them back: what a kernel computes may depend on strides and on alignment."""
+    """Return hidden states with the strides and alignment that the store restores, as kernel results may depend on both."""
     if hidden.is_contiguous() and (hidden.device.type != "cpu" or hidden.data_ptr() % _ALIGNMENT == 0):
         return hidden
     return hidden.clone(memory_format=torch.contiguous_format)
@@ -204,11 +200,11 @@ def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
 
 
 _CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
-"""Attributes that compiled and checkpointed blocks, training mode, and saving of a partitioned model change."""
+"""Module attributes that compilation, checkpointing, training mode and saving change."""
 
 
 def keep_attributes(model: nn.Module) -> Callable[[], None]:
-    """Return what gives every module of `model` back the attributes that a run may change, but no parameter and no buffer."""
+    """Return a function that restores the attributes of `model`'s modules that a run may change, parameters and buffers aside."""
     modules = [vars(module) for module in model.modules()]
     kept = [{name: attributes[name] for name in _CHANGED if name in attributes} for attributes in modules]
 
@@ -223,7 +219,7 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode inside the block; each module is afterwards in the mode in which it was."""
+    """Put the model into evaluation mode inside the block, and restore each module's mode after it."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -234,10 +230,10 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
-    """Have the linear layers of `model` multiply in the fastest dtype for `compute`; returns how many layers do so now.
+    """Set the linear layers of `model` to multiply in the fastest dtype for `compute`; returns the number of changed layers.
 
-    Layers that compute otherwise than `torch.nn.Linear` and GPT-2's transposed ones (subclasses, say) stay as they are.
-    A frozen head multiplies what a caller has cut out of the hidden states without copies of its weight.
+    Layers other than `torch.nn.Linear` and GPT-2's `Conv1D` (subclasses, say) are unchanged. A frozen head multiplies slices of the
+    hidden states without copies of its weight.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found = [module for module in model.modules() if type(module) in _FORWARDS and "forward" not in vars(module)]
@@ -255,13 +251,11 @@ _FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
 
 
 def use_float8_linear(model: nn.Module, device: torch.device) -> str:
-    """Have the linear layers of `model` multiply in float8 as torchao's training layers do; returns a line about it.
+    """Set the linear layers of `model` to multiply in float8 by torchao's training layers; returns a line about it.
 
-    Layers with a size that is no multiple of 16, a language model's head, and subclasses of `torch.nn.Linear` stay as they are.
-    Each layer computes by the `forward` of torchao's, which has the same parameters: modules and names are those of before.
-
-    Raises:
-        ConfigError: where torchao is missing, the device does not multiply float8, or the model has no such layer.
+    Layers with a size that is no multiple of 16, a language model's head and subclasses of `torch.nn.Linear` are unchanged. Each
+    layer runs the `forward` of torchao's layer with the same parameters, so modules and names stay. Raises `ConfigError` without
+    torchao, on a device without float8 products, and for a model without such a layer.
     """
     where = "precision.linear"
     if not multiplies_float8(device):
@@ -285,10 +279,10 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
             f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",
             where=where,
         )
-    # Tokens, over which gradients of weights are summed, come in any number: torchao fills them up to what a product takes.
+    # The number of tokens, over which weight gradients are summed, varies: torchao pads it to what a product takes.
     for layer in layers:
         (twin,) = convert_to_float8_training(nn.ModuleList([layer]), config=Float8LinearConfig(pad_inner_dim=True))
-        twin._parameters = layer._parameters  # What the engine puts there is what the twin computes with.
+        twin._parameters = layer._parameters  # Parameters that the engine replaces are shared with the twin.
         vars(layer)["forward"] = twin.forward
     return f"products: {len(layers)} of {len(linear_layers)} linear layers multiply in float8, by torchao"
 
@@ -298,14 +292,9 @@ def prepare_model(
 ) -> tuple[int, tuple[str, ...]]:
     """Change `model` in place as the configuration says.
 
-    Returns in how many recomputed blocks inputs leave the device, and lines about all that was done.
-
-    `compile_` is how the model was compiled as a whole when it was given. Its blocks are compiled so instead, since parameters are
-    gathered between them.
-
-    Raises:
-        ConfigError: for blocks to be compiled that are not known.
-        StorageError: when there is no directory for inputs that are to rest on files.
+    Returns the number of recomputed blocks with offloaded inputs, and lines about the changes. `compile_` is the compiler of a
+    model that was given compiled; its blocks are compiled instead, since parameters are gathered between them. Raises `ConfigError`
+    if no blocks are known to compile, and `StorageError` without a directory for inputs on files.
     """
     _start_training(model)
     compute = options.precision.compute
@@ -342,11 +331,8 @@ def prepare_model(
 
 
 def _start_training(model: nn.Module) -> None:
-    """Put a model into training mode.
-
-    A model in evaluation mode is as `from_pretrained` leaves it. In one that trains, single modules in evaluation mode are meant to
-    be in it (frozen statistics), and stay. In either case a `train` of the model's own is called, as every training loop calls it.
-    """
+    """Put a model into training mode by its `train` method. If the model already trains, modules in evaluation mode (frozen
+    statistics) stay so; `from_pretrained` leaves a whole model in evaluation mode."""
     evaluating = [module for module in model.modules() if model.training and not module.training]
     model.train()
     for module in evaluating:

@@ -29,21 +29,21 @@ from zeromesh.zero.full_state import FullState, saved_buffers
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model"
-"""Folder of a checkpoint with adapters that holds the configuration of the model inside."""
+"""The folder in a checkpoint with adapters that holds the base model's configuration."""
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
-"""Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
+"""Files of an earlier adapter in the directory, which `from_pretrained` would load on top of a saved model."""
 _SYNCED_BYTES = 256 << 20
-"""Bytes that are written at once, and synced to the disk before more is: that bounds a single wait for the disk."""
+"""Bytes between two syncs to the disk, which bounds a single wait."""
 
 
 def save_model(
     model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None
 ) -> str:
-    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of one that has some.
+    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of an adapted model.
 
-    All ranks call it, rank 0 writes. `state` is that of a partitioned model; None: the model is whole. Everything is written under
-    another name first, so that a failure leaves what was there. Other files of a directory that exists stay. Returns why it could
-    not be written, on all ranks; empty where it was.
+    All ranks call it, rank 0 writes. `state` is that of a partitioned model, None for a whole one. Files are written under another
+    name first, so a failure keeps the old ones; other files of an existing directory stay. Returns the reason of a failure on all
+    ranks, or an empty string.
     """
     path = Path(os.path.abspath(path))
     adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
@@ -77,10 +77,9 @@ def _write_directory(
     processing_class: Any,
     adapter: dict[str, Tensor] | None,
 ) -> None:
-    """Write the files of a model into a directory beside `path`, and move them to `path` at the end."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
-    # A short name, since that of `path` may be the longest that there is.
+    # `path` may already have the longest possible name.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
     folder = path.with_name(f".zeromesh-{digest}.tmp")
     shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +90,7 @@ def _write_directory(
             _save_part(processing_class, folder)
         else:
             write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
-            # `from_pretrained` loads all of a model in one dtype: the widest floating one that is stored.
+            # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
             found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
             widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
             save_configuration(model, widest, processing_class, folder)
@@ -103,10 +102,10 @@ def _write_directory(
 def write_weights(
     folder: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], on_progress: Callable[[], None]
 ) -> int:
-    """Write the safetensors files of a model, with an index if there are several, to the disk; returns how many files.
+    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns the number of files.
 
-    `tensors` yields what `specs` announces, by name and in any order; one is held at a time. `on_progress` is called while data is
-    written. Raises `StorageError` for what cannot be written, and for a tensor that is not as announced.
+    `tensors` yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is
+    written. Raises `StorageError` on failed writes, and for a tensor that differs from its spec.
     """
     layouts = plan_files(specs, 1)
     if len(layouts) == 1:
@@ -139,7 +138,7 @@ def write_weights(
 
 
 def _move(folder: Path, path: Path) -> None:
-    """Move the directory `folder` to `path` as a whole where there is none; else part by part, the weights last."""
+    """Move `folder` to a new `path` as a whole, or to an existing one part by part, weights last."""
     if not path.exists():
         folder.rename(path)
         return
@@ -155,9 +154,9 @@ def _move(folder: Path, path: Path) -> None:
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:
-    """Return the tensors of `adapter_names`, whole, in the CPU's memory of rank 0; empty on others. All ranks call it.
+    """Return the whole tensors of `adapter_names` on rank 0's CPU, an empty dict elsewhere; all ranks call it.
 
-    `state` is that of a partitioned model; None: the model is whole.
+    `state` is that of a partitioned model, None for a whole one.
     """
     names = adapter_names(model)
     tensors = iter(_stored_tensors(model).items()) if state is None else chain(state.parameters(names), state.buffers())
@@ -170,7 +169,7 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
-    # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
+    # Trained embeddings are among the adapter's tensors; PEFT would look at the Hub for changed ones.
     own = {"save_embedding_layers": False} if wraps_another(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
     with copies_from(model, tensors := adapter | ties):
@@ -179,8 +178,8 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
 
 @contextmanager
 def copies_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block PEFT finds `tensors` where it looks for what it saves: as the state of modules that it has copied, to train
-    them whole, and in encoders of learnt prompts, which it runs."""
+    """Inside the block PEFT saves `tensors` as the state of the modules that it trains whole, and runs encoders of learnt prompts
+    on them."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
     for prefix, each in copies.items():
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -193,13 +192,13 @@ def copies_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
         yield
     finally:
         for each in copies.values():
-            vars(each).pop("state_dict", None)  # One such block may be inside another.
+            vars(each).pop("state_dict", None)  # These blocks may be nested.
         for name, each in encoders.items():
             prompts[name] = each
 
 
 def _copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
-    """Return a copy of a module without hooks, in which `tensors` are the parameters, under their names after `prefix`."""
+    """Return a copy of a module without hooks, its parameters taken from `tensors` under `prefix`."""
     made: nn.Module = type(module).__new__(type(module))
     nn.Module.__init__(made)
     vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
@@ -219,10 +218,10 @@ def save_configuration(
     directory: Path,
     adapter: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write what `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class.
+    """Write the files that `from_pretrained` reads beside the weights; the configuration has their dtype and the model's class.
 
-    Of a model with adapters these are the adapters of `adapter`, which PEFT loads from there, while the configuration of the model
-    inside goes into a folder of its own: the weights have names that no class of transformers would find.
+    For an adapted model, the adapters of `adapter` are written there for PEFT, and the configuration of the base model
+    goes into a separate folder, since transformers would not find the weights' names.
     """
     inside = pretrained_of(model) if adapter is not None else model
     config: Any = copy.deepcopy(getattr(inside, "config", None))

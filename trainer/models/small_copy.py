@@ -1,7 +1,7 @@
-"""Small copies of models of transformers: their own class and configuration with fewer and smaller layers, on CPU.
+"""Small CPU copies of transformers models, of the same class with fewer and smaller layers.
 
-The loss's trial and that of documents run them in float64, verification trains them. The model itself is not run, and need not have
-any memory yet.
+The trials of the loss and of documents run them in float64, verification trains them. The model itself is not run, and may
+be on meta.
 """
 
 import copy
@@ -21,7 +21,7 @@ from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
 ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
-# Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
+# Sizes of a small copy and of its nested configurations; smaller values stay.
 _SMALL = {
     "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
     "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64, "max_source_positions": 64, "image_size": 32,
@@ -35,7 +35,7 @@ _SMALL = {
     "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
 }  # fmt: skip
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
-# Tried in turn: sizes depend on each other in ways that differ between architectures; hybrids need several layers.
+# Reductions that are tried in turn, as sizes depend on each other by architecture, and hybrids need several layers.
 _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
     ({**_SMALL, "head_dim": 8}, 2),
     (_SMALL, 2),
@@ -51,7 +51,7 @@ _SPECIAL_IDS = (
 
 
 class InFloat64(TorchFunctionMode):
-    """Casts to fp32, which models and losses do by name, become casts to float64: nothing is rounded to less."""
+    """A mode in which casts to fp32, which models and losses name explicitly, become casts to float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -67,8 +67,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def vary(model: nn.Module) -> None:
-    """Change each parameter of a model a little, so that what begins at zero, such as a gate, does not hide what lies behind it,
-    and biases and scales that begin alike show where each goes."""
+    """Perturb each parameter of a model slightly, so that zeros (a gate, say) hide nothing, and equal biases and scales differ."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,7 +77,7 @@ def vary(model: nn.Module) -> None:
 
 @contextmanager
 def whole_passes_in_float64() -> Iterator[None]:
-    """Inside the block `InFloat64` holds for what backward computes again too: torch calls backward outside of its modes."""
+    """Apply `InFloat64` also to recomputation in backward, since torch runs backward outside of its modes."""
     own = vars(torch.autograd)["_engine_run_backward"]
 
     def run_backward(*arguments: Any, **named: Any) -> Any:
@@ -90,7 +89,7 @@ def whole_passes_in_float64() -> Iterator[None]:
 
 
 def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
-    """The first small copy, in float64, that can be built and of which `run` gives finite numbers; else why there is none."""
+    """Return the first small float64 copy that can be built and for which `run` gives finite numbers, else the reason."""
 
     def check(small: Any) -> None:
         with torch.enable_grad(), InFloat64():
@@ -116,9 +115,9 @@ def first_copy(
     most: int,
     seed: int = 0,
 ) -> Any | list[str]:
-    """The first copy of at most `most` parameters that can be built and that `check` raises no error for; else why there is none.
+    """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons.
 
-    `reductions` are sizes and numbers of layers, as `smaller` takes them, that are tried in turn.
+    `reductions` are sizes and numbers of layers, as `smaller` takes them, tried in turn.
     """
     reasons = []
     for sizes, layers in reductions:
@@ -140,8 +139,8 @@ def first_copy(
 
 
 def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
-    """A copy with at most `layers` layers, or up to 8 where that takes one of each kind that the configuration lists, and with
-    sizes reduced to `sizes`; so are the configurations inside it."""
+    """Return a copy of a configuration with sizes reduced to `sizes`, nested ones too, and at most `layers` layers (up to 8 to keep
+    each layer type)."""
     small = copy.deepcopy(config)
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):
@@ -156,7 +155,7 @@ def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
     for name, size in sizes.items():
         try:
             value = getattr(small, name, None)
-        except ERRORS:  # Layers have one each.
+        except ERRORS:  # The value differs per layer.
             continue
         if isinstance(value, int) and value > size:
             setattr(small, name, size)
@@ -164,7 +163,7 @@ def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
         value = getattr(small, name, None)
         if isinstance(value, int) and value >= getattr(small, "vocab_size", value + 1):
             setattr(small, name, 0)
-    # Fused implementations have no float64.
+    # Fused implementations do not support float64.
     if str(getattr(small, "_attn_implementation", "sdpa")) not in ("sdpa", "eager"):
         small._attn_implementation = "eager"
     small._experts_implementation = "eager"

@@ -1,5 +1,4 @@
-"""The trial, on a small copy, of whether a model computes the same where ranks divide its layers by their shapes, or by a user's
-rules."""
+"""The trial, on a small copy, that a model divided by shapes or by a user's rules computes the same results."""
 
 import inspect
 import re
@@ -21,18 +20,15 @@ _RANKS, _LENGTH, _FIRST_ID = 2, 8, 3
 
 
 def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
-    """Run a small copy of a model whole, and divided among two ranks; outputs and gradients must agree.
+    """Run a small copy of a model whole and divided over two ranks; outputs and gradients must agree.
 
-    `rules` are the user's own; without any, models with a plan of their own are not tried. `sequence`: blocks pass on shares of
-    the sequence.
-
-    Raises:
-        ConfigError: where they differ, by the name of the module that does, and for shapes that nothing could be tried of.
+    `rules` are the user's; without any, models that have a plan are not tried. With `sequence`, blocks exchange shards of the
+    sequence. Raises `ConfigError` with the module that differs, or if division by shape could not be tried.
     """
     by_shape = goes_by_shape(model)
     if not by_shape and not rules:
         return
-    # Blocks of the copy have other numbers.
+    # Block numbers of the copy differ.
     plan = {re.sub(r"\.\d+(?=\.|$)", ".*", name): style for name, style in recognised(model).items() if by_shape}
     small = small_copy(model, lambda each: torch.cat([out.flatten() for out in _outputs(each)]))
     if isinstance(small, str):
@@ -44,7 +40,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         try:
             divided = plan_tensor(small, _RANKS, {**plan, **rules})
             found = difference_when_divided(small, divided, _outputs, sequence=shares)
-        except LayoutError:  # The copy cannot be divided so; what the model itself cannot is refused as it is divided.
+        except LayoutError:  # Indivisible copies prove nothing; an indivisible model is refused later.
             continue
         if found:
             raise ConfigError(_refused(model, found), where="parallel.plan" if rules else "parallel.tensor")
@@ -64,7 +60,7 @@ def _outputs(small: Any) -> list[Tensor]:
 
 
 def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a forward: tokens, pictures or sound for two samples, always the same."""
+    """Yield fixed arguments of a forward for two samples: tokens, pictures or sound."""
     config, names = small.config, inspect.signature(type(small).forward).parameters
     generator = torch.Generator().manual_seed(0)
     main = getattr(small, "main_input_name", "input_ids")

@@ -1,4 +1,4 @@
-"""The model that a user gives: what is inside its wrapper, whether the layout can train it, and what its forward accepts."""
+"""The user's model: unwrapping, checks against the layout, and the fields that its forward accepts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a compiled function of a function."""
+"""A function that compiles functions."""
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
-    """Return the model inside `torch.compile` and `DataParallel`, which is trained by the names that its parameters have there, and
-    what compiles as the wrapper did, with its backend and options; None: nothing did.
+    """Return the model inside `torch.compile` and `DataParallel`, and the wrapper's compile function with its options, or None.
 
-    Raises:
-        ConfigError: for `DistributedDataParallel`, which would reduce gradients a second time, and for a compiled module inside.
+    Raises `ConfigError` for `DistributedDataParallel`, which would reduce gradients a second time, and for compiled submodules.
     """
     compile_: Compile | None = None
     inside: Any = model
@@ -50,22 +48,22 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 def source_of(model: Any) -> str | None:
-    """The directory or repository that a model of transformers, or its configuration, was loaded from; None: none is known."""
+    """Return the directory or repository that a transformers model was loaded from, or None if unknown."""
     inside = pretrained_of(unwrap(model)[0]) if isinstance(model, nn.Module) else None
     name = getattr(getattr(inside, "config", None), "name_or_path", None)
     return str(name) if name else None
 
 
 def _is_compiled(model: Any) -> bool:
-    # By the name of its class: importing the class takes a second.
+    # The class is compared by name, as importing it takes a second.
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
 def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> None:
-    """Raise `ConfigError` for a model that this mesh cannot run, or cannot train where it `trains`. A plan asks this too.
+    """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train; planning calls it too.
 
-    Data ranks gather layers and sum gradients together. One that leaves a layer out at random (LayerDrop, Fan et al., 2020) would
-    have the others wait for it.
+    Data ranks gather layers and sum gradients together. A rank that drops a layer at random (LayerDrop, Fan et al., 2020) would
+    block the others.
     """
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
     if divides and is_adapted(model):
@@ -97,38 +95,38 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
 
 
 _LABELS = frozenset({"labels", "label", "label_ids"})
-"""The names of labels in samples: collators make `labels` of them."""
+"""Field names of labels in samples, which collators rename to `labels`."""
 _OF_COLLATORS = frozenset({"special_tokens_mask"})
-"""Fields that collators of transformers read, and models do not."""
+"""Fields that transformers' collators read, and models do not."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """The requirements of a model's forward on a batch."""
+    """The fields that a model's forward takes from a batch."""
 
     model: str
     """The name of the model's class."""
     fields: frozenset[str] | None
-    """Fields that forward accepts; None where any may go."""
+    """Fields that forward accepts; None accepts any."""
     named: frozenset[str]
-    """Fields that forward names, and labels by any of their names."""
+    """Fields that forward names, and all names of labels."""
     required: tuple[str, ...]
     vocab_size: int | None
-    """Rows of the input embedding, which token ids stay below; None: not known."""
+    """Rows of the input embedding, an upper bound of token ids; None if unknown."""
     positions: int | None
-    """Tokens of the longest sequence; None: not known."""
+    """Tokens of the longest sequence; None if unlimited or unknown."""
 
     @classmethod
     def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
-        """Read what `model` accepts; with a loss function of the user's own, fields are that function's business."""
+        """Read the fields that `model` accepts; with a user's loss function, all fields pass."""
         pretrained = pretrained_of(model)
-        model = model if pretrained is None else pretrained  # Adapters hand their inputs on to the model inside.
+        model = model if pretrained is None else pretrained  # Adapters pass their inputs to the base model.
         parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
         named = frozenset(each.name for each in parameters if each.kind in _NAMED)
         fields: frozenset[str] | None = named
         anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-        # A Hugging Face forward hands unknown keywords on to where they may or may not matter; its own Trainer drops them.
+        # A Hugging Face forward passes unknown keywords on, with or without effect; transformers' Trainer drops them.
         if users_loss or (anything and not (pretrained is not None and fields)):
             fields = None
         required = [each.name for each in parameters if each.kind in _NAMED and each.default is each.empty]
@@ -146,10 +144,10 @@ class ForwardInputs:
         )
 
     def reduced(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
-        """A sample without what a data collator is not to see: what forward does not take, where `unused` says so.
+        """Return a sample without the fields that the data collator must not see: with `unused`, all that forward does not take.
 
-        None: text beside the model's inputs, of which nobody can make a tensor, and for a collator of the library, which makes a
-        tensor of each field, all that forward does not take.
+        None drops text beside the model's inputs, which cannot become a tensor, and for a `library` collator, which makes a tensor
+        of each field, all fields that forward does not take.
         """
         if unused:
             return {name: value for name, value in sample.items() if name in self.named}
@@ -163,7 +161,7 @@ class ForwardInputs:
         }
 
     def left_out(self, batch: Mapping[str, Any]) -> list[str]:
-        """Fields of a batch that forward does not accept."""
+        """Return the fields of a batch that forward does not accept."""
         return [name for name in batch if self.fields is not None and name not in self.fields]
 
     def check(self, batch: Mapping[str, Any]) -> None:
@@ -179,7 +177,7 @@ class ForwardInputs:
             self.check_length(ids.shape[-1], "cut the samples")
 
     def check_length(self, length: int, cure: str) -> None:
-        """Raise `DataError` for sequences of `length` tokens that the model has no positions for."""
+        """Raise `DataError` for sequences that are longer than the model's positions."""
         if self.positions is not None and length > self.positions:
             raise DataError(
                 f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "
@@ -200,7 +198,7 @@ def _vocabulary_of(model: nn.Module) -> int | None:
 
 
 def text_part(config: Any) -> Any:
-    """The part of a Hugging Face configuration for the model's language part; the whole where there is no single one."""
+    """Return the text part of a Hugging Face configuration, or the whole without a single one."""
     try:
         return config.get_text_config()
     except (AttributeError, ValueError):
@@ -208,7 +206,7 @@ def text_part(config: Any) -> Any:
 
 
 def integer(config: Any, name: str) -> int | None:
-    """A value of a configuration that is one integer for the whole model, or None."""
+    """Return a configuration value that is one integer for the whole model, or None."""
     try:
         value = getattr(config, name, None)
     except (AttributeError, ValueError, RuntimeError):  # it differs from layer to layer
@@ -217,7 +215,7 @@ def integer(config: Any, name: str) -> int | None:
 
 
 def positive(config: Any, *names: str) -> int:
-    """The first of these attributes that is a number above 0; else 0."""
+    """Return the first of these attributes that is a positive integer, else 0."""
     for name in names:
         value = integer(config, name)
         if value is not None and value > 0:

@@ -1,4 +1,4 @@
-"""`build_run`: from a configuration and the user's inputs to a run that can train, evaluate and save."""
+"""`build_run`, which turns a configuration and the user's inputs into a run that can train, evaluate and save."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,15 +55,12 @@ _OF_A_HOST = (
     *("data.chat_template.", "data.eval.", "data.mixture.", "data.tokenizer.", "data.train."),
     *("model.source.", "offload.directory.", "run.output_dir.", "tracking."),
 )
-"""Beginnings of keys that may differ: where files lie on a host (what is in them is compared), and what rank 0 alone does."""
+"""Prefixes of keys that may differ between ranks: paths on a host (contents are compared) and settings of rank 0 alone."""
 
 
 def connect(config: TrainerConfig) -> Mesh:
-    """Join the other ranks of the launch in the mesh of the configuration.
-
-    Raises:
-        ConfigError, LayoutError: when the launch or the mesh does not fit.
-    """
+    """Join the other ranks of the launch in the configuration's mesh. Raises `ConfigError` or `LayoutError` if the launch or the
+    mesh does not fit."""
     environment = read_environment()
     parallel = config.parallel
     shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
@@ -92,7 +89,7 @@ def connect(config: TrainerConfig) -> Mesh:
 
 
 def set_products(config: TrainerConfig, device: torch.device) -> None:
-    """Have this process multiply as `precision.tf32` says. Raises `ConfigError` for TF32 on a CPU."""
+    """Set this process's fp32 matrix products by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
     if is_accelerator(device):
         round_float32_products(config.precision.tf32)
     elif config.precision.tf32:
@@ -103,14 +100,13 @@ def set_products(config: TrainerConfig, device: torch.device) -> None:
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
-"""Workspaces with which cuBLAS gives the same bits each time, by NVIDIA's manual: 8 of 4 MiB, which is fast, or of 16 KiB."""
+"""Deterministic cuBLAS workspaces by NVIDIA's manual: 8 of 4 MiB, which is fast, or of 16 KiB."""
 
 
 def be_deterministic() -> None:
-    """Have this process compute by kernels alone that give the same bits each time, which torch raises an error without.
+    """Restrict this process to deterministic kernels; torch raises an error for an operation without one.
 
-    Raises:
-        ConfigError: where cuBLAS is set to workspaces that differ, or was begun without a setting.
+    Raises `ConfigError` if cuBLAS has other workspaces, or was initialised without a setting.
     """
     given = setting(_WORKSPACE)
     if has_cublas() and given not in _FIXED:
@@ -136,16 +132,16 @@ def build_run(
     console: Console,
     times: StartTimes,
 ) -> RunContext:
-    """Make the parts of a run in their order; all ranks call it. What can be refused without data or a model is refused first.
+    """Build the parts of a run; all ranks call it. Checks that need neither data nor a model come first.
 
     Raises:
-        ConfigError, DataError, LayoutError, StorageError: for what cannot be trained, before anything large is allocated.
+        ConfigError, DataError, LayoutError, StorageError: for a run that cannot train, before anything large is allocated.
     """
     config = _agreed(config, mesh, inputs, events)
 
     workers, plan, options = _planned(config, mesh, inputs, console)
 
-    # The data, and what its length decides.
+    # The data, and the settings that depend on its length.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
@@ -155,7 +151,7 @@ def build_run(
     data_description = _require_alike(config, mesh, data, schedule)
     times.end("data")
 
-    # The model, and what is measured of it.
+    # The model, and its measurements.
     parts: dict[str, Any] = {"inputs": inputs, "console": console, "start_times": times, "plan": plan, "data": data}
     parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite)
     model = build_trained_model(config, mesh, options, **parts)
@@ -183,7 +179,6 @@ def build_run(
 def _planned(
     config: TrainerConfig, mesh: Mesh, inputs: UserInputs, console: Console
 ) -> tuple[Workers, BatchPlan, ZeroOptions]:
-    """What the configuration alone decides, and is refused first."""
     workers = Workers.choose(
         config.data.workers,
         mesh.device,
@@ -206,14 +201,14 @@ def _planned(
 
 
 def _agreed(config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher) -> TrainerConfig:
-    """The configuration with its sources pinned, which all ranks have in common; the libraries are set to what it says."""
+    """Return the configuration with pinned sources, checked to be equal on all ranks, and set the libraries' precision."""
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(
         config,
         mesh,
         model_given=inputs.model is not None,
         came_from=source_of(inputs.model),
-        # What a callable builds is known once it is called.
+        # The model that a callable builds is not known yet.
         reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
     )
     set_products(config, mesh.device)
@@ -223,7 +218,7 @@ def _agreed(config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: Callb
 def _require_alike(
     config: TrainerConfig, mesh: Mesh, data: RunData, schedule: LRSchedule | TorchSchedule
 ) -> dict[str, Any]:
-    """Return the description of the data, which is that of all ranks, as is what it decides."""
+    """Return the description of the data, after checking that it and the settings derived from it agree on all ranks."""
     described = data.description(shuffle=config.data.shuffle)
     mesh.meet("comparison of data")
     decided_by_data = {
@@ -237,7 +232,7 @@ def _require_alike(
 
 
 def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
-    """Compare the configurations and the inputs of the user on all ranks. Raises `ConfigError` where they differ."""
+    """Raise `ConfigError` where the configurations or the user's inputs differ between ranks."""
     flat = {".".join(keys): value for keys, value in leaves(config.model_dump(mode="json"))}
     values = {key: value for key, value in flat.items() if not f"{key}.".startswith(_OF_A_HOST)} | dict(inputs)
     if config.checkpoint.resume not in ("auto", "never"):
@@ -247,7 +242,6 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
 
 
 def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str | Detail]:
-    """Describe the mesh and the batch for a person, before data and weights are read."""
     shape, device = mesh.shape, mesh.device.type.upper()
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
@@ -259,7 +253,7 @@ def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[st
 
 
 def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
-    """The configuration whose model has the classes of labelled text, where it says nothing else."""
+    """Return the configuration with the class names of labelled data, unless the model's configuration has labels."""
     classes, given = data.classes, config.model.config or {}
     if not classes or "num_labels" in given or "id2label" in given:
         return config
@@ -273,11 +267,8 @@ def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
 def _over_data(
     config: TrainerConfig, plan: BatchPlan, train: MapDataset | StreamedDataset | None, console: Console
 ) -> tuple[TrainerConfig, BatchPlan]:
-    """The configuration with its steps, and the plan with its epochs, now that the length of the data is known.
-
-    Raises:
-        ConfigError: for a warm-up that outlasts the run, or epochs without a step.
-    """
+    """Return the configuration with its steps and the plan with its epochs, given the length of the data. Raises `ConfigError` for
+    a warm-up that outlasts the run, and for epochs without a step."""
     if train is None:
         return config, plan
     if not isinstance(train, StreamedDataset):
@@ -300,14 +291,9 @@ def _over_data(
 
 
 def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:
-    """The user's datasets, or datasets of the text that the configuration names, in tokens of the user's tokenizer if there is one;
-    all ranks call it.
-
-    One rank of each host tokenizes text that the cache does not have, while the others wait.
-
-    Raises:
-        DataError: for an empty or unusable dataset, file or tokenizer.
-    """
+    """Return the user's datasets, or those of the configuration, tokenized by the user's tokenizer if given; all ranks call it. One
+    rank of each host tokenizes uncached text while the others wait. Raises `DataError` for an empty or unusable dataset, file or
+    tokenizer."""
     train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
@@ -349,7 +335,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
 
 
 def _limited(data: RunData, count: int | None) -> RunData:
-    """With at most `count` samples in each evaluation set, spread evenly over it."""
+    """Limit each evaluation set to `count` samples, spread evenly."""
     if count is None or data.eval is None:
         return data
     sets: Mapping[str, Any] = data.eval if isinstance(data.eval, Mapping) else {"": data.eval}

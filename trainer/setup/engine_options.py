@@ -1,4 +1,4 @@
-"""The options of the engine that follow from a configuration, and the parameters that weight decay leaves out."""
+"""The options of the engine that follow from a configuration, and the parameters without weight decay."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,20 +14,20 @@ from zeromesh.options import AverageSettings, OffloadOptions, OptimizerSettings,
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
-# As in `transformers.Trainer.get_decay_parameter_names`, which a test compares: searched for in names in lower case.
+# As `transformers.Trainer.get_decay_parameter_names` (a test compares them): searched for in lower-case names.
 _LEFT_OUT = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 def biases_and_norms(model: nn.Module) -> list[str]:
-    """The names of `model`'s parameters that are biases, or belong to a normalisation by its name or as an `nn.LayerNorm`, or that
-    carry the mark `_no_weight_decay`, as those of state space models do."""
+    """Return the names of parameters without weight decay: biases, normalisations by name or as `nn.LayerNorm`, and those with the
+    mark `_no_weight_decay`, as in state space models."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_LEFT_OUT)))
     named = model.named_parameters()
     return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
-    """The options of the engine; `accumulation` is the number of microbatches of a step."""
+    """Return the engine's options; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, ema = config.precision, config.optimizer, config.ema
     zero: dict[str, Any] = {name: None if value == "auto" else value for name, value in config.zero}
     return ZeroOptions(
@@ -49,7 +49,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
 
 
 def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
-    """The same options, with the names of parameters that are not decayed because of what they are (`optimizer.exempt`)."""
+    """Return the options with the names of parameters that `optimizer.exempt` excludes from weight decay."""
     if config.optimizer.exempt == "none":
         return options
     names = tuple(biases_and_norms(model))
@@ -57,7 +57,7 @@ def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> Z
 
 
 def require_directories(section: OffloadSection) -> None:
-    """Raise `ConfigError` where a directory of swap files is named and what it would lie in is not there: its disk may not be."""
+    """Raise `ConfigError` if the parent of a directory for swap files is missing, as its disk may not be mounted."""
     tiers = (section.optimizer, section.gradients, section.parameters, section.activations)
     named = (section.directory,) if isinstance(section.directory, str) else section.directory or ()
     for path in [Path(each).expanduser().absolute() for each in named if any(tier.tier == "file" for tier in tiers)]:

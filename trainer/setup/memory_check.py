@@ -1,4 +1,4 @@
-"""The memory and the disk that the states of a run need on a host: a run that cannot fit is refused before it begins."""
+"""The check that a run's states fit into the memory and disks of a host before the run begins."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,20 +21,17 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryBytes, MemoryModel, predict_layouts
 
-_STEP = 0.05
-"""The distance between the fractions that are tried."""
-_LITTLE = 10
-"""A run is warned where states leave less than this part of a device's free memory to activations and libraries."""
+_FRACTION_STEP = 0.05
+"""The step between the tried fractions of offloaded states."""
+_TIGHT_DIVISOR = 10
+"""The divisor of a device's free memory below which the remainder for activations gives a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Host:
-    """The bytes that the ranks of one host need for a planned model, and those that it has.
-
-    `parts` ranks, which compute on `device`, share the states over `transport`. `inputs` are bytes of a rank's kept inputs of
-    recomputed blocks on files, as far as they are known beforehand. `room` is what is free: of memory with swap, and on all disks
-    of the file tier.
-    """
+    """The bytes that the ranks of one host need for a planned model, and those that are available. `parts` ranks, which compute on
+    `device`, share the states over `transport`. `inputs` are the known bytes of a rank's block inputs offloaded to files. `room` is
+    the free memory with swap, and free disk over all directories of the file tier."""
 
     layouts: list[list[BucketLayout]]
     parts: int
@@ -46,14 +43,14 @@ class _Host:
     _known: dict[ZeroOptions, MemoryModel] = field(default_factory=dict)
 
     def least(self, options: ZeroOptions) -> MemoryModel:
-        """Memory of one rank."""
+        """Predict the memory of one rank."""
         if options not in self._known:
             found = predict_layouts(self.layouts, options, self.parts, self.transport, self.device)
             self._known[options] = found
         return self._known[options]
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
-        """Bytes that all ranks of the host need, and each of its accelerators."""
+        """Return the bytes that the host's ranks need in total, and each of its accelerators."""
         least, ranks = self.least(options), self.local_ranks
         disk = ranks * (least.on_disk + self.inputs)
         if is_accelerator(self.device):
@@ -61,17 +58,16 @@ class _Host:
         return MemoryBytes(device=0, host=ranks * least.total, disk=disk)
 
     def fits(self, options: ZeroOptions) -> bool:
-        """Return True if there is room for memory and files."""
         return not self.needs(options).beyond(self.room)
 
     def listed(self, terms: Mapping[Purpose, int], ranks: int, **others: int) -> str:
-        """Terms of one rank, in bytes by purpose, as what so many ranks hold."""
+        """Format one rank's bytes by purpose, multiplied by `ranks`."""
         named = {purpose.value: nbytes for purpose, nbytes in terms.items()}
         named |= {name.replace("_", " "): nbytes for name, nbytes in others.items()}
         return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in named.items() if nbytes)
 
     def advice(self, options: ZeroOptions) -> Iterator[str]:
-        """Yield changes of the configuration that need less memory, the higher stage first."""
+        """Yield configuration changes that reduce memory, a higher stage first."""
         now = self.needs(options).critical
         higher = {stage: self.needs(replace(options, stage=stage)) for stage in STAGES if stage > options.stage}
         best = min(higher, key=lambda stage: (higher[stage].critical, stage), default=options.stage)
@@ -91,7 +87,7 @@ class _Host:
         yield f"use more {more}" if options.stage else f"use more {more} with a zero.stage above 0"
 
     def _offloads(self, options: ZeroOptions, stage: int) -> Iterator[tuple[str, str, OffloadOptions]]:
-        """Keys of a configuration, the tier that they are set to, and the options that are made so; the nearest tier first."""
+        """Yield configuration keys, their new tier and the changed options; the nearest tier first."""
         tiers = [TierChoice(tier="host")] if is_accelerator(self.device) else []
         for away in (*tiers, TierChoice(tier="file")):
             optimizer = replace(options.offload, optimizer=away, gradients=None)
@@ -101,7 +97,7 @@ class _Host:
 
 
 def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
-    """The same options with a part of what is to rest on files there, and the rest in memory."""
+    """Scale the fractions of file-tier states in the options."""
     choices = {name: getattr(options.offload, name) for name in ("optimizer", "parameters", "gradients")}
     parts = {
         name: replace(choice, fraction=choice.fraction * fraction)
@@ -112,7 +108,7 @@ def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
 
 
 def kept_input_bytes(model: nn.Module, blocks: int, samples: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the inputs of so many blocks for a microbatch; 0 for a model that does not say how wide its hidden states are."""
+    """Return the bytes of the inputs of `blocks` blocks for a microbatch; 0 for an unknown hidden size."""
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 0
     return blocks * samples * length * width * dtype.itemsize if isinstance(width, int) else 0
@@ -127,11 +123,9 @@ def require_memory(
     inputs: int = 0,
     cuts: ModelCuts | None = None,
 ) -> list[str]:
-    """Raise `StorageError` where an accelerator has less memory, or a host less memory and swap, or less disk, than the states need
-    at the least.
+    """Raise `StorageError` if the states need more than an accelerator's memory, a host's memory and swap, or its disks.
 
-    `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what is tight, and on what rests on
-    files.
+    `inputs` are the bytes of offloaded inputs of recomputed blocks. Returns notes on tight memory, and on files.
     """
     local_ranks, free = mesh.environment.local_world_size, available_bytes()
     directories = options.offload.files.directories
@@ -156,7 +150,7 @@ def require_memory(
 
 
 def _kept(host: _Host, options: ZeroOptions) -> Iterator[str]:
-    """Yield a line on the gathered parameters that stay between uses at stage 3, and what they cost."""
+    """Yield a note on the gathered parameters that stay between uses at stage 3, and their cost."""
     if options.placements.parameters is Placement.SHARDED and host.parts > 1:
         least, none = host.least(options), host.least(replace(options, gathered_budget=0))
         kept, cost = human_bytes(least.kept), human_bytes(max(0, least.total - none.total))
@@ -164,7 +158,7 @@ def _kept(host: _Host, options: ZeroOptions) -> Iterator[str]:
 
 
 def _require_room(host: _Host, options: ZeroOptions, count: int, free: int) -> None:
-    """Raise `StorageError` where states of `count` parameters do not fit into memory. `free` is the host's without swap."""
+    """Raise `StorageError` if states of `count` parameters do not fit into memory; `free` excludes swap."""
     least, needs, room = host.least(options), host.needs(options), host.room
     passing = {"parameters_gathered_around_their_use": least.gathered, "gradient_shards_on_their_way": least.passing}
     short = ""
@@ -184,7 +178,7 @@ def _require_room(host: _Host, options: ZeroOptions, count: int, free: int) -> N
 
 
 def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
-    """Raise `StorageError` where files do not fit; returns notes on those that there will be."""
+    """Raise `StorageError` if files do not fit on the disks; returns notes on files."""
     least, needs, directories = host.least(options), host.needs(options), options.offload.files.directories
     if not (disk := needs.disk):
         return []
@@ -196,7 +190,7 @@ def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
             f"which has {room} free"
         ]
     if disk > host.room.disk:
-        fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
+        fractions = (round(count * _FRACTION_STEP, 2) for count in range(round(1 / _FRACTION_STEP) - 1, 0, -1))
         fraction = next((each for each in fractions if host.fits(_with_fraction(options, each))), None)
         fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
         raise StorageError(
@@ -217,9 +211,9 @@ def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
 
 
 def _tight(host: _Host, options: ZeroOptions) -> Iterator[str]:
-    """Yield a warning where an accelerator has room for the states, and little beside them."""
+    """Yield a warning if states fit on an accelerator but leave little memory."""
     needs, room = host.needs(options).device, host.room.device
-    if (left := room - needs) * _LITTLE < room:
+    if (left := room - needs) * _TIGHT_DIVISOR < room:
         *others, last = host.advice(options)
         yield (
             f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "
@@ -228,7 +222,7 @@ def _tight(host: _Host, options: ZeroOptions) -> Iterator[str]:
 
 
 def pinned_notes(budget: PinnedBudget) -> list[str]:
-    """A line on how much of the host's memory is pinned for copies to and from an accelerator, where any is or should be."""
+    """Return a note on the host memory that is pinned for device copies, if any."""
     if not (budget.used or budget.pageable):
         return []
     text = f"offload: {human_bytes(budget.used)} of the host's memory are pinned for copies to and from the device"
@@ -248,7 +242,7 @@ def _free_on_device(device: torch.device) -> int:
 
 
 def _free_on_disks(directories: tuple[Path, ...]) -> int:
-    """Free bytes of the file systems of directories, or of the nearest directories above that exist, each counted once."""
+    """Return the free bytes of the directories' file systems, each counted once; a missing directory uses its nearest parent."""
     disks: dict[int, Path] = {}
     for directory in directories:
         existing = nearest_directory(directory)

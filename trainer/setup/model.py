@@ -1,4 +1,4 @@
-"""The model of a run, from what the user names to its partitions: built, checked, divided, filled with its initial values."""
+"""The model of a run: building, checks, division among ranks and initial values."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -54,9 +54,9 @@ from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, mate
 from zeromesh.zero.engine import ZeroEngine
 
 _REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
-"""How a transport reduces gradients, in the words of the line at the start of a run."""
+"""Names of the gradient transports in the notes at the start of a run."""
 _CHUNK = 64 * 2**20
-"""Bytes of a weight that are sent at a time."""
+"""Bytes of a weight per message."""
 
 
 def build_trained_model(
@@ -71,11 +71,10 @@ def build_trained_model(
     console: Console,
     start_times: StartTimes,
 ) -> TrainedModel:
-    """Build the model, check it and the data, leave on this rank its part of the model, and give that its values.
+    """Build the model, check it and the data, and leave this rank its part of the model with initial values.
 
-    Raises:
-        ConfigError, DataError, LayoutError, StorageError: before anything large is allocated, for a model that cannot be built,
-            divided or trained so, for data that it cannot be trained on, and for too little memory.
+    Raises `ConfigError`, `DataError`, `LayoutError` or `StorageError`, before anything large is allocated, for a model that cannot
+    be built, divided or trained, for data that do not fit, and for too little memory.
     """
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
@@ -134,7 +133,7 @@ def build_trained_model(
 
 
 def _whole(model: nn.Module) -> dict[str, Any]:
-    """What a run knows of the whole model: with the whole, all ranks take the same batches, count alike and refuse alike."""
+    """Collect facts about the undivided model, from which all ranks take the same batches and count alike."""
     parameters = sum(each.numel() for each in model.parameters())
     counted_ones = counted_parameters(model)
     return {
@@ -146,8 +145,7 @@ def _whole(model: nn.Module) -> dict[str, Any]:
 
 
 def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) -> None:
-    """Raise `ConfigError` for a model that a callable has built and whose tokens are not those of the data, or that has not its
-    classes."""
+    """Raise `ConfigError` for a model from a callable whose tokenizer is not the data's, or that lacks its classes."""
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
@@ -161,7 +159,7 @@ def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) ->
 def _loss_and_feeds(
     model: nn.Module, config: TrainerConfig, inputs: UserInputs, data: RunData, plan: BatchPlan, console: Console
 ) -> tuple[Loss, Feeds, list[str]]:
-    """Try the loss on a small copy of the whole model, and check what it will be fed with; returns notes too."""
+    """Try the loss on a small copy of the undivided model and check the first batches; returns notes too."""
     console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     loss = make_loss(
@@ -195,7 +193,6 @@ def _loss_and_feeds(
 
 
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
-    """What is trained, in how many units, and where states rest."""
     here = " on this rank" if trained.divided.pipeline is not None else ""
     units = f"{counted(len(engine.units), 'unit')}{here}"
     reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if trained.mesh.shard.size > 1 else ""
@@ -213,13 +210,10 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
 
 
 def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
-    """Give the buffers of a whole model their values, and all ranks the weights that rank 0 has in memory; all ranks call it.
+    """Give the buffers of an undivided model their values, and all ranks rank 0's in-memory weights; all ranks call it.
 
-    Returns notes.
-
-    Raises:
-        ConfigError: for buffers whose values are lost.
-        LayoutError: for models with other parameters or buffers.
+    Returns notes. Raises `ConfigError` for buffers whose values are lost, and `LayoutError` if models differ in parameters or
+    buffers.
     """
     lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
     if lost:
@@ -233,11 +227,10 @@ def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
 def divide_model(
     model: nn.Module, mesh: Mesh, config: TrainerConfig, example: Callable[[], Mapping[str, Any] | None] = lambda: None
 ) -> Divided:
-    """Leave on this rank its part of a whole model, as a configuration has it divided; see `divide`.
+    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`.
 
-    Raises:
-        ConfigError: for a model that would compute something else where tensor ranks divide it.
-        LayoutError: for a model that cannot be divided so.
+    Raises `ConfigError` for a model that would compute something else under tensor parallelism, and `LayoutError` for one that
+    cannot be divided.
     """
     parallel = config.parallel
     if mesh.shape.divides("layers"):
@@ -264,12 +257,9 @@ def fill_engine(
     *,
     inputs: int = 0,
 ) -> ZeroEngine:
-    """Make the engine of a divided model, once there is known to be memory for it, and read its values; all ranks call it.
+    """Build the engine of a divided model after checking memory, and read its values; all ranks call it.
 
-    `inputs`: bytes of kept inputs of recomputed blocks that leave the device.
-
-    Raises:
-        StorageError: where memory or disk is short.
+    `inputs` are the bytes of offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short.
     """
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
@@ -281,12 +271,9 @@ def fill_engine(
 
 
 def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
-    """Build the whole model with its adapters, and say where its weights come from: it is passed built, built by a callable on
-    meta, or named by the configuration.
+    """Build the undivided model with its adapters and weight source, from a module, a callable (on meta) or the configuration.
 
-    Raises:
-        ConfigError: for a model that cannot be built.
-        LostValuesError: for a model on the meta device whose weights nothing computes.
+    Raises `ConfigError` for a model that cannot be built, and `LostValuesError` for meta weights without an initialiser.
     """
     seed, compile_ = config.run.seed, None
 
@@ -317,12 +304,10 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
 
 
 def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
-    """Compare the models of all ranks, and give all of them the weights and buffers of rank 0 where theirs have other values.
+    """Compare the models of all ranks, and overwrite weights and buffers that differ with rank 0's.
 
-    Returns notes. Parameters on the meta device have no values yet, and are left as they are.
-
-    Raises:
-        LayoutError: for models with other parameters or buffers.
+    Returns notes. Meta parameters have no values yet, and are skipped. Raises `LayoutError` if models differ in parameters or
+    buffers.
     """
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
@@ -347,7 +332,7 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
-    """Overwrite a tensor with what the first rank has, in place."""
+    """Overwrite a tensor in place with rank 0's."""
     content = tensor_bytes(tensor).clone()
     for part in torch.split(content, _CHUNK):
         held, everywhere = on_one_rank(len(part), world.size, 0), replicated(len(part), world.size)
@@ -359,10 +344,8 @@ def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
 
 
 def _notes_on_modules(model: nn.Module) -> list[str]:
-    """Notes on modules in training mode whose result depends on how the global batch is cut.
-
-    SyncBatchNorm is not among them: its statistics are those of all ranks.
-    """
+    """Return notes on training modules whose result depends on the division of the global batch, except SyncBatchNorm, whose
+    statistics cover all ranks."""
     names = [
         name or type(model).__name__
         for name, module in model.named_modules()
@@ -377,7 +360,7 @@ def _notes_on_modules(model: nn.Module) -> list[str]:
 
 
 class _WatchedSource:
-    """Reads from the source of `built`, and shows the console and the other ranks that reading goes on."""
+    """The parameter source of `built`, which shows progress to the console and the other ranks."""
 
     def __init__(self, built: BuiltModel, console: Console, mesh: Mesh) -> None:
         self.read, self.fill, self.place = built.source.read, built.source.fill, built.source.place
@@ -387,7 +370,6 @@ class _WatchedSource:
         self._done = 0
 
     def release(self, fqn: str) -> None:
-        """Release a parameter in the source, and show that one more is done."""
         self._release(fqn)
         self._done += 1
         self._console.status(f"setting the weights: {self._done} of {self._total} parameters")
@@ -397,11 +379,7 @@ class _WatchedSource:
 def _check_first_batches(
     feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
 ) -> list[str]:
-    """Check the first batch of each dataset before anything large is allocated; returns notes for the start of the run.
-
-    Raises:
-        ConfigError, DataError: for settings and data that cannot be trained with.
-    """
+    """Check each dataset's first batch before anything large is allocated; returns notes. Raises `ConfigError` or `DataError`."""
     _check_settings(config, forward, loss, inputs, text=feeds.data.tokenizer is not None)
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
@@ -409,8 +387,8 @@ def _check_first_batches(
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
-        if isinstance(feed.dataset, StreamedDataset) and _goes_on(config):
-            continue  # Its beginning was checked when the run began, and is not what comes next.
+        if isinstance(feed.dataset, StreamedDataset) and _resumes(config):
+            continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
         sample = feed.dataset[feed.order.dataset_index(0)]
         unseen = (
@@ -430,7 +408,7 @@ def _check_first_batches(
     return notes
 
 
-def _goes_on(config: TrainerConfig) -> bool:
+def _resumes(config: TrainerConfig) -> bool:
     named = config.checkpoint.resume not in ("auto", "never")
     return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
 
@@ -438,8 +416,7 @@ def _goes_on(config: TrainerConfig) -> bool:
 def _check_settings(
     config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs, *, text: bool
 ) -> None:
-    """Raise `ConfigError` for settings that do not go with the model, its loss or the user's inputs. `text`: the data is text that
-    the configuration names."""
+    """Raise `ConfigError` for settings that conflict with the model, its loss or the inputs; `text` is True for text files."""
     if inputs.compute_loss is not None:
         late = "needs the number of targets before forward, and compute_loss counts them after it"
         if config.optimizer.in_backward:
@@ -457,7 +434,7 @@ def _check_settings(
 
 
 def _require_classes(model: nn.Module, data: RunData) -> None:
-    """Have a model know what is padding, and raise `ConfigError` for one that does not have the classes of the data."""
+    """Raise `ConfigError` for a model without the data's classes, and set its padding token."""
     inside, text = pretrained_of(model), data.tokenizer is not None
     what, head = ("labels", "sequence") if text else ("pictures", "image")
     if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
@@ -475,14 +452,14 @@ def _require_classes(model: nn.Module, data: RunData) -> None:
 
 
 def _cut_to(config: TrainerConfig) -> int | None:
-    """The number of tokens of which a microbatch of rows has a multiple, once its padding is cut off; None where there is none."""
+    """Return the number that divides the cut length of padded batches, or None for joined text, which has no padding."""
     if all(each.joined for each in config.data.formats):
         return None
     return config.parallel.tensor if config.parallel.sequence else 1
 
 
 def check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:
-    """Raise `DataError` for sequences that tensor ranks cannot share out, before one stage of a pipeline finds out."""
+    """Raise `DataError` for sequences that tensor ranks cannot divide, before a single pipeline stage fails."""
     parallel, ids = config.parallel, batch.get("input_ids")
     if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:
         raise DataError(

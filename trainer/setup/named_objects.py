@@ -1,6 +1,6 @@
-"""Python code that a configuration names (`python: package.module:function`), imported and called.
+"""Python code that a configuration names (`python: package.module:function`), which is imported and called.
 
-Nothing here asks for consent: a configuration in which code is named has asked for it when it was read (`config/consent.py`).
+Consent to run the code was given when the configuration was read (`config/consent.py`).
 """
 
 import difflib
@@ -26,7 +26,7 @@ from zeromesh.trainer.loop.context import UserInputs
 
 
 class _CalledAnew:
-    """Iterates over a generator function's samples, from their beginning each time."""
+    """An iterable that calls a generator function anew for each iteration."""
 
     def __init__(self, call: Callable[[], Iterator[Any]]) -> None:
         self._call = call
@@ -36,10 +36,9 @@ class _CalledAnew:
 
 
 def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -> Any:
-    """Return the object of a name. Modules are looked for in `folders`, in the current one, and on the import path.
+    """Import the object of a name, from `folders`, the current folder or the import path.
 
-    Raises:
-        ConfigError: of the key `where`, for a module that cannot be imported, and a name that it does not have.
+    Raises `ConfigError` for the key `where` if the module cannot be imported or lacks the name.
     """
     module, _, path = named.python.partition(":")
     places = list(dict.fromkeys((*folders, os.getcwd())))
@@ -50,7 +49,7 @@ def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -
         text = f"{named.python}: {module} cannot be imported ({summary(error)}"
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             names = [each.stem for place in places for each in Path(place).glob("*.py")]
-            text += f"); it was looked for in {', '.join(places)} and on the import path{_near(str(error.name), names)}"
+            text += f"); it was looked for in {', '.join(places)} and on the import path{_suggestion(str(error.name), names)}"
         else:
             *_, last = traceback.extract_tb(error.__traceback__)
             text += ")" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno})"
@@ -58,24 +57,24 @@ def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -
     finally:
         for place in places:
             sys.path.remove(place)
-        sys.path += [each for each in places if each not in sys.path]  # Behind all others, for later imports.
+        sys.path += [each for each in places if each not in sys.path]  # At the end of the path, for later imports.
     for name in path.split("."):
         if not hasattr(found, name):
             file = getattr(sys.modules[module], "__file__", "built in")
             own = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{named.python}: {module} ({file}) has no {name}{_near(name, own)}", where=where)
+            raise ConfigError(f"{named.python}: {module} ({file}) has no {name}{_suggestion(name, own)}", where=where)
         found = getattr(found, name)
     return found
 
 
-def _near(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or sorted(known)[:8]
     return f"; nearest: {', '.join(near)}" if near else ""
 
 
 def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
-    """Return the object of a name with its arguments: a class or function that is to be `called` as a call without any, another
-    function as itself; classes are made. Raises `ConfigError` for arguments that it does not take."""
+    """Bind the arguments to a named object: with `called`, return a call without arguments; else a function is returned and a class
+    instantiated. Raises `ConfigError` for arguments that do not fit."""
     found, arguments = find_object(named, where, folders), named.arguments
     made = isinstance(found, type)
     if not made and not inspect.isroutine(found) and not isinstance(found, functools.partial):
@@ -87,14 +86,14 @@ def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: 
         (signature.bind if made or called else signature.bind_partial)(**arguments)
     except TypeError as error:
         raise ConfigError(f"{named.python}{signature} does not take {arguments}: {error}", where=where) from error
-    except ValueError:  # What is written in C may not say what it takes.
+    except ValueError:  # Functions in C may have no signature.
         pass
     call = functools.partial(found, **arguments) if arguments else found
     return call() if made and not called else call
 
 
 def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -> Any:
-    """Return the samples of a function, class or object. Raises `ConfigError` for what is none."""
+    """Return the samples of a function, class or object. Raises `ConfigError` for an object without samples."""
     call = _bound(named, where, folders, called=True)
     found = call()
     if inspect.isgenerator(found):
@@ -109,10 +108,9 @@ def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -
 
 
 def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs, list[Any]]:
-    """Return the inputs of a trainer with what its configuration names where the user has given none, and the callbacks it names.
+    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks.
 
-    Raises:
-        ConfigError: for names that do not exist, arguments that do not fit, and objects of other kinds.
+    Raises `ConfigError` for names that do not exist, arguments that do not fit, and objects of other kinds.
     """
     data, folders, found = config.data, config.folders, dict[str, Any]()
     if inputs.model is None and config.model.named is not None:

@@ -1,14 +1,14 @@
-"""Weights on their way to other processes: by name, whole or in parts, one tensor at a time.
+"""Transfer of weights to other processes, by name, whole or in parts, one tensor at a time.
 
-The process of another engine listens, and takes tensors as they come; it needs no mesh:
+The process of another engine listens and receives tensors one by one, without a mesh:
 
     for name, tensor in zeromesh.receive_weights("/run/weights.sock"):
         ...
 
-All ranks of the trainer call `trainer.send_weights("/run/weights.sock")`; rank 0 connects. The line is a connection of
-`multiprocessing`, with its challenge by HMAC, on which bytes alone travel: JSON, and pieces of a tensor as they lie in memory.
+All ranks of the trainer call `trainer.send_weights("/run/weights.sock")`; rank 0 connects. The transport is a connection of
+`multiprocessing`, with its challenge by HMAC, which carries only bytes: JSON, and raw pieces of tensors.
 
-    receiver    {"format", "parts"}                what it wants of which tensors, after the challenge
+    receiver    {"format", "parts"}                the requested parts, after the challenge
     sender      {"name", "dtype", "shape", "xxh3"} bytes    for each tensor
     sender      {"count"}
     receiver    {"received"}
@@ -43,9 +43,9 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 
 Part = tuple[int, int, int]
-"""Names the part `index` of `parts` of a tensor along `dim`, as `torch.tensor_split` cuts it: `(dim, index, parts)`."""
+"""A part `(dim, index, parts)` of a tensor, cut along `dim` as by `torch.tensor_split`."""
 PartOf = Callable[[str], Part | None]
-"""The part of a tensor by its name; None: all of it."""
+"""A function from a tensor's name to its requested part; None requests the whole tensor."""
 _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
@@ -57,11 +57,8 @@ _DTYPES = {
 def parts_of_weights(
     weights: Iterator[tuple[str, torch.Tensor]], part_of: PartOf
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` of `weights`, and where `part_of` names a part of a tensor, perhaps another on each rank, only that.
-
-    Raises:
-        ConfigError: for a part that a tensor does not have.
-    """
+    """Yield `(name, tensor)` of `weights`, cut to the part that `part_of` returns, if any; parts may differ between ranks. Raises
+    `ConfigError` for a part that a tensor does not have."""
     for name, tensor in weights:
         part = part_of(name)
         yield name, tensor if part is None else _cut(name, tensor, part)
@@ -78,12 +75,12 @@ def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _WeightLine:
-    """One end of a connection."""
+    """One end of a connection to `peer`."""
 
     connection: Connection
     peer: str
     moved: Callable[[], object] = lambda: None
-    """Called after each piece of a tensor that was sent."""
+    """A function that is called after each sent piece of a tensor."""
 
     def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
         with self.named():
@@ -104,7 +101,7 @@ class _WeightLine:
         return found
 
     def fill(self, buffer: memoryview) -> None:
-        """Receive as many bytes as there is room for."""
+        """Receive bytes until the buffer is full."""
         while buffer:
             with self.named():
                 piece = self.connection.recv_bytes(min(_PIECE_BYTES, len(buffer)))
@@ -114,17 +111,17 @@ class _WeightLine:
             buffer = buffer[len(piece) :]
 
     def authenticate(self, challenge: Callable[[Connection, bytes], None], token: str | None) -> None:
-        """Have this end `challenge` the other one by the token, or answer it."""
+        """Authenticate with the token, by sending or answering the challenge."""
         try:
             with self.named():
-                # A token from the environment that was no UTF-8 has bytes too.
+                # A token from the environment may not be valid UTF-8.
                 challenge(self.connection, (token or "").encode(errors="surrogatepass"))
         except (AuthenticationError, AssertionError) as error:
             raise TransferError(f"{self.peer} has another token, or is no process of zeromesh") from error
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Have errors of the connection inside the block say whose end it is."""
+        """Convert connection errors inside the block to `TransferError` with the peer's name."""
         try:
             yield
         except BlockingIOError as error:
@@ -139,7 +136,7 @@ class _WeightLine:
 def _line_over(
     connection: socket.socket, peer: str, timeout_seconds: float, moved: Callable[[], object] = lambda: None
 ) -> Iterator[_WeightLine]:
-    """A line over a connected socket; each call to the system waits so many seconds at most."""
+    """Wrap a connected socket, whose system calls time out after `timeout_seconds`."""
     connection.setblocking(True)
     limit = struct.pack("ll", *divmod(max(1, int(1e6 * timeout_seconds)), 1_000_000))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -156,10 +153,10 @@ def send_weights(
     token: str | None = None,
     timeout_seconds: float = 30.0,
 ) -> int:
-    """Send what `weights` yields to all receivers; all ranks call it, and rank 0 is connected. Returns the number of tensors.
+    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns the number of tensors.
 
     Raises:
-        TransferError: on all ranks, when an address is none, a receiver is not there, refuses, is silent for so long, or is gone.
+        TransferError: on all ranks, if an address is invalid, or a receiver is absent, refuses, times out or disconnects.
     """
     receivers: list[tuple[_WeightLine, dict[str, Part]]] = []
     sent = 0
@@ -184,7 +181,7 @@ def send_weights(
         def by_first(work: Callable[[], None]) -> None:
             mesh.world.all_or_raise("weights for other processes", work, TransferError, first=True)
 
-        # The other ranks wait for rank 0, which waits for a receiver.
+        # Other ranks wait for rank 0, and rank 0 for a receiver.
         stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
         try:
             by_first(greet)
@@ -198,7 +195,7 @@ def send_weights(
 
 
 def _greet(line: _WeightLine, token: str | None) -> dict[str, Part]:
-    """Prove to a receiver that it is meant, and return the parts that it wants, by patterns of names."""
+    """Authenticate to a receiver, and return the parts that it requests, by name patterns."""
     line.authenticate(answer_challenge, token)
     hello = line.header()
     if hello.get("format") != _FORMAT:
@@ -236,7 +233,7 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
 
 
 def _host_of(address: str) -> tuple[str, int | None]:
-    """Host and port of an address; for the path of a socket the port is None. Raises `ConfigError`."""
+    """Split an address into host and port; the port is None for a socket path. Raises `ConfigError`."""
     host, found, port = address.rpartition(":")
     if address and "\0" not in address and ("/" in address or not found):
         return address, None
@@ -254,17 +251,17 @@ def receive_weights(
     token: str | None = None,
     timeout_seconds: float = 60.0,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Listen at an address, and yield `(name, tensor)` of each weight that a trainer sends, on the CPU. It ends when all are there.
+    """Listen at an address, and yield `(name, tensor)` of each weight that a trainer sends, on the CPU, until all have arrived.
 
     Args:
         address: the path of a Unix socket, or `HOST:PORT`.
-        parts: by patterns of names, as in `fnmatch`, the part `(dim, index, parts)` that is wanted; of all others everything is.
-        token: what the sender has to know; needed where other hosts can reach the address.
-        timeout_seconds: how long it waits for a sender, and for each next tensor.
+        parts: the requested part `(dim, index, parts)` by name pattern, as in `fnmatch`; other tensors come whole.
+        token: the secret shared with the sender; required if other hosts can reach the address.
+        timeout_seconds: the limit of waiting for the sender, and for each tensor.
 
     Raises:
-        ConfigError: for an address that is none, and for one that others can reach without a token.
-        TransferError: when nobody sends in time, who sends has another token or is gone, or has sent damaged bytes.
+        ConfigError: for an invalid address, and for one that others can reach without a token.
+        TransferError: if nobody sends in time, or the sender has another token, disconnects or sends damaged bytes.
     """
     host, port = _host_of(address)
     if port is not None and not token and not is_loopback(host):
@@ -296,7 +293,7 @@ def _read_tensor(line: _WeightLine, header: Mapping[str, Any]) -> torch.Tensor:
         raise TransferError(f"{line.peer} sends no weights: {printable(json.dumps(header)[:200])}")
     try:
         content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    except (RuntimeError, TypeError) as error:  # Memory is short, or the number of bytes has more than 63 bits.
+    except (RuntimeError, TypeError) as error:  # Memory is short, or the size exceeds 63 bits.
         raise TransferError(f"{printable(name)} of shape {shape} does not fit into memory") from error
     line.fill(content.numpy().data)
     if xxhash.xxh3_64_hexdigest(content.numpy().data) != header.get("xxh3"):
@@ -313,14 +310,15 @@ def _listening(address: str, host: str, port: int | None) -> Iterator[socket.soc
         else:
             path = Path(address)
             if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
-                # One who listens refuses datagrams, which does not disturb it; that of a receiver that is gone refuses all.
+                # A live listener rejects a datagram with EPROTOTYPE, undisturbed; the socket of a dead receiver refuses
+                # all.
                 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
                     if probe.connect_ex(address) != errno.EPROTOTYPE:
                         path.unlink()
             if path.exists():
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             listener = socket.socket(socket.AF_UNIX)
-            # The path is there when somebody listens, and nobody else can connect.
+            # The socket is renamed to its path only once it listens, with permissions for this user alone.
             beginning = path.with_name(f"{path.name}~")
             beginning.unlink(missing_ok=True)
             listener.bind(str(beginning))

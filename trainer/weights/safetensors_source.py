@@ -1,11 +1,11 @@
-"""Initial values from a local Hugging Face model directory, streamed: a rank reads no more than it owns where that is possible.
+"""Initial values from a local Hugging Face model directory, streamed so that a rank reads only its part where possible.
 
-A parameter that lies in a safetensors file unchanged is read by element range. One that the library converts (stacked experts,
-split projections) is made whole on CPU, one conversion at a time, and the latest one is kept between reads. Headers are
+Parameters that are stored unchanged are read by element range. One that the library converts (stacked experts,
+split projections) is converted whole on CPU, one conversion at a time, and the latest one is cached. Headers are
 checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
 
 transformers renames and converts weights as it loads them (eight expert matrices into one parameter, a fused projection into
-three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. What undoes it is
+three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. The reverse is
 in `models/hub_form.py`.
 """
 
@@ -55,7 +55,7 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """Tensors of the file that together become one or several tensors of the model.
+    """A group of file tensors that are converted into tensors of the model.
 
     `sources` holds (pattern, name in the file) in the order in which the library combines them.
     """
@@ -65,7 +65,7 @@ class Conversion:
     sources: list[tuple[str, str]]
 
     def run(self, read: Callable[[str], torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """The model's tensors by name; `read` gives a whole tensor of the file, in its shape."""
+        """Return the model's tensors by name; `read` returns a whole tensor of the file."""
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.target, name, pattern, partial(read, name))
@@ -75,28 +75,26 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """The places of the values of the model's tensors."""
+    """The sources of the values of the model's tensors."""
 
     direct: Mapping[str, str]
-    """Tensors that are in the file unchanged, to their names there."""
+    """Names in the file of tensors that are stored unchanged."""
     converted: Mapping[str, Conversion]
     new: tuple[str, ...]
     """Parameters of a new head, which are in no file."""
     unused: tuple[str, ...]
-    """Tensors of the file for another head."""
+    """File tensors of another head."""
 
     def provides(self, name: str) -> bool:
-        """Return True if the file has a value for `name`."""
         return name in self.direct or name in self.converted
 
 
 def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta.
 
-    Parameters outside of the base model may be absent (a new head) and present without use (another head), and so may poolers. A
-    classifier's parameters with another number of classes than the model has are those of another head.
-    A head for another number of classes is another head. Anything else that is missing, unexpected or of another shape is listed
-    in one `ConfigError`.
+    Parameters outside of the base model and poolers may be absent (a new head) or unused (another head). A classifier's parameters
+    for another number of classes count as those of another head. Anything else that is missing, unexpected or of another shape is
+    listed in one `ConfigError`.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
@@ -114,7 +112,7 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
 
     def in_head(name: str, *, apart: bool) -> bool:
-        """Return True if a tensor is outside of the base model, where that is `apart`, or of a pooler that only some heads use."""
+        """Return True for a tensor outside of the base model, if that is `apart`, or of a pooler, which only some heads use."""
         return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
     for name in [name for name in direct if in_head(name, apart=has_base) and _counts_classes(model, state[name])]:
@@ -127,7 +125,7 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
     new = [name for name in missing if _fits(name, may_lack) or in_head(name, apart=has_base)]
     unused = [name for name in unexpected if _ignored(model, name) or in_head(name, apart=files_have_base)]
-    # Files may have any number of further tensors: these are looked up, and not searched for.
+    # Files may have any number of extra tensors, so membership is a set look-up.
     allowed = {*new, *unused}
     problems = [f"{name} is missing" for name in missing if name not in allowed]
     problems += [f"{name} is not part of {type(model).__name__}" for name in unexpected if name not in allowed]
@@ -142,14 +140,14 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
 
 
 def _counts_classes(model: Any, tensor: torch.Tensor) -> bool:
-    """Return True if a tensor of the head has a row for each class of the model."""
     return tensor.dim() > 0 and tensor.shape[0] == getattr(model.config, "num_labels", None)
 
 
 def _rename(
     model: Any, entries: Mapping[str, StoredTensor], state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
-    """Match in the library's own order (`convert_and_load_state_dict_in_model`): what is direct, converted and unexpected."""
+    """Match names in the order of the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected
+    names."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -187,7 +185,7 @@ def _planned(conversion: Conversion, entries: Mapping[str, StoredTensor], model:
 
 
 def _ignored(model: Any, name: str) -> bool:
-    """Return True if the library passes over a tensor of this name: old buffers, and layers that it does not implement."""
+    """Return True for tensors that the library ignores: old buffers, and layers that it does not implement."""
     return _fits(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)) or _fits(name, _OLD_BUFFERS)
 
 
@@ -196,7 +194,7 @@ def _fits(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def read_class(directory: Path) -> tuple[Any, Any, str]:
-    """Return the class of the model in a directory and its configuration; or None twice, and the reason why there is none."""
+    """Return the class and configuration of the model in a directory; or None twice, and the reason."""
     try:
         with library_errors():
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -211,7 +209,7 @@ def read_class(directory: Path) -> tuple[Any, Any, str]:
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Inside the block transformers logs nothing but errors, and draws no progress bars, and Python warns of nothing."""
+    """Limit transformers' logs to errors inside the block, without progress bars and Python warnings."""
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -227,32 +225,32 @@ def quiet_library() -> Iterator[None]:
 
 MAX_INDEX_BYTES = 100_000_000
 _READ_AHEAD = 256 << 20
-"""Bytes of files that are read into the page cache before they are asked for."""
+"""Bytes that are prefetched into the page cache."""
 _CHUNK = 1 << 22
-"""Elements that are read ahead at a time."""
+"""Elements per prefetch."""
 _WINDOW = 1 << 20
-"""Elements that are converted at a time."""
+"""Elements per dtype conversion."""
 
 
 class TensorFiles:
-    """The tensors of a Hugging Face model directory, by name. Files are opened when first read."""
+    """The tensors of a Hugging Face model directory by name; files are opened on first read."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Read and check the headers. Raises `ConfigError` that says which file is wrong, and how."""
+        """Read and check the headers. Raises `ConfigError` with the damaged file and the reason."""
         self.directory = Path(directory)
         try:
             self.entries: Mapping[str, StoredTensor] = _read_headers(self.directory)
-        except CheckpointError as error:  # What is wrong with a file is wrong with the setting that names it.
+        except CheckpointError as error:  # The error is reported for the setting that names the file.
             raise ConfigError(f"{error}; download or save it again", where="model.source") from None
         self._files: dict[str, PositionalFile] = {}
         self._expected: Iterator[tuple[str, int, int]] = iter(())
         self._ahead = 0
-        """Bytes that are being read ahead."""
+        """Bytes of prefetches in progress."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        """Reads them. What it cannot read is an error of `fill`, which reads it again."""
+        """The prefetch thread; its read errors are raised by `fill`, which reads again."""
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Read elements [start, end) of tensors ahead, in this order, as far as `_READ_AHEAD` before `fill` gets to them."""
+        """Prefetch elements [start, end) of tensors in this order, up to `_READ_AHEAD` bytes ahead of `fill`."""
         self._expected = (
             (name, begin, min(begin + _CHUNK, end))
             for name, start, end in ranges
@@ -261,7 +259,7 @@ class TensorFiles:
         self._advance(0)
 
     def _advance(self, done: int) -> None:
-        """Note that `done` bytes have been read, and have as many others read ahead."""
+        """Count `done` bytes as read, and prefetch more."""
         self._ahead -= done
         while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
             name, start, end = found
@@ -274,7 +272,7 @@ class TensorFiles:
 
     def _file(self, path: str) -> PositionalFile:
         if path not in self._files:
-            # The cache of the Hub has links to its files, which are not followed otherwise.
+            # The Hub's cache has symbolic links, which are not followed otherwise.
             self._files[path] = PositionalFile((self.directory / path).resolve(), direct=False, constant=True)
         return self._files[path]
 
@@ -291,7 +289,7 @@ class TensorFiles:
         return out
 
     def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, with elements `interval`, one at least, of the columns `rows`, converted to its dtype.
+        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows`, converted to its dtype.
 
         Raises as `read` does.
         """
@@ -311,11 +309,9 @@ class TensorFiles:
         self._advance(rows.hull(interval).length * size)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """Read tensor `name` in its shape."""
         return self.read(name).reshape(self.entries[name].spec.shape)
 
     def close(self) -> None:
-        """Close the files."""
         self._thread.shutdown(cancel_futures=True)
         while self._files:
             self._files.popitem()[1].close()
@@ -340,11 +336,11 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _refuse_part(directory: Path) -> None:
-    """Raise `ConfigError` for one host's part of a checkpoint, in which what other hosts have written would be read as zeros."""
+    """Raise `ConfigError` for one host's part of a checkpoint, as the parts of other hosts would be read as zeros."""
     try:
         index, count = manifest_of(directory)[1].part
     except CheckpointError:
-        return  # Other tools write files of the manifest's name too.
+        return  # Other tools write files of the same name.
     if count > 1:
         raise ConfigError(
             f"{directory} is part {index + 1} of {count} of a checkpoint, one of each host; put them together first: "
@@ -378,12 +374,12 @@ _COMPARED_ELEMENTS = 16384
 
 
 class SafetensorsSource:
-    """The parameters and buffers of `model` as the safetensors files of `directory` have them.
+    """The parameters and buffers of `model` from the safetensors files of `directory`.
 
     Args:
         directory: with `model.safetensors`, or `model.safetensors.index.json` and its files.
         model: a Hugging Face model of the same architecture, which may be on the meta device.
-        fallback: gives the parameters that no file has (a new classification head).
+        fallback: the source of parameters that no file has (a new classification head).
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
     shape, and for files that are broken; `LostValuesError` for values that neither the files nor `fallback` have.
@@ -406,7 +402,7 @@ class SafetensorsSource:
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self._made: dict[str, dict[str, torch.Tensor]] = {}
-        """The tensors that the latest conversion has made, by its target."""
+        """The tensors of the latest conversion, by its target."""
         remarks = {
             "not in {}, or there for other classes, so newly initialised": self._matched.new,
             "in {} and not used by this model": self._matched.unused,
@@ -415,7 +411,7 @@ class SafetensorsSource:
         self.notes = tuple(f"{text.format(where)}: {some(names, 6)}" for text, names in remarks.items() if names)
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end) of a parameter, in the file's dtype. Raises `StorageError` for a file that has become short."""
+        """Return elements [start, end) of a parameter in the file's dtype. Raises `StorageError` for a truncated file."""
         name = self._checked(fqn, start, end)
         if name in self._matched.direct:
             return self._files.read(self._matched.direct[name], start, end)
@@ -424,9 +420,8 @@ class SafetensorsSource:
         return self._fallback.read(fqn, start, end)
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, with elements `interval`, one at least, of the columns `rows` of a parameter, converted to its dtype:
-        right from the file where that has them in this dtype. Raises as `read` does.
-        """
+        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows` of a parameter, converted to its
+        dtype; equal dtypes are read directly from the file. Raises as `read` does."""
         hull = rows.hull(interval)
         name = self._matched.direct.get(self._checked(fqn, hull.start, hull.end), "")
         if name:
@@ -435,11 +430,11 @@ class SafetensorsSource:
             rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Read elements [start, end) of parameters ahead, and all of what a conversion makes a parameter of."""
+        """Prefetch elements [start, end) of parameters, and all inputs of their conversions."""
         self._files.expect(self._stored_ranges(ranges))
 
     def _stored_ranges(self, ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-        """Yield the elements of tensors in the files that elements of parameters are made of."""
+        """Map element ranges of parameters to ranges of file tensors."""
         begun = set()
         for fqn, start, end in ranges:
             name = self._origin[fqn]
@@ -452,24 +447,24 @@ class SafetensorsSource:
                     yield source, 0, self._files.entries[source].spec.numel
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
-        """The file, and the byte in it, from which on a parameter's elements lie; None where they have to be converted."""
+        """Return the file and byte offset of a parameter's elements; None if they need conversion."""
         name = self._matched.direct.get(self._checked(fqn, start, start), "")
         if not name or self._files.entries[name].spec.dtype != dtype:
             return None
         entry = self._files.entries[name]
         begin = entry.begin + start * dtype.itemsize
-        # The cache of the Hub has links to its files, which are not followed otherwise.
+        # The Hub's cache has symbolic links, which are not followed otherwise.
         return None if begin % dtype.itemsize else ((self._files.directory / entry.path).resolve(), begin)
 
     def _checked(self, fqn: str, start: int, end: int) -> str:
-        """The name under which the files have a parameter. Raises `LayoutError` for an interval that it does not have."""
+        """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""
         if fqn not in self._numel:
             raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
         check_interval(fqn, start, end, self._numel[fqn])
         return self._origin[fqn]
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The stored value of a persistent buffer, in the file's dtype, or None."""
+        """Return the stored value of a persistent buffer in the file's dtype, or None."""
         if name in self._matched.direct:
             return self._files.read_whole(self._matched.direct[name])
         if name in self._matched.converted:
@@ -477,11 +472,9 @@ class SafetensorsSource:
         return None
 
     def release(self, fqn: str) -> None:
-        """Let the fallback release a parameter; of what is converted, little is kept here."""
         self._fallback.release(fqn)
 
     def close(self) -> None:
-        """Close the files and drop what was converted."""
         self._files.close()
         self._made.clear()
         self._fallback.close()
@@ -493,7 +486,7 @@ class SafetensorsSource:
         return self._made[conversion.target]
 
     def _compare_tied(self) -> None:
-        """Refuse files in which the names of one tied parameter have different values: one of them would be lost."""
+        """Raise `ConfigError` if the names of a tied parameter have different values in the files, as one would be lost."""
         problems = []
         for name, origin in self._origin.items():
             first, second = self._matched.direct.get(name), self._matched.direct.get(origin)
@@ -510,7 +503,7 @@ class SafetensorsSource:
 
 
 def _origins(model: Any, matched: Matched) -> dict[str, str]:
-    """Map every parameter name to the name, among those of the same parameter, under which the files have it."""
+    """Map each parameter name to the name of the same parameter that the files have."""
     canonical = canonical_names(model)
     stored: dict[str, str] = {}
     for name, first in canonical.items():

@@ -1,4 +1,4 @@
-"""The formats of rows (`data.format`). A new one is a row of `FORMATS`, and a function that makes text or messages of columns."""
+"""The formats of rows (`data.format`). Add one as a row of `FORMATS`, and a function that converts columns to text or messages."""
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
@@ -6,46 +6,45 @@ from typing import Any, Literal, NamedTuple
 
 Messages = list[dict[str, Any]]
 Parts = dict[str, str | Messages]
-"""The contents of a row by the columns that they come from: text, or messages. Of several, the last one is the answer."""
+"""The contents of a row by column, text or messages; the last of several is the answer."""
 
 _ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
-"""By the names of ShareGPT."""
+"""Roles of messages by ShareGPT's names."""
 
 
 class RowFormat(NamedTuple):
-    """A format of rows: its columns, and what becomes of a row."""
+    """A format of rows: its columns, and their conversion."""
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     parts: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Makes contents of columns, which are None where a row lacks them, and raises `TypeError` or `KeyError` for others than it can
-    read; None: the needed columns are the contents."""
+    """The function that converts columns (None if a row lacks one) to contents; raises `TypeError` or `KeyError` for invalid ones.
+    None takes the needed columns as they are."""
     holds: Literal["text", "messages", "either", "pictures"] = "messages"
-    """The kind of these contents."""
+    """The type of the contents."""
     known_by: str | None = None
-    """A column that only rows of this format have."""
+    """A column that identifies rows of this format."""
     label: str | None = None
-    """The column of a class, which is what is learnt, and not the next token."""
+    """The column of the class, which is then the training target in place of the next token."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read."""
         return (*self.needed, *self.optional, *((self.label,) if self.label else ()))
 
     @property
     def joined(self) -> bool:
-        """True if rows are documents that are joined and cut into sequences; else each is whole in one sequence."""
+        """True if rows are documents that are joined and cut into sequences; else each row is whole in one sequence."""
         return self.holds == "text" and self.label is None
 
     @property
     def answers(self) -> bool:
-        """True if rows have answers, on which the loss may be, and may share a sequence."""
+        """True if rows have answers, which may restrict the loss, and may share a sequence."""
         return self.holds in ("messages", "either")
 
 
 def _alpaca(row: Mapping[str, Any]) -> Parts:
-    """An instruction, which may have an input, and its output."""
+    """Convert an instruction with an optional input and its output."""
     asked = [*_said("user", row["instruction"], needed=True), *_said("user", row["input"])]
     question = _said("user", "\n\n".join(each["content"] for each in asked))
     turns = [*_said("system", row["system"]), *question, *_said("assistant", row["output"], needed=True)]
@@ -53,13 +52,13 @@ def _alpaca(row: Mapping[str, Any]) -> Parts:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Parts:
-    """Turns with `from` and `value`."""
+    """Convert turns with `from` and `value`."""
     turns = [_said(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
     return {"messages": [*_said("system", row["system"]), *chain(*turns)]}
 
 
 def _said(role: str, text: Any, *, needed: bool = False) -> Messages:
-    """A message; none where there is no text. Raises `TypeError` for what is no text, and for none where it is `needed`."""
+    """Return a message, or none without text. Raises `TypeError` for other values, and for a missing text that is `needed`."""
     if not isinstance(text, str if needed else str | None):
         raise TypeError(f"what the {role} says is {type(text).__name__}, not text")
     return [{"role": role, "content": text}] if text or needed else []
@@ -75,11 +74,11 @@ FORMATS = {
     "pictures": RowFormat(holds="pictures"),
 }
 FOR_TEMPLATES = ("tools", "chat_template_kwargs")
-"""Columns that any row of messages may have, for its chat template."""
+"""Columns that any row of messages may have for its chat template."""
 COLUMNS = (*dict.fromkeys(name for row in FORMATS.values() for name in row.columns if name != "text"), *FOR_TEMPLATES)
-"""The columns that may have other names in files (`data.columns`); that of text has a key of its own."""
+"""Columns that may have other names in files (`data.columns`); the text column has its own key."""
 
 
 def format_of(columns: Collection[str]) -> str:
-    """Return the `data.format` of rows by a column that they alone have; text where there is none."""
+    """Return the `data.format` whose identifying column is among `columns`, else text."""
     return next((name for name, each in FORMATS.items() if each.known_by in columns), "text")

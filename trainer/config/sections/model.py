@@ -35,10 +35,10 @@ Head = Literal[
     "ctc",
     "base",
 ]
-"""`model.head`. `base` is the model without a head, which needs a `compute_loss`."""
+"""Values of `model.head`; `base` is the model without a head, which needs a `compute_loss`."""
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""`model.attention`, by transformers' names."""
+"""Values of `model.attention`, by transformers' names."""
 
 AUTO_CLASSES: dict[Head, str] = {
     head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}"
@@ -68,7 +68,7 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Dropout of the adapters' inputs."""
     targets: Literal["all-linear"] | Texts | None = None
-    """Ends of the names of layers that get adapters, or all-linear; null: those that PEFT has for the architecture."""
+    """Suffixes of the names of layers that get adapters, or all-linear; null: PEFT's defaults for the architecture."""
 
 
 class ModelSection(Section):
@@ -81,12 +81,12 @@ class ModelSection(Section):
     revision: Text | None = None
     """Branch, tag or commit of a `source` on the Hub; null: its main branch. The commit is in the resolved configuration."""
     trust_remote_code: bool = False
-    """Run the Python code that `source` brings along. false: nothing of it is run."""
+    """Run the Python code that comes with `source`; false: run none of it."""
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL)
     )
-    """Hugging Face configuration of a model with random weights. With `source`: fields, such as num_labels, that differ from its
-    own."""
+    """Hugging Face configuration of a model with random weights. With `source`: fields that override the source's, such as
+    num_labels."""
     head: Head = "causal_lm"
     """The task, and so the class of the model; base is the model without a head."""
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
@@ -95,14 +95,14 @@ class ModelSection(Section):
     """Implementation of attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
     or as the model was given."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""
+    """Activations that are recomputed in backward: none, whole blocks (block), or all of a block but its matrix products
+    (selective)."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
     loss: Literal["auto", "native", "liger"] | Named = "auto"
-    """auto: cross entropy in chunks of tokens where a start-up check finds it equal to the model's own; native: always the model's
-    own; liger: in chunks by liger-kernel's fused kernels, on GPUs, where a trial finds the same; `{python:
-    package.module:function}`: by a function of the model and a batch, which returns the sum of the loss and how many targets it
-    has."""
+    """The loss. auto: cross entropy in chunks of tokens if a trial finds it equal to the model's; native: the model's; liger: in
+    chunks by liger-kernel's fused kernels, on GPUs, if a trial finds them equal; `{python: package.module:function}`: a function of
+    the model and a batch that returns the sum of the losses and the number of targets."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,10 +112,9 @@ class ModelSection(Section):
 
     @property
     def loss_mode(self) -> Literal["auto", "native", "liger"]:
-        """The way to compute the model's own loss, where no function of a person's computes it."""
+        """The computation of the model's own loss; native if a user's function computes the loss."""
         return "native" if isinstance(self.loss, NamedFunction) else self.loss
 
     @property
     def named(self) -> NamedFunction | None:
-        """The function that returns the model, with its arguments."""
         return None if self.python is None else NamedFunction(python=self.python, **(self.config or {}))

@@ -38,52 +38,51 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def name_of_file(path: str | PathLike[str]) -> str:
-    """The stem of a file's name, with '-' for characters that names of runs do not have."""
+    """Return the stem of a file's name, with '-' for characters that run names lack."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")[:128]
     return stem or "run"
 
 
 def name_of_script() -> str:
-    """The stem of the script of this process; of `python -m package` the package's name.
+    """Return the stem of this process's script, or the package's name for `python -m package`.
 
-    A notebook or another interactive session has no script. There each run gets a name with the time, so that a cell that is run
-    again trains again.
+    An interactive session has no script, so each run gets a name with the time, and a cell that is run again trains again.
     """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file:
         path = Path(file)
         return name_of_file(path.resolve().parent.name if path.stem == "__main__" else path)
-    alone = read_environment().world_size == 1  # The clocks of several ranks would give several names.
+    alone = read_environment().world_size == 1  # Several ranks' clocks would give different names.
     return f"interactive-{datetime.now():%Y%m%d-%H%M%S-%f}" if alone else "interactive"
 
 
 class CheckpointSection(Section):
-    """The checkpoints of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
+    """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
     every_steps: CountOrOff | Literal["epoch"] = 100
-    """Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = none, but those that callbacks ask
-    for."""
+    """Steps between checkpoints, or epoch: after each epoch; the last step is always saved. 0 = only checkpoints that callbacks
+    request."""
     keep_last: CountOrOff = 3
-    """Newest checkpoints that are kept. 0 = all."""
+    """The number of newest checkpoints to keep. 0 = all."""
     keep_best: CountOrOff = 0
-    """Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."""
+    """The number of best checkpoints, by `run.metric`, to keep besides. 0 = off."""
     asynchronous: bool = True
-    """Write while training goes on, straight from the live states."""
+    """Write checkpoints in the background, straight from the live states, while training continues."""
     resume: Literal["auto", "never"] | Text = "auto"
-    """auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a checkpoint or a run
-    starts from there."""
+    """auto resumes from the run's newest complete checkpoint; never refuses to start a run that has checkpoints; a path of a
+    checkpoint or a run starts from that checkpoint."""
     frozen: Literal["auto", "reference", "whole"] = "auto"
-    """Frozen weights in checkpoints: reference names the directory that the model came from, with checksums, in their place, as far
-    as they are there unchanged; whole writes them; auto is reference where adapters are trained, else whole."""
+    """Storage of frozen weights: reference stores the path and checksums of the model's source directory for weights that are
+    unchanged there; whole writes them; auto is reference if adapters are trained, else whole."""
     max_failures: CountOrOff = 3
-    """Saves in a row that may fail before the run ends. 0 = it never ends for that."""
+    """Consecutive failed saves after which the run ends. 0 = never."""
     timeout_seconds: Seconds = 600.0
-    """Seconds that ranks wait for one whose disk takes that long for a single call, and that the end of a run waits for old
-    checkpoints to be removed."""
+    """Seconds that ranks wait for a rank in a single slow disk call, and that the end of a run waits for the removal of old
+    checkpoints."""
 
 
 class HubSection(Section):
-    """The upload of the model to the Hub. The token is that of `HF_TOKEN` or `hf auth login`, and never part of a configuration."""
+    """The upload of the model to the Hub. The token comes from `HF_TOKEN` or `hf auth login`, never from a configuration."""
 
     push: bool = False
     """Upload the model when the training has ended."""
@@ -91,11 +90,11 @@ class HubSection(Section):
         Annotated[str, Field(pattern=f"^{REPOSITORY.pattern}$"), Allowed("the name of a repository, such as me/model")]
         | None
     ) = None
-    """The repository, which is made if there is none; null: `run.name`."""
+    """The repository, which is created if missing; null: `run.name`."""
     private: bool | None = None
-    """Make a new repository private; null: as its owner has it."""
+    """Make a new repository private; null: the owner's default."""
     revision: Text | None = None
-    """The branch that is uploaded to; null: the main one."""
+    """The branch to upload to; null: the main branch."""
 
 
 class ProfileSection(Section):
@@ -106,14 +105,14 @@ class ProfileSection(Section):
     memory: bool = False
     """Record allocations and shapes of operators too."""
     allocations: bool = False
-    """On a GPU, remember where memory is allocated, for the file that is written when it runs out; takes a little time."""
+    """Record stacks of GPU allocations, for the file that is written when memory runs out; costs a little time."""
     step_figures: bool = True
     """Measure in every step the seconds of each phase and the bytes that ranks send, for metrics.jsonl; a small model trains a
     little faster without."""
 
 
 class RunSection(Section):
-    """How long, how often and where to."""
+    """The name, length, logging, evaluation and seeds of a run."""
 
     name: Annotated[
         str,
@@ -125,7 +124,7 @@ class RunSection(Section):
     output_dir: Text = "runs"
     """Directory that runs are written to."""
     max_steps: Count = 200
-    """Optimizer steps; null: 200, or with `epochs` as many as those are."""
+    """Optimizer steps; null: 200, or the steps of `epochs`."""
     epochs: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Passes over the training data. With `max_steps` too, the run has the smaller number of steps."""
     clip_norm: NotNegative = 1.0
@@ -135,9 +134,9 @@ class RunSection(Section):
     log_every: CountOrOff | Literal["epoch"] = 1
     """Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."""
     log_first_step: bool = False
-    """A line after the first step too, whatever `log_every` is."""
+    """Log a line after the first step too, whatever `log_every` is."""
     verbose: bool = False
-    """Show on a terminal what a log has besides: how data was read, the loss, the dtypes, times and traffic."""
+    """Show the log's further details on the terminal: data reading, the loss, dtypes, times and traffic."""
     eval_every: CountOrOff | Literal["epoch"] = 0
     """Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."""
     eval_at_start: bool = False
@@ -145,32 +144,32 @@ class RunSection(Section):
     eval_at_end: bool = True
     """Evaluate after the last step, whatever `eval_every` is."""
     predict_with_generate: bool = False
-    """Give `compute_metrics` what the model generates, in place of logits."""
+    """Give `compute_metrics` generated tokens in place of logits."""
     generation: Annotated[
         dict[str, JsonValue] | None, Allowed("a mapping of fields of transformers' GenerationConfig, or null")
     ] = None
-    """How it generates, such as max_new_tokens, on top of the model's own generation_config.json."""
+    """Generation settings, such as max_new_tokens, on top of the model's generation_config.json."""
     prompts: Annotated[Text | Texts | None, Allowed("a list of texts, a file of prompts, or null")] = None
     """Prompts that the model continues while it is trained, by `generation`: a list of texts, or a file of JSON lines as that of
-    `zeromesh generate --prompts`. What it writes goes to the console, to samples.jsonl and to trackers. null: none."""
+    `zeromesh generate --prompts`. The texts go to the console, to samples.jsonl and to trackers. null: none."""
     prompts_every: Count | None = None
-    """Steps from one time to the next; null: at evaluations."""
+    """Steps between continuations of `prompts`; null: at evaluations."""
     metric: Text = "loss"
-    """The value of an evaluation that says which is best: loss, or one of `compute_metrics`."""
+    """The evaluation value that ranks checkpoints: loss, or a value of `compute_metrics`."""
     metric_goal: Literal["auto", "lowest", "highest"] = "auto"
-    """Which value of `metric` is best; auto: the lowest of what is a loss, the highest of others."""
+    """The better direction of `metric`; auto: the lowest for losses, errors and perplexities, the highest for others."""
     patience: CountOrOff = 0
     """Evaluations in a row without a better `metric` after which the run ends. 0 = off."""
     min_improvement: NotNegative = 0.0
-    """By how much `metric` has to change to be better, for `patience`."""
+    """The smallest change of `metric` that counts as better, for `patience`."""
     load_best: bool = False
     """End with the weights of the best evaluation, which is kept as a checkpoint."""
     label_smoothing: Fraction = 0.0
-    """Part of each target that is spread over all classes, as in cross_entropy."""
+    """Fraction of each target that is spread over all classes, as in torch's cross_entropy."""
     callbacks: NamedList = ()
     """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False
-    """Only kernels that give the same bits each time; an error where there is none."""
+    """Use deterministic kernels only; an operation without one raises an error."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """Effect of a NaN or infinite gradient: all ranks skip the step, or the run ends."""
     max_nonfinite: CountOrOff = 20
@@ -188,17 +187,17 @@ class RunSection(Section):
         return values | {"max_steps": None} if self.most_steps is None and "max_steps" in values else values
 
     def evaluates_after(self, step: int) -> bool:
-        """Return True if `eval_every` asks for an evaluation after step `step`, counted from 1."""
+        """Return True if `eval_every` requests an evaluation after step `step`, counted from 1."""
         return isinstance(self.eval_every, int) and self.eval_every > 0 and step % self.eval_every == 0
 
     @property
     def most_steps(self) -> int | None:
-        """The most steps that the run can have; None where the data alone decides."""
+        """The limit of the run's steps; None if the data alone decides."""
         return self.max_steps if self.epochs is None or "max_steps" in self.model_fields_set else None
 
 
 class TrackingSection(Section):
-    """The trackers that get figures of a run beside its own files. Nothing that fails here stops or slows training."""
+    """The trackers that receive a run's metrics beside its files. Their failures neither stop nor slow training."""
 
     backends: Names = ()
     """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that was given to
@@ -208,6 +207,6 @@ class TrackingSection(Section):
     name: Text | None = None
     """Name of the run in trackers; null: `run.name`."""
     mode: Literal["offline", "online"] = "offline"
-    """Mode of wandb, clearml, comet_ml and swanlab: online sends what they keep, and needs a network and a key."""
+    """Mode of wandb, clearml, comet_ml and swanlab: online uploads, and needs a network and a key."""
     tags: Names = ()
     """Labels of the run."""

@@ -24,12 +24,12 @@ LEAST_STAGING = 4 << 20
 
 
 class TierShare(Section):
-    """The tier in which something rests, or a tier and the part of it that rests there; what is left stays on the device."""
+    """The tier that holds a state, or a tier and the fraction that it holds; the rest stays on the device."""
 
     tier: Literal["none", "host", "file"] = "none"
     """The tier."""
     fraction: Annotated[Number, Field(gt=0.0, le=1.0)] = 1.0
-    """The part of it that rests there."""
+    """The fraction that the tier holds."""
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +42,7 @@ class TierShare(Section):
 
 
 class GradientShare(TierShare):
-    """The same; `auto` is where the optimizer state rests."""
+    """The tier and fraction of gradients; `auto` takes those of the optimizer state."""
 
     tier: Literal["auto", "none", "host", "file"] = "auto"  # type: ignore[assignment]
     """The tier."""
@@ -52,7 +52,7 @@ _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
 
 
 class OffloadSection(Section):
-    """The data that rests outside the device's memory, and comes only when it is needed. Nothing that is computed changes."""
+    """The states that are kept outside the device's memory until they are needed. Results do not change."""
 
     optimizer: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Master weights and moments, at any stage."""
@@ -61,7 +61,7 @@ class OffloadSection(Section):
     parameters: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Parameters between their uses, at stage 3."""
     activations: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
-    """Inputs of recomputed blocks until backward; a fraction is that of the first blocks."""
+    """Inputs of recomputed blocks until backward; a fraction counts the first blocks."""
     update: Literal["auto", "host", "device"] = "auto"
     """Processor that computes updates whose states are not in an accelerator's memory: the CPU (host), or the device; auto tries
     both once."""
@@ -69,17 +69,17 @@ class OffloadSection(Section):
     """Directory of the files of the file tier, best on a local NVMe disk; several are used in turn, stripe by stripe. null:
     `offload` in the run's directory."""
     checksums: bool = False
-    """Verify what is read from files by checksums that stay in memory."""
+    """Verify data read from files by checksums that stay in memory."""
     staging: Annotated[
         Literal["auto"] | Annotated[Whole, BeforeValidator(bytes_from_text), Field(ge=LEAST_STAGING)],
         Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
     ] = "auto"
-    """Bytes of all buffers of a rank between where states rest and the optimizer. auto: 64MiB on a CPU, a 64th of an accelerator's
-    memory."""
+    """Bytes of all staging buffers of a rank between the offload tier and the optimizer. auto: 64MiB on a CPU, a 64th of an
+    accelerator's memory."""
 
 
 AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
-"""The keys that a plan may decide. `parallel` is its axes, schedule and chunks, as far as they are not given."""
+"""Keys that a plan may decide. `parallel` means its axes, schedule and chunks, unless given."""
 
 
 class ParallelSection(Section):
@@ -89,21 +89,21 @@ class ParallelSection(Section):
         Listed[tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...]],
         Allowed(f"a list of {', '.join(AUTOMATIC)}"),
     ] = ()
-    """Keys that the fastest plan that fits decides when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
+    """Keys that are set to the fastest plan that fits when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
     auto` and `zero.stage: auto` are short for them."""
     replicate: Count = 1
     """Replicas of each group of shards (hybrid sharding)."""
     shard: Literal["auto"] | Count = "auto"
-    """Ranks that share one copy of the states; auto: all left."""
+    """Ranks that shard one copy of the states; auto: all remaining ranks."""
     tensor: Count = 1
     """Ranks that divide every layer among them, best within one host."""
     pipeline: Count = 1
     """Ranks that divide the blocks of the model into stages."""
     sequence: bool = False
-    """Between divided layers each tensor rank has a share of the sequence: less memory, the same result."""
+    """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""
     plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = None
-    """Styles of layers by pattern of their names, such as `{"*.q_proj": "colwise"}`, beside those that the model or zeromesh
-    has."""
+    """Parallel styles of layers by name pattern, such as `{"*.q_proj": "colwise"}`, in addition to the model's or zeromesh's
+    plan."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """The order in which stages run the microbatches of a step."""
     chunks: Count = 1
@@ -111,17 +111,17 @@ class ParallelSection(Section):
     stages: Annotated[Listed[tuple[Count, ...]], Allowed("a list of numbers of blocks")] | None = None
     """Blocks of each stage, first to last; null: by `balance`."""
     balance: Literal["parameters", "flops"] = "parameters"
-    """Quantity that stages get about equal shares of: parameters, which is even in memory, or multiplications of a token, which is
-    even in time where the head is large."""
+    """The quantity that stages share evenly: parameters, for even memory, or FLOPs of a token, for even time if the head is
+    large."""
     order: Literal["topology", "launch"] = "topology"
-    """How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched."""
+    """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
-    """CPUs near its GPU to which each rank is bound, as by torchrun's option of this name; null: all that it may use."""
+    """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+    """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     timeout_seconds: Seconds = 60.0
-    """Seconds without progress after which a wait ends with an error that names the late rank. Ranks wait five times as long for
-    each other at the start."""
+    """Seconds without progress after which waiting ranks raise an error that names the late rank; five times as long at the
+    start."""
 
 
 class LossScaleSection(Section):
@@ -130,9 +130,9 @@ class LossScaleSection(Section):
     initial_scale: Positive = 65536.0
     """The scale of the first step."""
     growth_factor: Annotated[Number, Field(gt=1.0)] = 2.0
-    """Factor after `growth_interval` good steps."""
+    """Factor of the scale after `growth_interval` good steps."""
     backoff_factor: Annotated[Number, Field(gt=0.0, lt=1.0)] = 0.5
-    """Factor after a step with non-finite gradients."""
+    """Factor of the scale after a step with non-finite gradients."""
     growth_interval: Count = 2000
     """Consecutive steps with finite gradients before the scale grows."""
 
@@ -141,32 +141,32 @@ class PrecisionSection(Section):
     """The dtypes of each role. They are printed once at the start of a run."""
 
     compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Forward and backward, and the parameters that they read."""
+    """Dtype of forward and backward, and of the parameters that they read."""
     master: Literal["float32", "float64"] = "float32"
-    """Master weights and optimizer state."""
+    """Dtype of master weights and optimizer state."""
     reduce: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Sums of gradients over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
+    """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
     bytes between accelerators."""
     tf32: bool = False
-    """Products and convolutions of float32 in TF32, on GPUs that have it: much faster, with 10 bits of fraction."""
+    """Use TF32 for float32 products and convolutions on GPUs that have it: much faster, with 10 bits of fraction."""
     linear: Literal["float8"] | None = None
-    """Linear layers, but the model's head, multiply in float8 with a scale for each tensor, by torchao, on GPUs that can; weights
-    and gradients stay in `compute`, which is bfloat16. null: in `compute`."""
+    """Matrix products of linear layers, except the model's head, in float8 with a scale per tensor, by torchao, on GPUs that
+    support it; weights and gradients stay in `compute`, which is bfloat16. null: in `compute`."""
     loss_scale: LossScaleSection = LossScaleSection()
     """The dynamic loss scale of float16."""
 
 
 class ZeroSection(Section):
-    """The partitioning of optimizer state, gradients and parameters, and how they move."""
+    """The partitioning of optimizer state, gradients and parameters, and their communication."""
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = 3
-    """Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
     prefetch: CountOrOff = 1
-    """Units gathered ahead of the one that computes. 0 = off."""
+    """Units gathered ahead of the computing one. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
-    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: those that take no more memory."""
+    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: as many as do not raise the peak."""
     reduce_once: bool = False
-    """Stages 2 and 3 too reduce gradients once a step, from sums that each rank makes of its own microbatches: less traffic, but
-    memory for all gradients, as at stages 0 and 1."""
+    """Reduce gradients once a step at stages 2 and 3, from each rank's sum over its microbatches: less traffic, but memory for all
+    gradients, as at stages 0 and 1."""
     overlap: bool = True
     """Gather and reduce while forward and backward compute."""

@@ -1,6 +1,6 @@
 """The section `schedule`, and learning-rate schedules as pure functions of the step.
 
-`LRSchedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). The curves are those of
+`LRSchedule.factor(step)` is the factor of the base learning rate in step `step` (from 0). The curves are those of
 `transformers.get_scheduler`, so a run moves between the two without a change of its curve; with a warm-up of another shape they are
 those of DeepSpeed's schedulers. As a function of the step, a schedule has no state to save.
 """
@@ -32,12 +32,12 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "wsd": _DECAY,  # the same
     "inverse_sqrt": {"timescale": "timescale"},  # 1 / sqrt(step / timescale)
 }
-"""The options of each schedule, beside those of its warm-up, by what `get_scheduler` calls them, and its curve after that."""
+"""The options of each schedule, beside those of its warm-up, by their names in `get_scheduler`; comments give the curve."""
 _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 
 def default_warmup(steps: int) -> int:
-    """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
+    """Return the default warm-up steps of a run of `steps` steps."""
     return steps // 10
 
 
@@ -49,9 +49,9 @@ class ScheduleSection(Section):
     warmup_steps: CountOrOff | None = None
     """Steps over which the rate rises from 0; null: a tenth of the run. A `constant` rate has none."""
     warmup_ratio: Fraction | None = None
-    """The same as a part of the run's steps; it replaces `warmup_steps`."""
+    """The warm-up as a fraction of the run's steps; it replaces `warmup_steps`."""
     min_ratio: Ratio | None = None
-    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
+    """The lowest rate as a fraction of lr, for the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
     1e-7."""
     num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Waves of the cosine curves; null: one fall to the lowest rate."""
@@ -62,14 +62,14 @@ class ScheduleSection(Section):
     decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = None
     """Curve of wsd's final decay; null: cosine."""
     timescale: Count | None = None
-    """Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up."""
+    """The time constant of inverse_sqrt in steps; null: the warm-up's steps."""
     warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
     """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
     start_ratio: Ratio | None = None
-    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
+    """The initial rate of the warm-up as a fraction of lr; null: 0, and min_ratio for wsd."""
 
     def warmup_of(self, steps: int) -> int:
-        """The steps of the warm-up in a run of `steps` steps."""
+        """Return the warm-up steps of a run of `steps` steps."""
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * steps)
         if self.warmup_steps is not None:
@@ -78,7 +78,7 @@ class ScheduleSection(Section):
 
 
 class LRSchedule(ScheduleSection):
-    """A named schedule of `total_steps` optimizer steps, the first `warmup_steps` of them rising from 0.
+    """A named schedule over `total_steps` optimizer steps, of which the first `warmup_steps` rise from 0.
 
     All but `constant` rise from `start_ratio` (0 if not given) in the form of `warmup_shape`, linear if not given; log is
     DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for an option that the schedule does not have, and for
@@ -115,9 +115,9 @@ class LRSchedule(ScheduleSection):
             raise ConfigError(problems)
 
     def factor(self, step: int) -> float:
-        """The factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
+        """Return the factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
         if self.name == "polynomial" and step >= self.total_steps:
-            # transformers divides by the steps after the warm-up, of which there may be none.
+            # transformers divides by the steps after the warm-up, which may be 0.
             return self.min_ratio or 0.0
         if step >= self.warmup_steps:
             return _curve_of(self)(step)
@@ -128,16 +128,16 @@ class LRSchedule(ScheduleSection):
             return start + (1.0 - start) * step / max(1, self.warmup_steps - 1)
         rise = _RISES[self.warmup_shape or "linear"](step, self.warmup_steps)
         if self.name in ("warmup_stable_decay", "wsd") and start is None:
-            start = self.min_ratio  # This warm-up starts at the ratio that the decay ends at.
+            start = self.min_ratio  # wsd's warm-up starts at the ratio of its decay's end.
         return rise * (1.0 - start) + start if start else rise
 
     def momentum(self, step: int) -> None:
-        """None: the optimizer's own, in every step."""
+        """Return None: the optimizer's momentum holds in every step."""
 
 
 @cache
 def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
-    """The factor of a step after the warm-up, by transformers' schedule of that name at a base learning rate of 1."""
+    """Return the factor after the warm-up as a function of the step, by transformers' schedule at a base learning rate of 1."""
     # Imported here, so that reading a configuration loads neither torch nor transformers.
     import torch
     from torch.optim import SGD
@@ -165,7 +165,7 @@ _RISES: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda step, steps: 0.5 * (1.0 - math.cos(math.pi * (step / steps))),
     "1-sqrt": lambda step, steps: 1.0 - math.sqrt(1.0 - step / steps),
 }
-"""The part of a warm-up of `steps` steps that lies behind step `step`, by its shape."""
+"""The rise of a warm-up of `steps` steps at step `step`, from 0 to 1, by shape."""
 
 STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
-"""Curves that do not depend on the length of the run."""
+"""Schedules that do not depend on the run's length."""

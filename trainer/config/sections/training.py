@@ -28,20 +28,19 @@ from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 
 
 class BatchSection(Section):
-    """Sequences in a step. Gradient accumulation follows from these and the number of data-parallel ranks."""
+    """The batch sizes of a step. Gradient accumulation follows from these and the number of data-parallel ranks."""
 
     global_size: Annotated[Whole, Field(ge=1, le=1_000_000)] = 16
-    """Sequences that make one optimizer step, over all ranks."""
+    """Sequences of one optimizer step, over all ranks."""
     micro_size: Count = 2
     """Sequences in one forward and backward of one rank."""
     eval_micro_size: Count | None = None
-    """The same for evaluation and prediction; null: as `micro_size`."""
+    """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`."""
     last: Literal["carry", "partial", "drop"] = "carry"
-    """Samples at the end of an epoch that fill no global batch: go on into the next epoch's (carry), make a smaller one (partial),
-    or are left out (drop)."""
+    """Treatment of samples at the end of an epoch that fill no global batch: continue into the next epoch (carry), make a smaller
+    batch (partial), or be dropped (drop)."""
     average: Literal["tokens", "samples"] = "tokens"
-    """Items that the loss of a global batch is a mean over: its targets, or its samples, where each microbatch counts by how many
-    it has."""
+    """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
 
 
 DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
@@ -50,7 +49,7 @@ Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their n
 
 
 def _without_python(sets: dict[str, Any]) -> dict[str, Any]:
-    """Tell a mapping of names from an object of Python whose name is wrong."""
+    """Reject a mapping with `python`, which is a Python object with an invalid name, and no mapping of evaluation sets."""
     if "python" in sets:
         raise ValueError("python names an object, and no evaluation set")
     return sets
@@ -62,7 +61,7 @@ Sources = Annotated[dict[SetName, Source], Field(min_length=1), AfterValidator(_
 
 
 def paths_of(source: Any) -> tuple[str, ...]:
-    """Return the paths, patterns and names that a `data.train` or `data.eval` consists of; code has none."""
+    """Return the paths, patterns and names in a `data.train` or `data.eval` value; none for code."""
     if isinstance(source, Mapping):
         return tuple(path for each in source.values() for path in paths_of(each))
     if source is None or isinstance(source, NamedFunction):
@@ -71,7 +70,7 @@ def paths_of(source: Any) -> tuple[str, ...]:
 
 
 class MixturePart(Section):
-    """One of several data that are mixed: what is null is as in `data`."""
+    """A part of a mixture; null keys take their values from `data`."""
 
     train: Text | Texts
     weight: Positive = 1.0
@@ -97,69 +96,68 @@ class DataSection(Section):
     """A function of Python code that makes a batch of a list of samples, or a class of such objects; null: samples are padded or
     stacked."""
     encoding: Text = "utf-8"
-    """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark counts for more."""
+    """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark takes precedence."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
         Allowed("a mapping of names to mappings with train and weight, or null"),
     ] = None
-    """Several data in place of `train`, by names of your choice. Each has its own `train`, its `weight` (its share of the
-    sequences; 1), and may have `format`, `text_field`, `encoding` and `columns`. Each begins anew when all of it was read."""
+    """Several datasets in place of `train`, by names of your choice. Each has its `train`, its `weight` (its share of the
+    sequences; 1), and optionally `format`, `text_field`, `encoding` and `columns`. A dataset restarts after its last sequence."""
     format: DataFormat = "text"
     """Contents of rows: text, the messages of a conversation (chat), prompt and completion (pairs), instruction, input and output
-    (alpaca), or conversations of from and value (sharegpt), which become messages; text and its class (labels), for a
-    model.head of sequence_classification; or folders with a sub-folder of pictures for each class (pictures), for
-    image_classification."""
+    (alpaca), or conversations of from and value (sharegpt), which become messages; text and its class (labels), for a model.head of
+    sequence_classification; or folders with a sub-folder of pictures for each class (pictures), for image_classification."""
     columns: Columns = Field(default_factory=dict)
-    """Names in the files of the columns that a format reads (messages, prompt, completion, tools, chat_template_kwargs,
-    instruction, input, output, conversations, system, label), where they have others: `{messages: turns}`."""
+    """Names in the files of a format's columns (messages, prompt, completion, tools, chat_template_kwargs, instruction, input,
+    output, conversations, system, label), if they differ: `{messages: turns}`."""
     chat_template: Text | None = None
-    """The Jinja template of conversations, or a file that holds it; null: the tokenizer's own."""
+    """The Jinja chat template of conversations, or a file with it; null: the tokenizer's."""
     loss_on: Literal["answers", "all"] = "answers"
-    """The loss of conversations and pairs: of the assistant's turns and of completions alone (answers), or of all tokens."""
+    """The tokens of conversations and pairs that the loss covers: the assistant's turns and completions (answers), or all."""
     packing: bool = True
-    """Conversations and pairs share sequences, each as a whole; false: each has a sequence of its own."""
+    """Pack several whole conversations or pairs into a sequence; false: one per sequence."""
     mask_fraction: Annotated[Fraction, Field(gt=0.0)] = 0.15
-    """Part of the tokens of text that a masked language model has to find."""
+    """Fraction of tokens that are masked for a masked language model."""
     eval: Annotated[
         Source | Sources | None, Allowed("text, a list of at least one text, a mapping of names to those, or null")
     ] = None
-    """The same for evaluation, or several by names of your choice, which are evaluated apart; null holds `eval_fraction` of the
+    """The data to evaluate on, or several by names of your choice, evaluated apart; null holds `eval_fraction` of the
     training documents out."""
     eval_fraction: Fraction = 0.05
-    """Part of the training documents that is held out when `eval` is null. 0 holds none out."""
+    """Fraction of the training documents that is held out if `eval` is null. 0 = none."""
     eval_samples: Literal["auto"] | Count | None = "auto"
-    """Samples of each evaluation set that are evaluated, spread evenly over it. auto: at most 256 of what the configuration names,
-    and all of a dataset that is given to `Trainer`; null: all."""
+    """Samples to evaluate of each evaluation set, spread evenly. auto: at most 256 for data of the configuration, and all for a
+    dataset that is given to `Trainer`; null: all."""
     text_field: Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
     tokenizer: Text | None = None
-    """bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's directory, and bytes for
-    a model that is built from a configuration."""
+    """The tokenizer: bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's
+    directory, or bytes for a model that is built from a configuration."""
     cache: Text | None = None
-    """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
+    """Directory of the cache of tokenized text; null: `zeromesh/tokens` in the user's cache folder."""
     sequence_length: Annotated[Whole, Field(ge=2)] = 256
     """Tokens in a packed sequence. Conversations and pairs that are longer are cut."""
     shuffle: bool = True
     """Shuffle the sequences of each epoch, by the seed and the epoch's number."""
     shuffle_window: Count = 1024
-    """Samples of a streamed dataset that are shuffled among each other; others are as a whole."""
+    """The shuffle window of a streamed dataset in samples; other datasets are shuffled as a whole."""
     separate_documents: bool | None = None
-    """Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that takes
-    position_ids. null: where conversations or pairs are packed."""
+    """Restart position ids with each document of a packed sequence, so that no document attends to another. Needs a model that
+    takes position_ids. null: where conversations or pairs are packed."""
     remove_unused: bool | None = None
-    """Leave out what the model does not take before a data_collator sees a sample, as transformers does (true), or after it
-    (false). null: before it for text beside tokens, and for all fields where the collator is one of transformers."""
+    """Drop fields that the model does not take before the data_collator, as transformers does (true), or after it (false). null:
+    before it for text beside tokens, and for all such fields if the collator is one of transformers."""
     resume: Literal["exact", "state"] = "exact"
-    """A streamed dataset of a run that goes on. exact: the very next sample comes; where the stream's own state does not lead to
-    it, as with a shuffle buffer, the stream is read again from its beginning. state: its own state is taken as it is."""
+    """The resumption of a streamed dataset. exact: at the very next sample; if the stream's state does not lead there, as with a
+    shuffle buffer, the stream is read again from its beginning. state: from the stream's state, as it is."""
     seed: Seed | None = None
-    """Seed of the order of the data; null: that of the run."""
+    """Seed of the data order; null: `run.seed`."""
     workers: Literal["auto"] | CountOrOff = "auto"
-    """Processes of each rank that read and collate batches ahead of time, which changes none of them. 0: the rank does so itself;
-    auto: up to 4 where an accelerator computes, 0 on CPUs. A streamed dataset is read by at most one."""
+    """Worker processes of each rank that prefetch batches; their number changes no batch. 0: the rank makes them itself; auto: up
+    to 4 with an accelerator, 0 on CPUs. A streamed dataset has at most one."""
     timeout_seconds: Seconds = 600.0
-    """Seconds that a worker may take for one microbatch; after that the run ends and shows where the worker was."""
+    """Seconds that a worker may take for one microbatch; after that the run ends with the worker's stack."""
 
     @model_validator(mode="before")
     @classmethod
@@ -171,38 +169,37 @@ class DataSection(Section):
         return data
 
     def parts(self) -> dict[str, "DataSection"]:
-        """A section for each part of the mixture, by its name; of data that are not mixed, this one, as `train`."""
+        """Return a section for each part of the mixture by name, or this section as `train` without a mixture."""
         if self.mixture is None:
             return {"train": self}
         given = {name: part.model_dump(exclude={"weight"}, exclude_none=True) for name, part in self.mixture.items()}
         return {name: self.model_copy(update={"mixture": None, **part}) for name, part in given.items()}
 
     def evaluated(self) -> dict[str, Any]:
-        """Return the data that `eval` names, by the key of each set; empty where it is null."""
+        """Return the data of `eval` by the config key of each set; empty for null."""
         if isinstance(self.eval, Mapping):
             return {f"{EVAL}.{name}": each for name, each in self.eval.items()}
         return {} if self.eval is None else {EVAL: self.eval}
 
     @property
     def separates(self) -> bool:
-        """`separate_documents`, with null made true or false."""
+        """The resolved `separate_documents`, with the default in place of null."""
         if self.separate_documents is not None:
             return self.separate_documents
         return self.packing and any(each.answers for each in self.formats)
 
     @property
     def rows(self) -> RowFormat:
-        """The row of the table of `format`."""
         return FORMATS[self.format]
 
     @property
     def formats(self) -> list[RowFormat]:
-        """Those of all parts of the mixture."""
+        """The row formats of all parts of the mixture."""
         return [part.rows for part in self.parts().values()]
 
 
 class OptimizerSection(Section):
-    """The update, by torch's fused optimizers on flat shards."""
+    """The optimizer, one of torch's fused optimizers, on flat shards."""
 
     name: Literal["adamw", "adam", "sgd", "adagrad"] = "adamw"
     """The optimizer."""
@@ -216,26 +213,26 @@ class OptimizerSection(Section):
     eps: NotNegative = 1.0e-8
     """Added to the denominator of adamw, adam and adagrad."""
     weight_decay: NotNegative = 0.1
-    """Decay of every parameter that `no_decay` does not match; adamw decouples it from the gradient."""
+    """Weight decay of all parameters that `no_decay` does not match; adamw decouples it from the gradient."""
     momentum: Fraction = 0.0
     """Momentum of sgd."""
     no_decay: Names = ()
     """Patterns such as '*.bias' of the names of parameters without weight decay."""
     exempt: Literal["none", "biases_and_norms"] = "none"
-    """Parameters without weight decay besides those of `no_decay`: none, or those that transformers' Trainer leaves out."""
+    """Further parameters without weight decay: none, or the biases and normalisations that transformers' Trainer exempts."""
     in_backward: bool = False
     """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
     float16."""
 
 
 class TrainSection(Section):
-    """The signal that the model learns from. Preferences and rewards are learnt by TRL's own trainers (extra `zeromesh[trl]`)."""
+    """The training method. Preferences and rewards are learnt by TRL's trainers (extra `zeromesh[trl]`)."""
 
     method: Literal["sft", "dpo", "kto", "reward", "grpo"] = "sft"
-    """`sft`: from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a model of rewards. `grpo`: from rewards of what
-    the model writes. Rows are as TRL takes them, and keys that TRL has no word for are refused."""
+    """`sft`: supervised, from the targets of `data`. `dpo`, `kto`: from preferences. `reward`: a reward model. `grpo`: from rewards
+    of generated texts. Rows have TRL's form, and keys without a TRL equivalent are refused."""
     rewards: NamedList = ()
-    """Functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
+    """Reward functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
     options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
 
@@ -244,10 +241,10 @@ class EmaSection(Section):
     """An exponential moving average of the weights, in shards."""
 
     decay: Fraction = 0.0
-    """Fraction of itself that the average keeps at each update, such as 0.999. 0 = no average."""
+    """EMA decay at each update, such as 0.999: average = decay x average + (1 - decay) x weights. 0 = off."""
     every_steps: Count = 1
-    """Updates of the weights from one that the average takes in to the next."""
+    """Optimizer updates between two updates of the average."""
     start_step: CountOrOff = 0
-    """The first update of the weights that the average takes in; before it, averaged weights are the weights."""
+    """The first optimizer update that enters the average; before it, the average equals the weights."""
     evaluate: bool = False
     """Evaluate and predict with averaged weights."""
