@@ -1,4 +1,4 @@
-"""`Generator`: text from a model on all ranks of a launch, in any layout, with nothing in memory but its parameters.
+"""`Generator`: text generation on all ranks of a launch, in any layout, with nothing but parameters in memory.
 
 with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
     for result in generator.generate(["Once upon"], max_new_tokens=32):
@@ -39,23 +39,23 @@ from zeromesh.zero.weight_digests import require_same_weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """The result of one prompt."""
+    """The generated continuation of one prompt."""
 
     text: str | None
     """The text of the new tokens without special ones; None if the model has no tokenizer."""
     tokens: list[int]
-    """The new tokens, with the one that ended it."""
+    """The new tokens, including the end token."""
     logprobs: list[float] | None
-    """The logarithm of the probability that the model gives each token, before temperature and the like. None for ways of
-    searching that choose tokens later than they see them, such as beams."""
+    """The log-probability of each token under the model, before temperature and the like. None for decoding methods that choose
+        tokens in hindsight, such as beam search."""
     prompt_tokens: int
     new_tokens: int
     finish: str
-    """`stop` where a token ended it, `length` where it came to `max_new_tokens`."""
+    """The reason for the end: `stop` at an end token, `length` at `max_new_tokens`."""
 
 
 class Generator(ModelOnMesh):
-    """Generates with a model over the ranks of the launch, laid out as a configuration says; all ranks make the same calls.
+    """Generates with a model on the ranks of the launch, in the layout of a configuration; all ranks make the same calls.
 
     Args:
         source: a Hugging Face directory, the name of a model on the Hub, a run's directory (which stands for its newest checkpoint)
@@ -96,7 +96,7 @@ class Generator(ModelOnMesh):
             self.mesh.refuse(error)
             raise
         self.computed = 0
-        """Tokens that this rank has computed in the latest `generate` whose prompts joined a running batch."""
+        """The number of tokens that this rank computed in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
 
     @property
@@ -108,7 +108,7 @@ class Generator(ModelOnMesh):
 
     @property
     def config(self) -> TrainerConfig:
-        """The configuration, with what was found out about the model."""
+        """The configuration, completed with the model's own task and dtype."""
         return self.placed.config
 
     @property
@@ -168,14 +168,14 @@ class Generator(ModelOnMesh):
         return results.in_order()
 
     def _agreed_way(self, requests: list[Request], settings: list[GenerationConfig], batch: int) -> str:
-        """Return why requests cannot join a running batch, the same on all ranks; empty if they can."""
+        """Return the reason why requests cannot join a running batch, the same on all ranks; empty if they can."""
         why = next(filter(None, map(self.placed.settings.why_unbatched, settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
             "batch": batch,
         }
-        # Prompts that differ end nothing: all ranks refuse them.
+        # Prompts that differ between ranks are refused on all of them.
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
@@ -183,7 +183,7 @@ class Generator(ModelOnMesh):
         return why
 
     def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
-        """Have requests join and leave a running batch."""
+        """Generate for requests by a running batch."""
         inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
         if inbox is not None:
             for request in requests:
@@ -194,7 +194,7 @@ class Generator(ModelOnMesh):
         self.computed = loop.computed
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
-        """Continue what comes into the inbox of rank 0 until it is stopped; all ranks call it, the others with None.
+        """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
 
         Args:
             inbox: where other threads submit requests that `check_request` has found good.
@@ -210,11 +210,11 @@ class Generator(ModelOnMesh):
             RequestLoop(self.placed, fields, rows=batch).run(inbox)
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for fields of `GenerationConfig` that no prompt can be continued with."""
+        """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
         self.placed.settings.checked(fields, 1)
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
+        """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
         why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
@@ -223,7 +223,7 @@ class Generator(ModelOnMesh):
             self.tokenizer.try_template()
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
-        """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.
+        """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it.
 
         Raises:
             ConfigError: for fields that do not exist, that the layout does not allow, or that are for other ways of searching.
@@ -235,13 +235,14 @@ class Generator(ModelOnMesh):
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
-        """The tokens of a prompt, called `where`. Raises `DataError` for one that is none, or that the model does not know."""
+        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
+        tokens."""
         ids = tokens_of(prompt, self.placed.tokenizer, where)
         self._require_known(ids, where)
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
+        """Return the text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
         if self.placed.tokenizer is None:
             raise DataError("the model's directory has no tokenizer; set data.tokenizer")
         return self.placed.tokenizer.decode(tokens)
@@ -249,7 +250,7 @@ class Generator(ModelOnMesh):
     def request_of(
         self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
     ) -> tuple[Request, GenerationConfig]:
-        """The request for a prompt, with what it brings, and its settings, with `fields` below those of the prompt.
+        """Return the request and the settings of a prompt, whose own fields override `fields`.
 
         Raises:
             ConfigError, DataError: for a prompt, called `where`, that cannot be continued so.
@@ -274,16 +275,16 @@ class Generator(ModelOnMesh):
 
     @property
     def positions(self) -> int | None:
-        """The most tokens that a prompt and its continuation may have together; None if the model does not say."""
+        """The maximal number of tokens of a prompt and its continuation together; None if the model has no limit."""
         return decoder_positions(self.placed.module)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model; None if it has none."""
+        """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
 
     def _require_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise `DataError` for tokens that the model does not know, and for none."""
+        """Raise `DataError` for unknown tokens, and for none."""
         size = self.placed.module.config.get_text_config().vocab_size
         if not ids or max(ids) >= size or min(ids) < 0:
             raise DataError(
@@ -291,7 +292,8 @@ class Generator(ModelOnMesh):
             )
 
     def close(self) -> None:
-        """Leave the process groups, and give memory and files back. The generator is over; closing twice is allowed."""
+        """Leave the process groups, and release memory and files. The generator cannot be used afterwards; closing twice is
+        allowed."""
         model, self._model = self._model, None
         if model is not None:
             model.failure = model.failure or "close()"
@@ -308,7 +310,7 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
-    """The results of one call of `generate`, as its requests come to their end."""
+    """The results of one call of `generate`, collected as its requests end."""
 
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
@@ -316,14 +318,14 @@ class _Results:
         self._requests, self._placed, self._on_results = requests, placed, on_results
         self._made: dict[int, tuple[list[int], list[float]]] = {}
         self.found: dict[int, Generated] = {}
-        """The results by the number of their request; those whose logits are not finite have none."""
+        """The results by request number, without those whose logits are not finite."""
         self._began, self._tokens = time.monotonic(), 0
 
     def _missing(self) -> list[int]:
         return [request.number for request in self._requests if request.number not in self.found]
 
     def in_order(self) -> list[Generated]:
-        """Return all results. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
+        """Return all results. Raises `NonFiniteError` for prompts whose logits are NaN or infinite."""
         if missing := self._missing():
             raise NonFiniteError(
                 f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
@@ -334,7 +336,7 @@ class _Results:
 
     @contextmanager
     def naming_missing(self) -> Iterator[None]:
-        """Have an error that other ranks are the cause of say inside the block which prompts have no result."""
+        """Add the prompts without a result to errors that other ranks cause inside the block."""
         try:
             yield
         except CollectiveError as error:
@@ -344,7 +346,7 @@ class _Results:
             ) from error
 
     def add(self, progress: Sequence[Progress]) -> None:
-        """Take what was made, and tell of requests that are over."""
+        """Collect new tokens, and report requests that have ended."""
         results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
         for each in progress:
             tokens, logprobs = self._made.setdefault(each.number, ([], []))
@@ -364,5 +366,5 @@ class _Results:
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
         console.status(f"generated {len(self.found)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s")
         if results:
-            console.close()  # Results go to the same terminal, perhaps.
+            console.close()  # Results may go to the same terminal.
             self._on_results(results)

@@ -36,12 +36,12 @@ from zeromesh.units.build import open_tiers
 
 _RESOLVED = "config.resolved.yaml"
 _WIDE = ("precision.master=float64", "precision.reduce=float64")
-"""Roles that nothing has here, as every compute dtype agrees with them."""
+"""Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
 _FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
 
 
 def find_source(source: str | PathLike[str]) -> str:
-    """Return the Hugging Face directory that `source` stands for, or the name on the Hub that it is.
+    """Return the Hugging Face directory, or the name on the Hub, that `source` stands for.
 
     A run stands for its newest checkpoint, and every checkpoint is a Hugging Face directory.
 
@@ -49,7 +49,7 @@ def find_source(source: str | PathLike[str]) -> str:
         ConfigError: for a directory that is none of these, and for a run without a checkpoint.
     """
     path = Path(source).expanduser()
-    # What is wrong with a directory of adapters is said where models are read.
+    # Errors about a directory of adapters are raised where models are read.
     if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return str(path) if path.is_dir() else str(source)
     if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
@@ -67,7 +67,7 @@ def layout_of(
     sections: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str] = (),
 ) -> TrainerConfig:
-    """Return the configuration of a model to generate with: that of `source`, in the layout that the other arguments give.
+    """Return the configuration of the model in `source` for generation, in the layout of the other arguments.
 
     `sections` and then `overrides` (`section.key=value`) go on top of `config`.
 
@@ -81,10 +81,10 @@ def layout_of(
         merged[name] = {**merged.get(name, {}), **section}
     directory = find_source(source)
     model = merged.get("model", {})
-    # Fields that differ from those of the source are kept, and what another model was made of is not.
+    # Fields of the same kind of model are kept; a configuration of another model is dropped.
     fields = model.get("config") if "model_type" not in (model.get("config") or {}) else None
     merged["model"] = {**model, "source": directory, "config": fields}
-    # Of data, which nobody reads here, the tokenizer alone means anything.
+    # Generation reads no data, only the tokenizer.
     merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
     if not merged["data"]:
         merged["data"] = _tokenizer_of_run(Path(directory))
@@ -102,7 +102,7 @@ def layout_of(
 
 
 def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
-    """The tokenizer of a checkpoint's run, where the checkpoint has none of its own."""
+    """Return the tokenizer setting of a checkpoint's run, where the checkpoint has no tokenizer itself."""
     resolved = directory.parent.parent / _RESOLVED
     if has_tokenizer(directory) or not (directory / MANIFEST).is_file() or not resolved.is_file():
         return {}
@@ -113,7 +113,7 @@ def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class ServedModel(PlacedModel):
-    """This rank's part of a model to generate with, which has nothing in memory but its parameters."""
+    """This rank's part of a model for generation, which holds nothing but parameters in memory."""
 
     settings: ModelSettings
     tokenizer: Tokenizer | None
@@ -167,7 +167,7 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
 
 
 def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
-    """The configuration with what the model's directory says where it says nothing: the task and the compute dtype."""
+    """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
     section, precision = config.model, config.precision
     head_given = "head" in section.model_fields_set
     made, _ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}), directory)
@@ -181,7 +181,7 @@ def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
 
 
 def _without_training(config: TrainerConfig) -> ZeroOptions:
-    """The options of an engine that keeps parameters in the compute dtype, and nothing else.
+    """Return engine options that keep only parameters, in the compute dtype.
 
     Parameters on files stay in the model's own, unless a directory is named for them or they are to have checksums.
     """

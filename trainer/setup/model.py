@@ -137,7 +137,12 @@ def _whole(model: nn.Module) -> dict[str, Any]:
     """What a run knows of the whole model: with the whole, all ranks take the same batches, count alike and refuse alike."""
     parameters = sum(each.numel() for each in model.parameters())
     counted_ones = counted_parameters(model)
-    return {"flops": ModelFlops.of(model), "counted": counted_ones, "parameters": parameters, "hub_form": HubForm(model)}
+    return {
+        "flops": ModelFlops.of(model),
+        "counted": counted_ones,
+        "parameters": parameters,
+        "hub_form": HubForm(model),
+    }
 
 
 def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) -> None:
