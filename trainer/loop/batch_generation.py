@@ -1,7 +1,7 @@
 """Generation in evaluations, for `predict_with_generate`, as in transformers' `Seq2SeqTrainer`, under every layout.
 
-A decoder-only model continues the tokens before the first label that is not ignored, padded on the left, and only its new tokens are
-kept, so that they compare with the labels. An encoder-decoder model gets the batch without labels.
+A decoder-only model continues the tokens before the first label that is not ignored, padded on the left, and only its new tokens
+are kept, so that they compare with the labels. An encoder-decoder model gets the batch without labels.
 """
 
 from collections.abc import Mapping, Sequence

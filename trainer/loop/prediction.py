@@ -1,7 +1,7 @@
 """Outputs of a model for an evaluation set, gathered from all ranks in the dataset's order, for `compute_metrics` and `predict`.
 
-Each rank encodes the outputs of its microbatches, and every rank gathers all of them in the order of the dataset, so that metrics do
-not depend on the layout. No samples are padded to a common number and dropped again.
+Each rank encodes the outputs of its microbatches, and every rank gathers all of them in the order of the dataset, so that metrics
+do not depend on the layout. No samples are padded to a common number and dropped again.
 """
 
 import json
