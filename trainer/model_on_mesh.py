@@ -1,6 +1,6 @@
-"""`ModelOnMesh`: what is done with a model whose parameters are divided over the ranks of a mesh, be it trained or generated with.
+"""`ModelOnMesh`: the operations on a model whose parameters are divided over the ranks of a mesh, for training or generation.
 
-`PlacedModel` is the part of such a model that one rank has.
+`PlacedModel` is the part of such a model on one rank.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from zeromesh.zero.weight_digests import require_same_weights
 
 
 class ModelOnMesh(ABC):
-    """The verbs of a model on the ranks of a mesh. All ranks call each of them alike."""
+    """The operations on a model that is divided over the ranks of a mesh. All ranks make the same calls."""
 
     @property
     @abstractmethod
     def placed(self) -> PlacedModel:
-        """This rank's part of the model. Raises `PhaseError` once that is over."""
+        """This rank's part of the model. Raises `PhaseError` after `close`."""
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time.
@@ -156,10 +156,10 @@ class ModelOnMesh(ABC):
 
 @dataclass(kw_only=True)
 class PlacedModel(ModelOnMesh):
-    """This rank's part of a model, and what all ranks do with the whole of it. `engine` is None once it is whole."""
+    """This rank's part of a model, and the collective operations on the whole. `engine` is None once the model is whole."""
 
     owner: ClassVar[str] = "generator"
-    """Begins the names of the calls that all ranks make."""
+    """The prefix of the names of collective calls in errors."""
     config: TrainerConfig
     mesh: Mesh
     console: Console
@@ -170,29 +170,29 @@ class PlacedModel(ModelOnMesh):
     processing_class: Any
     """The tokenizer that is saved with the model."""
     failure: str = ""
-    """The error after which nothing can be done with the model."""
+    """The error after which the model is unusable."""
     averages: dict[str, Tensor] = field(default_factory=dict)
-    """Averages of the weights by name, once the model is whole."""
+    """The averaged weights by name, once the model is whole."""
 
     @property
     def placed(self) -> PlacedModel:
         return self
 
     def require_engine(self) -> ZeroEngine:
-        """The engine. Raises `PhaseError` once the model is whole."""
+        """Return the engine. Raises `PhaseError` once the model is whole."""
         if self.engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
         return self.engine
 
     def require_average(self, ema: bool) -> None:
-        """Raise `ConfigError` where averaged weights (`ema`) are asked for and the run makes none."""
+        """Raise `ConfigError` where averaged weights (`ema`) are requested and the run has none."""
         if ema and not self.config.ema.decay:
             raise ConfigError(
                 "there are no averaged weights: set ema.decay, such as 0.999, for the run that makes them"
             )
 
     def state(self, ema: bool = False) -> Any:
-        """The whole weights, or their averages; None once the model is whole. All ranks call it."""
+        """Return the whole weights, or their averages; None once the model is whole. All ranks call it."""
         return self.engine and (self.engine.averaged_state if ema else self.engine.state)
 
     @contextmanager
@@ -212,7 +212,7 @@ class PlacedModel(ModelOnMesh):
                 self.module.get_parameter(name).data = weight
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` or `DataError` for what `generate` cannot be given in this layout."""
+        """Raise `ConfigError` or `DataError` for arguments that `generate` does not support in this layout."""
         check_arguments(self.module, arguments, self.mesh if self.engine is not None else None)
 
     def continue_prompts(
@@ -221,11 +221,9 @@ class PlacedModel(ModelOnMesh):
         seed: Callable[[], object],
         see: Callable[[Tensor], object] = lambda logits: None,
     ) -> Any:
-        """Return what the model's own `generate` makes of these arguments; see `models.generation.generate`."""
+        """Return the result of the model's own `generate` with these arguments; see `models.generation.generate`."""
         pipeline = self.divided.pipeline
         return generate(self.module, self.mesh, arguments, seed=seed, engine=self.engine, pipeline=pipeline, see=see)
-
-    # Errors
 
     def require_sound(self) -> None:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
@@ -233,19 +231,19 @@ class PlacedModel(ModelOnMesh):
             raise PhaseError(self.over())
 
     def over(self) -> str:
-        """Say why nothing can be done with the model any more."""
+        """Return the reason why the model is unusable."""
         return f"this generator ended with {self.failure}; make a new one"
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error that is raised in place of another one, or that one."""
+        """Return the error to raise in place of another one; by default that one."""
         return error
 
     @contextmanager
     def guarded(self, call: str) -> Iterator[None]:
-        """A call that all ranks make, such as `trainer.fit()`; "" where a rank may make it alone.
+        """Guard a collective call, such as `trainer.fit()`; "" stands for one that a rank may make alone.
 
-        After an error that leaves something half done that ranks do together the model is over, and the other ranks learn of it.
-        A call that is refused before that has changed nothing. A single rank has lost nothing but the step that it was in.
+        An error in the middle of a collective operation makes the model unusable, and the other ranks are told. A call that is
+        refused before has no effect. On a single rank only the current step is lost.
         """
         self.require_sound()
         watch = self.mesh.watch
@@ -267,14 +265,14 @@ class PlacedModel(ModelOnMesh):
             self.console.close()
 
     def close(self) -> None:
-        """Give back what the model has taken: files, shared memory."""
+        """Release the model's files and shared memory."""
         if self.engine is not None:
             self.engine.close()
         self.divided.close()
 
 
 def least_free_bytes(mesh: Mesh) -> int:
-    """Free bytes of the rank that has least, when all ranks of a host take as much as it does; 0: not known. All ranks call it."""
+    """Return the free bytes of the rank with the least, if all ranks of a host use equally much; 0: unknown. All ranks call it."""
     if is_accelerator(mesh.device):
         free = device_memory(mesh.device).free
     else:

@@ -56,19 +56,20 @@ _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
-"""The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
+"""The attribute of a partitioned model that has its `_Sharding`. The model alone holds the engine, which lives as long as the
+model."""
 
 
 @dataclass(frozen=True)
 class _Sharding:
-    """How a model is partitioned. In copies and pickles of the model this is None, as they are not partitioned."""
+    """The state of a partitioned model. In copies and pickles of the model it is None, as they are not partitioned."""
 
     engine: AutogradEngine
     divided: Divided
     frozen: list[nn.Parameter]
-    """Parameters that were trained before the model was partitioned without an optimizer."""
+    """The parameters that were frozen because the model was partitioned without an optimizer."""
     source: FrozenWeights
-    """The frozen weights that checkpoints name in the directory that the model came from."""
+    """The frozen weights that checkpoints refer to in the directory of the pretrained model."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -126,12 +127,12 @@ def shard(
 
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
-    """Put the engine under a model, and in its place the methods that have to know of that."""
+    """Attach the engine to a model, and replace the methods that it affects."""
     trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
     mesh = connect(config)
-    if "tf32" in config.precision.model_fields_set:  # Else it is as the loop has set torch.
+    if "tf32" in config.precision.model_fields_set:  # Otherwise torch's settings are left alone.
         set_products(config, mesh.device)
     mesh.recorder.enabled = False
     built = wrap_passed_model(model, config.run.seed)
@@ -144,7 +145,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
     source = FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained, source)
-    vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
+    vars(model)["no_sync"] = partial(_no_sync, model)  # As DDP's.
     for name, method in _METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
@@ -154,7 +155,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
 
 
 def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
-    """The optimizer that `shard` was given, of whatever form."""
+    """Return one optimizer for any form of the argument `optimizer` of `shard`."""
     several = [] if given is None else given if isinstance(given, list | tuple) else [given]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
     for each in made:
@@ -166,7 +167,7 @@ def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
-    """The configuration of `shard`: the sections of `config`, changed by `options`, and the model's dtype unless they name one."""
+    """Return the configuration of `shard`: the sections of `config`, overridden by `options`, with the model's dtype by default."""
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
@@ -200,7 +201,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that somebody divides or synchronises already."""
+    """Raise `ConfigError` for a model that is partitioned or synchronized by another library."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
@@ -214,7 +215,7 @@ def _require_plain(model: nn.Module) -> None:
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
-    """The method of a partitioned model that forgets gradients. A copy of the model, which is not partitioned, keeps its own."""
+    """Replace `zero_grad` of a partitioned model. A copy of the model, which is not partitioned, uses the original."""
     if is_sharded(model):
         engine_of(model).forget_gradients(zeros=not set_to_none)
     else:
@@ -226,11 +227,11 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
-    """The method of a partitioned model that keeps ranks with other prompts together."""
+    """Replace `generate` of a partitioned model, and keep ranks with other prompts in step."""
     if not is_sharded(model):
         return type(model).generate(model, inputs, **arguments)
     engine = engine_of(model)
-    arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
+    arguments.pop("synced_gpus", None)  # Ranks are kept in step anyway.
     if inputs is not None:
         arguments["inputs"] = inputs
     check_arguments(model, arguments, engine.mesh)
@@ -238,7 +239,7 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
 
 
 def _loading(name: str) -> Callable[..., Any]:
-    """The method `name` of a partitioned model, which loads whole values, the same on all ranks, which all call it."""
+    """Return a replacement of the method `name`, which loads whole values, equal on all ranks; all ranks call it."""
 
     def method(model: Any, *arguments: Any, **named: Any) -> Any:
         load = partial(getattr(type(model), name), model, *arguments, **named)
@@ -260,7 +261,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def engine_of(model: nn.Module) -> AutogradEngine:
-    """The engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
+    """Return the engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
     return _sharding_of(model).engine
 
 
@@ -283,7 +284,7 @@ def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[N
 
 
 def averaged(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block a partitioned model has its averaged weights, which the section `ema` asks for. All ranks enter it."""
+    """Inside the block a partitioned model has the averaged weights of the section `ema`. All ranks enter it."""
     return engine_of(model).averaged()
 
 
@@ -374,7 +375,7 @@ def save(
 
 
 def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
-    """The content of a checkpoint but for the values of parameters and buffers of some names."""
+    """Return the content of a checkpoint without the values of the named parameters and buffers."""
 
     def stays(spec: TensorSpec) -> bool:
         return spec.kind not in WEIGHTS or spec.name not in names
@@ -423,7 +424,7 @@ def load(
             optimizer.param_groups if optimizer is not None else (), kept.get("groups", ()), strict=False
         ):
             for name, value in values.items():
-                if isinstance(group.get(name), torch.Tensor):  # A class may insist on them.
+                if isinstance(group.get(name), torch.Tensor):  # A class may insist on tensors.
                     group[name].fill_(value)
                 else:
                     group[name] = value
@@ -438,7 +439,8 @@ def load(
 
 
 def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
-    """Raise `LayoutError` where a checkpoint has states that this optimizer does not keep. Those that it lacks are named later."""
+    """Raise `LayoutError` for a checkpoint with states that this optimizer does not have. States that it lacks are reported
+    later."""
     own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
     others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
     if others:
@@ -449,6 +451,6 @@ def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> No
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as values that JSON can hold."""
+    """Return the hyperparameters of a group as JSON values."""
     values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if name != "params"}

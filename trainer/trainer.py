@@ -1,4 +1,4 @@
-"""`Trainer`: what a person touches.
+"""`Trainer`: the main entry point.
 
 report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from zeromesh.trainer.verification.certificate import Certificate
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
-"""Keys of the configuration that have no effect where the user passes datasets."""
+"""The keys of the configuration that have no effect where the user passes datasets."""
 _HOOKS = (
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop"),
     *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
@@ -152,9 +152,9 @@ class Trainer(ModelOnMesh):
         self.inputs = replace(inputs, collate=collate)
         self.events = CallbackDispatcher(self, [*(callbacks or ()), *named_callbacks])
         self.hub_model_id: str | None = None
-        """The full name of the repository on the Hub, once it is known to be there."""
+        """The full name of the repository on the Hub, once its existence is known."""
         self.start_times = StartTimes()
-        """How the time before the end of the first step was spent."""
+        """The seconds of startup by phase, until the end of the first step."""
         self._planned: PlanCheck | None = None
         self._mesh: Mesh | None = None
         self._run: RunContext | None = None
@@ -162,8 +162,6 @@ class Trainer(ModelOnMesh):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"Trainer has no {name}; {_meant(name)}", name=name, obj=self)
-
-    # What a person calls
 
     def fit(self, resume: str | PathLike[str] | bool | None = None) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
@@ -190,7 +188,7 @@ class Trainer(ModelOnMesh):
         self.start_times.begin()
         with ExitStack() as stack:
             with self._beginning(mesh):
-                # Whatever may refuse the run without data or a model comes first.
+                # Checks without data or a model come first.
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
                 if self._run is None:
@@ -229,14 +227,14 @@ class Trainer(ModelOnMesh):
         predict_with_generate: bool | None = None,
         **generation: Any,
     ) -> Values:
-        """Values of an evaluation: `eval_loss`, the mean over all targets, what `compute_metrics` makes of the samples, how long it
-        took, and the `epoch`; all ranks call it.
+        """Return the values of an evaluation: `eval_loss`, the mean over all targets, the values of `compute_metrics`, its
+        duration, and the `epoch`; all ranks call it.
 
         Args:
-            eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
+            eval_dataset: replaces the trainer's; several by name have values called `eval_NAME_loss`.
             ignore_keys: names of the model's outputs that are not gathered for `compute_metrics`; None: those that its
                 configuration names (`keys_to_ignore_at_inference`).
-            predict_with_generate: give `compute_metrics` what the model generates, as `predict` does; None: as
+            predict_with_generate: pass generated tokens to `compute_metrics`, as `predict` does; None: as
                 `run.predict_with_generate` says.
             generation: fields of transformers' `GenerationConfig`, on top of `run.generation` and the model's own.
 
@@ -296,7 +294,7 @@ class Trainer(ModelOnMesh):
         Raises:
             ConfigError: for a model that can neither be taken as it is nor be made small.
         """
-        from zeromesh.trainer.verification.verify import verify  # It is not for every run.
+        from zeromesh.trainer.verification.verify import verify  # Most runs do not need this import.
 
         path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()
         return verify(Trainer, self.config, self.inputs, self.mesh, checks=checks, out=path)
@@ -417,7 +415,7 @@ class Trainer(ModelOnMesh):
             self.run.log_values(values)
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
-        """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
+        """Request to log, evaluate, save or stop after the current step, from callbacks. A request of any rank applies to all."""
         self.events.request(log=log, evaluate=evaluate, save=save, stop=stop)
 
     @property
@@ -436,7 +434,7 @@ class Trainer(ModelOnMesh):
         return self.run.model.engine
 
     def close(self) -> None:
-        """Leave the process groups and give shared memory back. The trainer is over."""
+        """Leave the process groups and release shared memory. The trainer cannot be used afterwards."""
         if self._run is not None:
             self._run.model.close()
             self._run = None
@@ -452,7 +450,7 @@ class Trainer(ModelOnMesh):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that the run is on, which is joined when it is first needed; all ranks ask for it."""
+        """The mesh of the run, joined at the first access; all ranks access it together."""
         if self._mesh is None:
             self.start_times.begin()
             if self.config.parallel.auto:
@@ -463,13 +461,13 @@ class Trainer(ModelOnMesh):
         return self._mesh
 
     def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
+        """Create the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
         with self.mesh.call("trainer.push_to_hub()"):
             self.hub_model_id = open_repository(self, token, private)
 
     @property
     def run(self) -> RunContext:
-        """The parts of the run, which are made when they are first needed; all ranks ask for them."""
+        """The parts of the run, built at the first access; all ranks access them together."""
         if self._run is None:
             mesh = self.mesh
             self.start_times.begin()
@@ -486,7 +484,7 @@ class Trainer(ModelOnMesh):
 
     @contextmanager
     def _beginning(self, mesh: Mesh) -> Iterator[None]:
-        """Pass an error of this rank in the block on to the others, which wait for it; the mesh is of no use afterwards."""
+        """Tell the other ranks of an error in the block, as they wait for this one; the mesh is unusable afterwards."""
         try:
             yield
         except BaseException as error:
@@ -496,7 +494,7 @@ class Trainer(ModelOnMesh):
 
 
 def _meant(name: str) -> str:
-    """Say what a name of another trainer is here."""
+    """Return a hint for a keyword of another trainer."""
     if name in BY_NAME:
         return f"it is {BY_NAME[name]} here"
     near = suggestion(name) or ""
@@ -504,5 +502,5 @@ def _meant(name: str) -> str:
 
 
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
-    """The configuration with another `checkpoint.resume`."""
+    """Return the configuration with another `checkpoint.resume`."""
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
