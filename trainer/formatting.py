@@ -77,7 +77,7 @@ def table_lines(
 def _narrow(
     widths: list[int], columns: Sequence[str], cells: Sequence[Sequence[str]], right: Collection[str], width: int
 ) -> None:
-    """Narrow the columns until the table fits `width`, those of names first."""
+    """Names are narrowed before cells."""
     least = [
         max([len(word) for word in name.split()] + [len(row[at]) for row in cells if name in right])
         for at, name in enumerate(columns)

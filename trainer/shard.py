@@ -56,8 +56,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
-"""The attribute of a partitioned model that has its `_Sharding`. The model alone holds the engine, which lives as long as the
-model."""
+"""The attribute of a partitioned model that has its `_Sharding`, so that the engine lives as long as the model."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,6 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
 
 
 def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
-    """Return one optimizer for any form of the argument `optimizer` of `shard`."""
     several = [] if given is None else given if isinstance(given, list | tuple) else [given]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
     for each in made:
@@ -201,7 +199,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that is partitioned or synchronized by another library."""
+    """Raise `ConfigError` for a model that another library partitions or synchronizes."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
@@ -375,8 +373,6 @@ def save(
 
 
 def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
-    """Return the content of a checkpoint without the values of the named parameters and buffers."""
-
     def stays(spec: TensorSpec) -> bool:
         return spec.kind not in WEIGHTS or spec.name not in names
 
@@ -439,8 +435,7 @@ def load(
 
 
 def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
-    """Raise `LayoutError` for a checkpoint with states that this optimizer does not have. States that it lacks are reported
-    later."""
+    """Raise `LayoutError` for a checkpoint with unknown optimizer states; missing ones are reported later."""
     own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
     others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
     if others:
@@ -451,6 +446,5 @@ def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> No
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group as JSON values."""
     values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if name != "params"}

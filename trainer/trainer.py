@@ -461,7 +461,6 @@ class Trainer(ModelOnMesh):
         return self._mesh
 
     def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
         with self.mesh.call("trainer.push_to_hub()"):
             self.hub_model_id = open_repository(self, token, private)
 
@@ -494,7 +493,6 @@ class Trainer(ModelOnMesh):
 
 
 def _meant(name: str) -> str:
-    """Return a hint for a keyword of another trainer."""
     if name in BY_NAME:
         return f"it is {BY_NAME[name]} here"
     near = suggestion(name) or ""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
 
 _FIELDS = "generation."
-"""The prefix of `GenerationConfig` keys on the command line."""
 _PROMPTS = "ZEROMESH_PROMPTS"
 """The workers' environment variable with the path of a copy of standard input."""
 
@@ -89,7 +88,6 @@ def _standard_input() -> bytes:
 
 
 def _prompts_of(source: str | None) -> list[PromptLine]:
-    """Return the prompts of a file; for None or `-`, those of standard input."""
     from zeromesh.environment import setting
 
     kept = setting(_PROMPTS)
@@ -103,7 +101,6 @@ def _prompts_of(source: str | None) -> list[PromptLine]:
 def _generate(
     options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str], prompts: list[PromptLine]
 ) -> int:
-    """Generate as one rank."""
     from zeromesh.rng import number_of
     from zeromesh.trainer.inference.generator import Generator
 
@@ -141,7 +138,6 @@ def _write_results(
     asked: Sequence[Mapping[str, Any]],
     generator: Generator,
 ) -> None:
-    """Generate for all prompts, and write the results to a file, or to standard output."""
     # A run stands for its newest checkpoint, which may have changed when the command is repeated.
     of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
     content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
@@ -179,8 +175,7 @@ def _write_results(
 
 
 def _shown_in_order() -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes results to standard output in the order of their prompts, each as soon as all before are
-    written."""
+    """Return a function that writes results in the order of their prompts, each as soon as all before are written."""
     waiting: dict[int, dict[str, Any]] = {}
     following = 0
 

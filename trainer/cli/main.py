@@ -228,7 +228,6 @@ runs RUN path +: a run's directory
 ## completion main.run_completion: print a script by which a shell completes this command
 shell SHELL{{{",".join(SHELLS)}}} text: {", ".join(SHELLS)}
 """
-"""The commands and their arguments, in the notation of `_add_commands`."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -316,7 +315,6 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 
 
 def _mark(word: str) -> tuple[str, Any]:
-    """Return the keyword argument of `add_argument` for a mark, and its value."""
     marks = {"=": ("default", word[1:]), ">": ("dest", word[1:]), "&": ("action", "append"), "!": ("required", True)}
     return marks.get(word[0], ("nargs", word))
 

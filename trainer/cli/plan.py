@@ -19,7 +19,6 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
-"""The seconds that ranks wait for one that measures."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -73,7 +72,6 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _measure_here(options: argparse.Namespace) -> None:
-    """Measure as one rank; rank 0 writes the machine file."""
     import zeromesh.trainer.trainer  # noqa: F401  # The measured memory includes a run's imports.
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import ProcessMesh

@@ -37,7 +37,6 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """Serve as one rank."""
     from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
     from zeromesh.trainer.inference.generator import Generator
 

@@ -96,7 +96,6 @@ def _snapshot(run: Path) -> RunSnapshot:
 
 
 def _runs_in(folder: Path) -> str:
-    """Return a hint at the runs in a folder, the latest first."""
     found = sorted(folder.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_HINTS]
     return "; runs in it are " + ", ".join(str(each.parent) for each in found) if found else ""
 
@@ -109,7 +108,6 @@ def _as_json(found: RunSnapshot) -> str:
 
 
 def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
-    """Return the tables and sentences of a snapshot for a terminal of this width."""
     lines = [f"{run}: step {found.step}, loss {found.loss}"]
     blamed = blames(found.ranks)
     guilty = {each.rank for each in blamed}

@@ -118,7 +118,6 @@ def _words(command: str) -> list[str]:
 
 
 def _variables(asked: Sequence[str]) -> dict[str, str]:
-    """Return the variables that are passed to every host: those of `PASSED` that are set, and the named ones."""
     found = {name: value for name in PASSED if (value := setting(name)) is not None}
     problems = []
     for entry in asked:
@@ -145,7 +144,6 @@ _DEFAULTS = "-"
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one where there is no file."""
     with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
         found = json.loads(file.read(1 << 24))
         return found if isinstance(found, dict) else {}
@@ -426,7 +424,6 @@ def say(message: str) -> None:
 
 
 def _hint(message: str) -> None:
-    """Print the reason for a delay of seconds on a terminal."""
     if sys.stdout.isatty():
         sys.stdout.write(f"{message}\n")
         sys.stdout.flush()

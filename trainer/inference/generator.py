@@ -183,7 +183,6 @@ class Generator(ModelOnMesh):
         return why
 
     def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
-        """Generate for requests by a running batch."""
         inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
         if inbox is not None:
             for request in requests:
@@ -310,8 +309,6 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
-    """The results of one call of `generate`, collected as its requests end."""
-
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
     ) -> None:
@@ -325,7 +322,7 @@ class _Results:
         return [request.number for request in self._requests if request.number not in self.found]
 
     def in_order(self) -> list[Generated]:
-        """Return all results. Raises `NonFiniteError` for prompts whose logits are NaN or infinite."""
+        """Raise `NonFiniteError` for prompts whose logits are NaN or infinite, else return all results."""
         if missing := self._missing():
             raise NonFiniteError(
                 f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
@@ -346,7 +343,6 @@ class _Results:
             ) from error
 
     def add(self, progress: Sequence[Progress]) -> None:
-        """Collect new tokens, and report requests that have ended."""
         results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
         for each in progress:
             tokens, logprobs = self._made.setdefault(each.number, ([], []))

@@ -75,7 +75,7 @@ class ResultJournal:
                 raise
 
     def _read(self, head: Mapping[str, Any]) -> int:
-        """Read the results; returns the number of bytes in whole lines."""
+        """Return the number of bytes in whole lines."""
         kept = 0
         for line in self._file:
             digest, _, body = line.rstrip(b"\n").partition(b" ")

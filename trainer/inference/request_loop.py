@@ -100,7 +100,6 @@ class RequestLoop:
         return bool(self._queue) or any(self._open)
 
     def _exchange(self, inbox: Inbox | None) -> News:
-        """Broadcast new requests and gather the progress of all ranks."""
         mesh = self._mesh
         made = [each for batch in self._batches for each in batch.progress()]
         own: dict[str, Any] = {}
@@ -150,7 +149,6 @@ class RequestLoop:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
     def _forwards(self, most: int, *, eager: bool) -> None:
-        """Run up to `most` forwards of each batch before the next exchange."""
         for batch in self._batches:
             batch.settle()
             batch.plan(eager=eager)
@@ -173,7 +171,7 @@ class RequestLoop:
             batch.settle()
 
     def _agreed_forwards(self, most: int) -> int:
-        """Return the number of forwards to run; equal on all replicas that gather each other's parameters."""
+        """Return the number of forwards, equal on all replicas that gather each other's parameters."""
         busy = [batch for batch in self._batches if batch.busy]
         if self._pipeline is None:
             own = min(most, max((batch.most_forwards() for batch in busy), default=0))
@@ -187,7 +185,6 @@ class RequestLoop:
 
 
 def _cost_of(queued: tuple[Request, GenerationConfig]) -> int:
-    """Return the maximal number of tokens of a request, prompt included."""
     request, settings = queued
     return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
 

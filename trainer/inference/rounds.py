@@ -86,8 +86,7 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
 
 
 class _ChosenTokens:
-    """A stopping criterion that never stops: it records the log-probability of each chosen token, and keeps the logits of a single
-    position only."""
+    """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
 
     def __init__(self) -> None:
         self.logprobs: list[torch.Tensor] = []
@@ -95,7 +94,6 @@ class _ChosenTokens:
         self._logits = torch.empty(0)
 
     def see(self, logits: torch.Tensor) -> None:
-        """Store the logits [rows, vocabulary] from which the next token is chosen."""
         self._logits = widened(logits)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:

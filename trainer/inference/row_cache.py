@@ -54,8 +54,6 @@ def numbers_kept(config: PreTrainedConfig, tensor_ranks: int) -> list[int]:
 
 
 class _Extent:
-    """The rows and columns that all layers of a cache share."""
-
     def __init__(self) -> None:
         self.rows = self.start = self.end = 0
         self.capacity = _FEWEST_COLUMNS

@@ -99,7 +99,6 @@ class RunningBatch:
         takes = inspect.signature(module.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        """Keyword arguments of every forward."""
         if "logits_to_keep" in takes:
             self._fixed["logits_to_keep"] = 1
         if hasattr(module.config, "output_router_logits"):
@@ -245,7 +244,6 @@ class RunningBatch:
                 row.add(int(token), logprob)
 
     def _join(self) -> None:
-        """Move rows whose prefill is complete to the running rows."""
         for row in self._joining:
             row.cached = len(row.request.tokens) - 1
         lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]

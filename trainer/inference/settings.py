@@ -62,7 +62,6 @@ class ModelSettings:
         # Non-causal attention.
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
-        """JSON of the fields for which a sampler was built successfully."""
 
     def of(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
         """Return the settings to continue a prompt of `prompt_tokens` tokens.

@@ -386,7 +386,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._optimizers, self._leaves_models_alone = optimizers, False
 
     def _stored(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
-        """Yield the directory of each model's checkpoints, with the model and its optimizer."""
         for number, model in enumerate(self._models):
             name = f"zeromesh_{number}" if number else "zeromesh"
             yield directory / name, model, self.optimizer_of(model)
@@ -398,7 +397,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
 @contextmanager
 def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[..., None]) -> Iterator[None]:
-    """Inside the block accelerate calls `hook` after those of the user."""
     hooks[_last_hook] = hook
     try:
         yield
@@ -458,7 +456,6 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
 def _replace(
     model: nn.Module, name: str, made_of: Callable[[Callable[..., Any], Any], Callable[..., Any]], how: Any
 ) -> None:
-    """Replace a model's method by `made_of(method, how)`, once."""
     own: Any = getattr(model, name, None)
     if own is None or hasattr(own, "of_accelerator"):
         return

@@ -30,7 +30,6 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
-"""The folder of a `checkpoint-N` with sharded weights and optimizer states."""
 
 
 class _StatesElsewhere:
@@ -77,7 +76,6 @@ class TrainerOverEngine:
 
     @property
     def _super(self) -> Any:
-        """The trainer without the overrides of this class."""
         return super()
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -128,7 +128,6 @@ def train(config: TrainerConfig) -> None:
 
 
 def _tokenizer(spec: str | None) -> Any:
-    """Return the tokenizer of a directory or of the Hub; for `bytes` one whose tokens are bytes."""
     if spec is None:
         raise ConfigError("data.tokenizer: missing; give bytes, a directory, or model.source, which has its own")
     if spec == "bytes":

@@ -25,7 +25,6 @@ _REFUSED = {
     "num_return_sequences": "a sample has one prediction",
     "return_dict_in_generate": "predictions are tokens",
 }
-"""Fields of `GenerationConfig` that are refused, with the reason."""
 _OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
 
@@ -101,15 +100,13 @@ class BatchGeneration:
         return tokens if whole else tokens[:, given:]
 
     def _pad_after_end(self, new: Tensor) -> None:
-        """Overwrite tokens after the end of each row with the padding token; transformers' beam search uses another one if it is
-        0."""
+        """Overwrite tokens after the end with the padding token; transformers' beam search uses another one if it is 0."""
         if self.settings.eos_token_id is not None:
             ends = torch.isin(new, torch.tensor(self.settings.eos_token_id, device=new.device)).int()
             new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """The arguments of `generate` beside prompts."""
         beside = {"tokenizer": self.placed.processing_class} if self.settings.stop_strings else {}
         return {"generation_config": self.settings, **beside}
 

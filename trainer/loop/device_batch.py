@@ -69,7 +69,6 @@ class DeviceBatch(dict[str, Any]):
             yield
 
     def _arrive(self) -> None:
-        """Make the current stream wait for the copies."""
         if self._copied is not None:
             stream = current_stream(self._device)
             stream.wait_event(self._copied)
@@ -82,7 +81,6 @@ class DeviceBatch(dict[str, Any]):
             self[name] = value.to(self._device, dtype, non_blocking=True)
 
     def _look(self) -> None:
-        """Inspect masks and positions on the host."""
         for name, value in self.items():
             if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
                 self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())

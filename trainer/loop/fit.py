@@ -77,7 +77,7 @@ def _train(
     request: StopRequest,
     samples: Samples | None,
 ) -> tuple[int, float | None]:
-    """Run the remaining steps; returns the signal that stopped the run, or 0, and the last evaluation loss."""
+    """Return the signal that stopped the run, or 0, and the last evaluation loss."""
     config, mesh, progress, note = run.config, run.mesh, run.progress, run.console.note
     given = [name for name, how in run.inputs.names().items() if how == "given"]
     facts = {**start_facts(mesh, run.model.parameters), "given": given}
@@ -104,7 +104,6 @@ def _train(
 
 
 def _next_command(run: RunContext, directory: str) -> str:
-    """Return the command that a user is likely to run after a finished run."""
     model, tokenizer = pretrained_of(run.model.module), run.model.processing_class
     if is_adapted(run.model.module):
         return f"zeromesh checkpoint export {directory} OUT --merge"

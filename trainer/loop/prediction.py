@@ -93,7 +93,7 @@ class Collector:
         return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
 
     def _whole(self, name: str, padding: int) -> Tree:
-        """Concatenate the predictions or the labels, and release each piece once it is copied."""
+        """Release each piece once it is copied."""
         flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
         structure = flat[0][1]
         if any(other != structure for _, other in flat):

@@ -61,7 +61,6 @@ class Stepper:
         self._modes = [module.training for module in self._modules]
         """The `training` flag of each module; see `_restore_modes`."""
         self._computed: list[_Computed] = []
-        """The results of the current step's microbatches."""
         self.scalars = UserScalars()
         """Values of losses and users to be logged."""
         self.gradient_factor = 1.0
@@ -122,7 +121,6 @@ class Stepper:
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
 
         def end(number: int) -> None:
-            """Release a finished microbatch, and announce it."""
             moved[number].clear()
             if number + 1 < rounds:
                 substep_end()

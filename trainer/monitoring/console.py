@@ -206,7 +206,6 @@ class Console(AbstractContextManager["Console"]):
         return bar
 
     def _update_line(self, text: str) -> None:
-        """Update a notebook's line, at most a few times a second."""
         now = time.monotonic()
         if now - self._drawn < _REFRESH_SECONDS:
             return
@@ -232,7 +231,6 @@ class Console(AbstractContextManager["Console"]):
             bar.refresh()
 
     def _line(self, metrics: StepMetrics) -> str:
-        """Return a logged step as one line, with the remaining time by the mean pace."""
         line = step_line(metrics, total_steps=self._total_steps)
         done = metrics.step - self._first_step
         left = self._total_steps + self._after - metrics.step

@@ -151,7 +151,6 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
 
 
 def _largest(traffic: Mapping[str, Any]) -> str:
-    """Return the collective with the most seconds, in words."""
     rows = [
         (row["seconds"], axis, name, row["bytes"]) for axis, found in traffic.items() for name, row in found.items()
     ]

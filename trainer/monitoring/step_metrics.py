@@ -195,7 +195,6 @@ def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _LEAST_SHOWN = 0.05
-"""The least seconds of a part in the sentence."""
 
 
 def now() -> float:

@@ -120,7 +120,6 @@ def trace_of(
 
 
 def _offset(ring: RankRing, base: RankRing) -> int:
-    """Return the offset from the clock of `ring` to the clock of `base`."""
     if ring.host == base.host:
         return 0
     own, others = (
@@ -216,7 +215,6 @@ def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice
 
 
 def _late(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
-    """Yield the arrows of waits that know the last rank."""
     for rank, slices in sliced.items():
         for each in slices:
             late = each.facts.get("waited for rank", -1)

@@ -26,7 +26,6 @@ from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
 
 _CARDS = 8
-"""The default number of cards per host."""
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
@@ -146,7 +145,6 @@ def plan_inputs(
 
 
 def _free(config: TrainerConfig) -> set[str]:
-    """Return the keys that a plan may choose: the `auto` ones, or all where there are none."""
     automatic = config.parallel.auto
     if not automatic:
         return set(FIELDS)

@@ -114,7 +114,6 @@ class Estimator:
         )
 
     def _staging(self, zero: ZeroOptions) -> int | None:
-        """Return the bytes of staging buffers of tiers on the machine's device."""
         given = zero.offload.staging_bytes
         if given is not None or self._machine.is_cpu:
             return given
@@ -220,7 +219,6 @@ class Estimator:
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
 
     def _activations_away(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
-        """Return one rank's bytes of offloaded inputs of blocks."""
         if not layout.activations.leaves(self._device) or layout.recompute == "none":
             return 0
         most = max(chunk.kept for chunk in chunks) * layout.chunks

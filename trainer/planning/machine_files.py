@@ -137,7 +137,6 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def _problem(detail: Any) -> str:
-    """Describe one error of a machine file: its place, the allowed values, and the likely intended one."""
     name = ".".join(map(str, detail["loc"]))
     section, known = name.rpartition(".")[0], known_paths(Machine)
     if detail["type"] == "extra_forbidden":

@@ -30,7 +30,6 @@ GIB = 1 << 30
 
 
 _DISK = 1 << 42
-"""The default bytes of disk per rank."""
 
 
 def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:

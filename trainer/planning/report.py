@@ -51,7 +51,6 @@ def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
 
 
 def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
-    """Return the table of the first row of each group, without empty columns."""
     columns = (title, "step", "memory", "of", "host", "disk", "longest", "as fast")
     cells = [_cells(plan, row, others) for row, *others in rows]
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]

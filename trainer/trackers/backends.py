@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 GLOBAL_STEP = "train/global_step"
 """The name of the step in each row, as in transformers' own callback."""
 _EVALUATED = "eval/global_step"
-"""The name of the step of evaluations in wandb."""
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
 """Seconds. With the first, wandb's service writes a row at once, so that a kill loses none that `tracking-wandb.json` counts as
 sent."""
@@ -220,7 +219,6 @@ class WandbTracker(Tracker):
 
 
 def _services() -> list[Process]:
-    """Return the running processes that wandb has started in this one."""
     import psutil
 
     children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]

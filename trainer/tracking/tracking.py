@@ -254,8 +254,7 @@ class Tracking:
 
 
 def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
-    """Return the run's id from its directory, or from the checkpoint of a resumed run, or else a new one; it is stored in
-    `path`."""
+    """Return the id from the run's directory or the resumed checkpoint, or else a new one; it is stored in `path`."""
     found = ""
     if step:
         try:

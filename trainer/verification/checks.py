@@ -114,8 +114,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Streams(Recorder):
-    """Records the masks that a run draws."""
-
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self.draws = self._leaving.enter_context(_Draws(trainer.model))

@@ -163,7 +163,7 @@ class Observer(Recorder):
             self._outputs.setdefault(name, []).append(tensors_of(output))
 
     def _compare_own(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
-        """Compare the master weights that this rank updates: its shards, and its copies of replicated ones."""
+        """Compare the master weights that this rank updates: its shards and its copies of replicated ones."""
         rate = trainer.config.optimizer.lr * step
         for bucket in all_buckets(trainer.engine.units):
             master = bucket.master.load(torch.device("cpu"))

@@ -22,7 +22,6 @@ _HEADS = (
     "sequence_classification",
     "question_answering",
 )
-"""The supported tasks."""
 
 
 def make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[Sample]:
@@ -53,7 +52,7 @@ def make_samples(model: nn.Module, config: TrainerConfig, count: int, length: in
 
 
 def _head_of(model: Any) -> Head | None:
-    """Return the task of a model, whose class name ends with that of its automatic class."""
+    """The class name of a model ends with that of its automatic class."""
     name = type(model).__name__
     if name.endswith("LMHeadModel"):
         return "causal_lm"

@@ -226,7 +226,6 @@ def _first_that_runs(
 
 
 def _require_loss(model: nn.Module, config: TrainerConfig) -> None:
-    """Raise an error where a small model gives no finite loss for a sample."""
     sample = make_samples(model, config, 2, _LENGTH)[1]
     small = copy.deepcopy(model).double()
     with InFloat64(), torch.no_grad():

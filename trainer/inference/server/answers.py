@@ -93,7 +93,6 @@ class Answer:
         self.number = inbox.submit(tokens, self._arrived, fields=fields, seed=seed)
 
     def _arrived(self, progress: Progress | BaseException) -> None:
-        """Pass progress from the generator's thread to the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, progress)
 
@@ -147,7 +146,6 @@ class Answer:
         return held[: len(held) - kept], False
 
     def _parsed(self, events: list[Any], piece: Piece) -> Piece:
-        """Convert the events of a response parser into fields of a piece."""
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
         piece.text = ""

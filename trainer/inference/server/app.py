@@ -288,7 +288,6 @@ class HttpServer:
         self._answers.discard(answer)
 
     async def _whole(self, request: Request, answer: Answer) -> Piece:
-        """Return the whole answer in one piece; cancel the request if the client disconnects first."""
         gone, made = asyncio.ensure_future(_until_gone(request)), asyncio.ensure_future(_all_of(answer))
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +307,7 @@ class HttpServer:
         kind: Literal["cmpl", "chatcmpl"],
         choice: Callable[..., schema.Choice],
     ) -> Response:
-        """Return the whole answer, or stream its pieces; `choice` converts a piece to a choice of the response."""
+        """`choice` converts a piece to a choice of the response."""
         names = {"cmpl": "text_completion", "chatcmpl": "chat.completion.chunk" if asked.stream else "chat.completion"}
         head = {
             "id": f"{kind}-{uuid.uuid4().hex}", "object": names[kind], "created": int(time.time()), "model": self.name,
@@ -349,8 +348,7 @@ class _EventStream(StreamingResponse):
 
 
 class _Connection(H11Protocol):
-    """A connection that closes when the whole head of a request has not come in time; a slow sender would otherwise hold it for
-    ever."""
+    """A connection that closes when the whole head of a request is late; a slow sender would otherwise hold it for ever."""
 
     head_seconds: float
     most: int = _CONNECTIONS
@@ -390,7 +388,6 @@ class _Connection(H11Protocol):
 
 
 async def _until_gone(request: Request) -> None:
-    """Wait until the client disconnects; the body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -137,7 +137,6 @@ class DeviceMeter:
         return self._seconds(step) / max(1, trace.work.operations)
 
     def _transformer(self, *, hidden: int, layers: int, length: int) -> tuple[Callable[[], None], Trace]:
-        """Return a function that runs forward and backward of a small Llama, and its trace."""
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=hidden,

@@ -43,8 +43,6 @@ class Segment:
 
 @dataclass(kw_only=True, slots=True)
 class _Stretch:
-    """A span of the run within one segment."""
-
     name: str
     backward: bool
     begin: int

@@ -21,7 +21,6 @@ _SHOWN = 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
 _Tensors = dict[tuple[str, str], StoredTensor]
-"""The stored tensors by kind and name."""
 
 
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:

@@ -126,7 +126,7 @@ def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
 
 
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a tensor to another dtype. Raises `ConfigError` where a number would become infinite."""
+    """Raises `ConfigError` where a number would become infinite."""
     found = tensor.to(dtype)
     if tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         lost = tensor[found.isinf() & tensor.isfinite()].abs()
@@ -157,8 +157,7 @@ def _plain(
 
 
 def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
-    """Convert the adapter in `folder`, which has all small files of a checkpoint, to another floating dtype; None: leave it as it
-    is."""
+    """Convert the adapter in `folder`, which has all small files of a checkpoint, to another dtype, unless that is None."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(

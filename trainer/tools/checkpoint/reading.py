@@ -112,7 +112,6 @@ class Throughput:
 COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
 _APART = frozenset({"step", "tracker", "settings"})
-"""The counters that are shown on separate lines."""
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:

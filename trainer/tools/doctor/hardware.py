@@ -102,7 +102,6 @@ def _limits() -> Iterator[Finding]:
 
 
 def _group_limit(name: str) -> int | None:
-    """Return the least limit of all control groups; None where there is none."""
     return min((int(each) for each in group_settings(name) if each.isdecimal()), default=None)
 
 

@@ -135,7 +135,6 @@ def _heads(runs: Sequence[RunRecord]) -> list[Html]:
 
 
 def _figures(runs: Sequence[RunRecord]) -> list[Html | None]:
-    """Return the key figures: cards for one run, a table for several."""
     figures = [_figures_of(run) for run in runs]
     names = list(dict.fromkeys(name for each in figures for name in each))
     if len(runs) > 1:
@@ -223,7 +222,6 @@ def _planned(run: RunRecord) -> Html | None:
 
 
 def _communication(run: RunRecord) -> Html | None:
-    """Return a table of the bytes that rank 0 sent and received per step, by axis and collective."""
     columns = {keys[1:]: run.column(*keys) for keys in run.columns if len(keys) == 4 and keys[0] == "communication"}
     steps = len({step for values in columns.values() for step in values})
     means = {keys: sum(values.values()) / max(1, steps) for keys, values in columns.items()}
@@ -252,7 +250,6 @@ def _checkpoints(run: RunRecord) -> Html | None:
 
 
 def _notes(run: RunRecord) -> Html | None:
-    """Return a list of remarks on single steps and on unreadable files."""
     found = [element("li", remark, class_="bad") for remark in run.remarks]
     for start in run.starts[-_NOTES:] if len(run.starts) > 1 or any(start["step"] for start in run.starts) else ():
         seconds = as_number(start.get("time"))
@@ -274,7 +271,6 @@ def _notes(run: RunRecord) -> Html | None:
 
 
 def _configuration(run: RunRecord) -> Html | None:
-    """Return the keys with values other than their defaults, and the others folded."""
     settings = settings_of(run).items()
     rows = [[element("code", each) for each in (path, *values) if each is not None] for path, values in settings]
     changed, others = ([row for row in rows if len(row) == length] for length in (3, 2))
@@ -284,7 +280,6 @@ def _configuration(run: RunRecord) -> Html | None:
 
 
 def _differences(runs: Sequence[RunRecord]) -> Html | None:
-    """Return the keys in which runs differ; None where there are none."""
     settings = [settings_of(run) for run in runs]
     values = {path: [each.get(path, ("(none)",))[0] for each in settings] for each in settings for path in each}
     rows = [[element("code", each) for each in (path, *words)] for path, words in values.items() if len({*words}) > 1]

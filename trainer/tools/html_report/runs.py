@@ -115,7 +115,7 @@ def _read(path: Path, name: str) -> RunRecord:
 
 
 def _tried(path: Path, read: Callable[[Path], T], remarks: list[str]) -> T | None:
-    """Read a path with `read`. Returns None if the path is missing, or if it is unreadable, with a remark."""
+    """Return None if the path is missing, or unreadable, which becomes a remark."""
     try:
         return read(path) if path.exists() else None
     except (ZeromeshError, OSError) as error:
@@ -126,7 +126,6 @@ def _tried(path: Path, read: Callable[[Path], T], remarks: list[str]) -> T | Non
 
 
 def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
-    """Return the lines of metrics and evaluations, merged by step."""
     if not (path / METRICS).exists():
         remarks.append(f"there is no {METRICS}: the run has logged no step (run.log_every)")
     by_step: dict[int, dict[str, Any]] = {}
