@@ -461,6 +461,7 @@ class Trainer(ModelOnMesh):
         return self._mesh
 
     def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
         with self.mesh.call("trainer.push_to_hub()"):
             self.hub_model_id = open_repository(self, token, private)
 

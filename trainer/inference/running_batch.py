@@ -30,6 +30,8 @@ from zeromesh.trainer.models.generation import ends_of
 
 
 class ForwardKind(Enum):
+    """The kind of a forward: prefill of prompts, decoding of running requests, or none for an idle batch."""
+
     IDLE = "idle"
     PREFILL = "prefill"
     DECODE = "decode"

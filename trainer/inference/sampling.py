@@ -13,6 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSampler:
+    """Chooses the tokens of one row, by logits processors and greedy decoding or sampling."""
+
     processors: LogitsProcessorList
     """Modify logits as transformers' `generate` does: penalties, temperature, top-k and the like."""
     generator: torch.Generator | None

@@ -48,6 +48,7 @@ class DeviceBatch(dict[str, Any]):
         self._on_device = is_accelerator(device)
 
     def send(self) -> None:
+        """Start the copies of the tensors to the device, once."""
         if self._copies is None or self._copied is not None:
             return
         self._look()

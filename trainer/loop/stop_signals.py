@@ -1,4 +1,7 @@
-"""Graceful stops: the first signal ends the run after the current step, the second one at once."""
+"""Graceful stops: the first signal ends the run after the current step, the second one at once.
+
+SIGHUP, of a lost terminal, and SIGUSR1, which schedulers send on request, are treated as SIGTERM.
+"""
 
 import os
 import signal
@@ -23,6 +26,7 @@ class StopRequest:
         self._at = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record the first one, and let a second one end the process by its default action."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
@@ -42,7 +46,12 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
 
 
 def leave(number: int) -> NoReturn:
-    """End the process as the signal does by default, but through `finally` blocks."""
+    """End the process as the signal does by default, but through `finally` blocks.
+
+    Raises:
+        KeyboardInterrupt: for SIGINT.
+        SystemExit: else, with 128 plus the signal's number.
+    """
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)

@@ -35,6 +35,14 @@ ENDED = "ended"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
+    """The figures of one optimizer step.
+
+    `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm` the norm before
+    clipping (None where it was not computed). `tokens` counts all tokens since the start of training; for a model without token
+    inputs `unit` is samples. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such as `skipped` or
+    `loss_scale`.
+    """
+
     step: int
     loss: float
     grad_norm: float | None
@@ -92,6 +100,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             ) from error
 
     def close(self) -> None:
+        """Close the file; closing twice is allowed."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:

@@ -84,6 +84,8 @@ _ROUNDS = 4
 
 
 class Estimator:
+    """Estimates the memory and the seconds of layouts of one subject on one machine."""
+
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
         """`host` is the number of ranks per host."""
         self._subject, self._machine, self._host = subject, machine, host

@@ -69,6 +69,7 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
+        """True if the layout fits in every tier."""
         return not self.lacks
 
 
@@ -98,6 +99,8 @@ class Plan:
 
 
 class Planner:
+    """Plans the layouts of one subject on one machine."""
+
     def __init__(
         self, subject: Subject, machine: Machine, *, host: int | None = None, fixed: Mapping[str, Any] | None = None
     ) -> None:

@@ -90,6 +90,7 @@ class Subject:
         self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
 
     def close(self) -> None:
+        """Restore the values of the model."""
         self._tracer.close()
 
     @property
@@ -171,6 +172,7 @@ class Subject:
         return cut_by_cost(costs, stages=stages, first=first, last=last)
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
+        """Return the traced segments of the blocks of one stage."""
         before, *blocks, after = trace.segments
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]

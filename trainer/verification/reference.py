@@ -57,6 +57,8 @@ class PlainStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainRun:
+    """The results of the plain process."""
+
     initial: Mapping[str, Tensor]
     steps: Sequence[PlainStep]
     average: Mapping[str, Tensor]

@@ -38,6 +38,8 @@ backward."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSizes:
+    """The sizes of the measured operations."""
+
     dtypes: tuple[str, ...]
     products: tuple[tuple[int, int, int], ...]
     """The shapes `(rows, inner, columns)` of matrix products."""

@@ -85,6 +85,7 @@ class Tracer:
         self._blocks = shorten(model, self._undo)
 
     def close(self) -> None:
+        """Restore the values of the model."""
         self._undo.close()
 
     def trace(self, batch: Mapping[str, Any], options: TraceOptions) -> Trace:

@@ -31,6 +31,8 @@ class TensorExchange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
+    """The work of one pass through a part of a model."""
+
     products: tuple[tuple[Product, int], ...] = ()
     """The products in the order of execution, each with its number of repetitions."""
     moved: int = 0

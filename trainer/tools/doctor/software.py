@@ -1,4 +1,4 @@
-"""The findings of `zeromesh doctor` about software: packages, launch variables and the network."""
+"""The findings of `zeromesh doctor` about software: packages, launch variables and the network. Nothing here imports torch."""
 
 import contextlib
 import platform

@@ -28,6 +28,8 @@ PlanComparison = tuple[str, list[ComparisonRow]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
+    """The parsed contents of a run's directory."""
+
     name: str
     path: Path
     remarks: list[str]
